@@ -1,0 +1,26 @@
+"""The errors that reach a person, and the two kinds of failure that decide about a retry.
+
+Invariant: an exception that crosses a stage's or a request's border is either a `RoundhouseError` (its text says what is
+wrong, with the key or value, and what to do) or a defect of ours. Where work can be repeated, its kind tells whether
+repeating can help: `InfraError` may pass by itself (a dead engine, a timeout), `DataError` will not (a bad task row).
+"""
+
+
+class RoundhouseError(Exception):
+    """Something a person has to know: the message names the thing, the value and the remedy."""
+
+
+class ConfigError(RoundhouseError):
+    """The configuration cannot be loaded or cannot work."""
+
+
+class StoreError(RoundhouseError):
+    """The store holds something else than its manifests say, or cannot be written."""
+
+
+class InfraError(RoundhouseError):
+    """A failure of machines, processes or networks. Repeating the same work may succeed."""
+
+
+class DataError(RoundhouseError):
+    """A failure that lies in the input. Repeating the same work fails in the same way."""

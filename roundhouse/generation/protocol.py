@@ -1,0 +1,64 @@
+"""What an agent needs of a policy: one call, tokens included.
+
+`PolicyClient.complete` takes a conversation and returns the policy's next message together with the exact token IDs. The
+invariant of prefix continuation: if an assistant message of the conversation carries the three token fields
+(`prompt_token_ids`, `generation_token_ids`, `generation_log_probs`), the prompt of this call begins with exactly
+`prompt_token_ids + generation_token_ids` of the newest such message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from roundhouse.config.models import Sampling
+from roundhouse.errors import DataError, InfraError
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer of the policy."""
+
+    message: dict[str, Any]
+    """Assistant chat message: role, content (str or None), tool_calls (OpenAI shape, absent when none); no token fields."""
+    finish_reason: str
+    """stop, tool_calls or length."""
+    prompt_token_ids: list[int]
+    generation_token_ids: list[int]
+    generation_log_probs: list[float]
+    policy_version: int
+    latency_seconds: float
+
+
+class PolicyClient(Protocol):
+    """Anything that answers a conversation: the HTTP client of the served engine, or a scripted one in a test."""
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        """Answer `messages` (chat shape; tools in chat shape).
+
+        Raises:
+            ContextOverflow: the prompt leaves no room to generate.
+            EngineRejected: the engine refuses the request (4xx): a data failure.
+            EngineUnreachable, EngineTimeout: infrastructure failures.
+        """
+        ...
+
+
+class EngineUnreachable(InfraError):
+    """The engine cannot be reached, answers 5xx, or is refitting beyond its time limit."""
+
+
+class EngineTimeout(InfraError):
+    """The engine did not answer within the time limit."""
+
+
+class EngineRejected(DataError):
+    """The engine refused the request."""
+
+
+class ContextOverflow(EngineRejected):
+    """The conversation does not fit the model's context. The rollout is truncated, not failed."""
