@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ProperFraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -28,7 +29,7 @@ class CalculatorEnvironment(Section):
     """Two-step arithmetic `a*b+c` with a calculator tool that takes one operator a call."""
 
     kind: Literal["calculator"] = "calculator"
-    heldout_fraction: Fraction = 0.2
+    heldout_fraction: ProperFraction = 0.2
     """Share of all problems that neither the warm start nor training ever sees."""
 
 
@@ -38,7 +39,7 @@ class SortEnvironment(Section):
     kind: Literal["sort"] = "sort"
     digits: Annotated[int, Field(ge=2, le=9)] = 6
     """How many digits a problem has."""
-    heldout_fraction: Fraction = 0.2
+    heldout_fraction: ProperFraction = 0.2
     """Share of all problems that neither the warm start nor training ever sees."""
 
 

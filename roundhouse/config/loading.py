@@ -1,0 +1,169 @@
+"""From a YAML file and `--set` overrides to a `RunConfig`, or to an error that says what to change.
+
+Invariant: what comes out is complete and typed; nothing that the file or the command line said was ignored.
+Precedence: defaults < file < overrides, the later the stronger. `${VAR}` and `${VAR:-default}` in the file are taken from
+the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Read a configuration file and apply overrides such as `train.optimizer.learning_rate=3e-4`.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, impossible value or combination.
+    """
+    file = Path(path)
+    if not file.is_file():
+        near = sorted(str(p) for p in Path("configs").glob("*.yaml")) if Path("configs").is_dir() else []
+        hint = f" There are: {', '.join(near)}." if near else ""
+        raise ConfigError(f"No configuration file {file}.{hint}")
+    try:
+        tree = yaml.safe_load(_expand_variables(file.read_text(), file)) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds a {type(tree).__name__}, not a mapping of keys.")
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree, origin=str(file))
+
+
+def parse_config(tree: dict[str, Any], origin: str = "the configuration") -> RunConfig:
+    """Validate a plain tree of keys."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set `a.b.c=value` in the tree; the value is read as YAML (`1e-3` as a number, too)."""
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"Override {override!r} is not of the form key.path=value.")
+    *parents, leaf = key.strip().split(".")
+    node = tree
+    for index, parent in enumerate(parents):
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            above = ".".join(parents[: index + 1])
+            raise ConfigError(f"Override {override!r}: {above} is a value, not a section.")
+        node = child
+    node[leaf] = _parse_value(text)
+
+
+def config_digest(config: BaseModel) -> str:
+    """First 16 hex digits of SHA-256 over the canonical JSON of the configuration."""
+    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def config_yaml(config: BaseModel) -> str:
+    """The resolved configuration as YAML, in the order of its fields."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def differences(old: BaseModel, new: BaseModel) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with (old, new)."""
+    flat_old, flat_new = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    keys = sorted(flat_old.keys() | flat_new.keys())
+    return {key: (flat_old.get(key), flat_new.get(key)) for key in keys if flat_old.get(key) != flat_new.get(key)}
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one mapping with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _parse_value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        # YAML 1.1 reads 3e-4 as text because it has no dot; people mean the number.
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _expand_variables(text: str, file: Path) -> str:
+    def replace(match: re.Match[str]) -> str:
+        name, default = match.group(1), match.group(2)
+        if name in os.environ:
+            return os.environ[name]
+        if default is not None:
+            return default
+        raise ConfigError(f"{file} needs the environment variable {name}: set it, or write ${{{name}:-default}}.")
+
+    return _VARIABLE.sub(replace, text)
+
+
+def _explain(item: Any) -> str:
+    """One validation error as one line: key, value, what is wrong, remedy."""
+    location = list(item["loc"])
+    if item["type"] == "extra_forbidden":
+        section, known = _section_at(location[:-1])
+        key = str(location[-1])
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        where = f"{section}.{key}" if section else key
+        suggestion = f" Did you mean {near[0]!r}?" if near else ""
+        return f"  {where}: unknown key.{suggestion} Known keys here: {', '.join(sorted(known))}."
+    section, _ = _section_at(location)
+    message = item["msg"].removeprefix("Value error, ")
+    given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
+    return f"  {section or 'configuration'}: {message}{given}"
+
+
+def _section_at(location: list[Any]) -> tuple[str, list[str]]:
+    """Dotted key of an error's location without union tags, and the field names of the model there."""
+    models: list[type[BaseModel]] = [RunConfig]
+    keys: list[str] = []
+    for part in location:
+        tagged = [model for model in models if _tag(model) == part]
+        if tagged and len(models) > 1:
+            models = tagged
+            continue
+        keys.append(str(part))
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = [model for field in fields for model in _models_in(field.annotation)]
+    return ".".join(keys), sorted({name for model in models for name in model.model_fields})
+
+
+def _tag(model: type[BaseModel]) -> Any:
+    field = model.model_fields.get("kind")
+    choices = typing.get_args(field.annotation) if field is not None else ()
+    return choices[0] if choices else None
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
+    return []

@@ -1,0 +1,185 @@
+"""A run in the store: its identity, its stages by iteration, its checkpoints.
+
+    <store>/runs/<run_id>/run.json
+    <store>/runs/<run_id>/iterations/000012/<stage>/
+    <store>/runs/<run_id>/checkpoints/000012/
+    <store>/runs/<run_id>/latest.json
+
+Iteration k (from 1) refits the engine to version k-1, and its training makes version k. Version 0 is the starting policy.
+
+Invariant: a run's identity is created once. Opening it again with a configuration that would make other data is refused;
+only keys that steer how the run is carried out may change (`OPERATIONAL`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from roundhouse.config.loading import config_digest, differences, parse_config
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.code_version import code_version
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.manifest import Provenance, Reference
+from roundhouse.store.stage import Attempt, Stage
+
+OPERATIONAL = (
+    "iterations",
+    "store",
+    "checkpoint.",
+    "tracking.",
+    "infra.",
+    "evaluation.every",
+    "rollout.concurrency",
+    "rollout.retry.",
+    "rollout.timeout_seconds",
+    "rollout.tool_timeout_seconds",
+    "rollout.max_failed_fraction",
+    "validation.max_quarantine_fraction",
+    "generation.replicas",
+    "generation.kv_cache_gib",
+    "generation.gpu_memory_utilization",
+    "generation.start_timeout_seconds",
+    "generation.request_timeout_seconds",
+    "generation.refit_timeout_seconds",
+    "train.threads",
+)
+"""Keys that may differ between two starts of one run: they change how and how long it runs, not what it is."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """An opened run."""
+
+    location: Location
+    config: RunConfig
+    uid: str
+    """Told apart from an earlier run of the same id that was deleted."""
+    created_at: float
+    code_version: str
+
+    @property
+    def run_id(self) -> str:
+        return self.config.run_id
+
+    def stage(self, iteration: int, kind: str) -> Stage:
+        """A stage of an iteration (iteration 0 holds what comes before the first)."""
+        place = self.location / f"iterations/{iteration:06d}/{kind}"
+        return Stage(place, kind=kind, run_id=self.run_id, iteration=iteration)
+
+    def checkpoint(self, version: int) -> Stage:
+        """The checkpoint of a policy version."""
+        place = self.location / f"checkpoints/{version:06d}"
+        return Stage(place, kind="checkpoint", run_id=self.run_id, iteration=version)
+
+    def begin(self, stage: Stage, *, policy_version: int) -> Attempt:
+        """Start an attempt at one of this run's stages."""
+        return stage.begin(
+            Provenance(
+                policy_version=policy_version,
+                config_digest=config_digest(self.config),
+                code_version=self.code_version,
+                seed=self.config.seed,
+            )
+        )
+
+    def checkpoint_versions(self) -> list[int]:
+        """Versions with a complete checkpoint, ascending."""
+        versions = [int(name) for name in (self.location / "checkpoints").names() if name.isdigit()]
+        return [version for version in sorted(versions) if self.checkpoint(version).reference() is not None]
+
+    def latest_checkpoint(self) -> Reference | None:
+        """The newest complete checkpoint; None before the starting policy is there."""
+        try:
+            reference = Reference.model_validate_json(self.location.read("latest.json"))
+        except NotFound:
+            reference = None
+        # The pointer is written after the manifest, so the true newest is it or one that came right after.
+        version = 0 if reference is None else reference.policy_version + 1
+        while (newer := self.checkpoint(version).reference()) is not None:
+            reference, version = newer, version + 1
+        return reference
+
+    def point_to(self, checkpoint: Reference) -> None:
+        """Let `latest.json` name this checkpoint."""
+        self.location.write("latest.json", checkpoint.model_dump_json(indent=1).encode())
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write the finished run's summary."""
+        self.location.write("summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+
+    def summary(self) -> dict[str, Any] | None:
+        """The finished run's summary; None while it has not finished."""
+        try:
+            return json.loads(self.location.read("summary.json"))
+        except NotFound:
+            return None
+
+
+def open_run(config: RunConfig) -> Run:
+    """Create the run, or open the one of that id to continue it.
+
+    Raises:
+        ConfigError: the run exists with another configuration.
+    """
+    location = Location(config.store) / f"runs/{config.run_id}"
+    identity: dict[str, Any] = {
+        "run_id": config.run_id,
+        "uid": uuid.uuid4().hex[:12],
+        "created_at": time.time(),
+        "config": config.model_dump(mode="json"),
+        "config_digest": config_digest(config),
+        "code_version": code_version(),
+        "parent": None,
+    }
+    try:
+        location.create("run.json", (json.dumps(identity, indent=1) + "\n").encode())
+    except AlreadyExists:
+        identity = _read_identity(location)
+        _refuse_other_configuration(identity, config)
+    return Run(location, config, identity["uid"], identity["created_at"], code_version())
+
+
+def load_run(store: str, run_id: str) -> Run:
+    """Open an existing run with the configuration it was created with.
+
+    Raises:
+        StoreError: there is no such run; the ones there are get listed.
+    """
+    root = Location(store)
+    location = root / f"runs/{run_id}"
+    try:
+        identity = _read_identity(location)
+    except NotFound:
+        there = ", ".join(run_ids(store)) or "none"
+        raise StoreError(f"No run {run_id!r} in {root.uri}. Runs there: {there}.") from None
+    config = parse_config(identity["config"], origin=f"{location.uri}/run.json")
+    return Run(location, config, identity["uid"], identity["created_at"], code_version())
+
+
+def run_ids(store: str) -> list[str]:
+    """Ids of all runs of a store."""
+    return (Location(store) / "runs").names()
+
+
+def _read_identity(location: Location) -> dict[str, Any]:
+    data = location.read("run.json")
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise StoreError(f"{location.uri}/run.json is damaged: {error}") from error
+
+
+def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> None:
+    old = parse_config(identity["config"], origin="run.json")
+    changed = {key: pair for key, pair in differences(old, config).items() if not key.startswith(OPERATIONAL)}
+    if changed:
+        lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
+        raise ConfigError(
+            f"Run {config.run_id!r} exists with another configuration:\n{lines}\n"
+            "Take these changes back to continue it, or start a new run with --set run_id=<another name>."
+        )

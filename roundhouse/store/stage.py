@@ -1,0 +1,199 @@
+"""One stage of one iteration: attempts that write data files, and the one commit that makes the stage complete.
+
+Life cycle:
+
+    Stage.begin() ──> Attempt.write_table()/write_json()/adopt() … ──> Attempt.commit() ──> Reference
+        │                                                                    │
+      attempt-0001.json                                              manifest.json (created, never replaced)
+
+Invariants: data files carry their attempt's number in the name, so attempts never mix unless one adopts another's
+file on purpose; of two writers that commit, one wins and the other is handed the winner's reference; what is read back
+has the digest that was committed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import time
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from roundhouse.errors import StoreError
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance, Reference, sha256
+
+
+class Stage:
+    """A stage's directory, complete or not."""
+
+    def __init__(self, location: Location, *, kind: str, run_id: str, iteration: int) -> None:
+        self.location = location
+        self.kind = kind
+        self.run_id = run_id
+        self.iteration = iteration
+
+    def reference(self) -> Reference | None:
+        """The reference of the complete stage; None while it is not complete."""
+        loaded = _load_manifest(self.location)
+        return None if loaded is None else _reference(self.location, *loaded)
+
+    def begin(self, provenance: Provenance) -> Attempt:
+        """Start a new attempt at this stage."""
+        started_at = time.time()
+        number = 1 + max((int(name[8:12]) for name in self.location.names() if name.startswith("attempt-")), default=0)
+        while True:
+            record = {"attempt": number, "started_at": started_at, "pid": os.getpid()}
+            try:
+                self.location.create(f"attempt-{number:04d}.json", json.dumps(record).encode())
+                break
+            except AlreadyExists:
+                number += 1
+        return Attempt(self, number, provenance, started_at)
+
+
+class Attempt:
+    """A running attempt; see the module's docstring."""
+
+    def __init__(self, stage: Stage, number: int, provenance: Provenance, started_at: float) -> None:
+        self.stage = stage
+        self.number = number
+        self._started_at = started_at
+        self._started_cpu = _cpu_seconds()
+        self._provenance = provenance
+        self._files: list[FileEntry] = []
+        self._parts: dict[str, int] = {}
+
+    def write_table(self, dataset: str, table: pa.Table) -> FileEntry:
+        """Write the next part of a dataset, as Parquet."""
+        part = self._parts.get(dataset, 0)
+        self._parts[dataset] = part + 1
+        sink = io.BytesIO()
+        pq.write_table(table, sink, compression="zstd")
+        return self.write_bytes(f"{dataset}-a{self.number:04d}-{part:05d}.parquet", sink.getvalue(), table.num_rows)
+
+    def write_json(self, name: str, value: Any) -> FileEntry:
+        """Write a JSON file `<name>-a<attempt>.json`."""
+        return self.write_bytes(f"{name}-a{self.number:04d}.json", json.dumps(value, indent=1).encode())
+
+    def write_bytes(self, name: str, data: bytes, rows: int | None = None) -> FileEntry:
+        """Write a data file under the name given."""
+        self.stage.location.write(name, data)
+        return self.adopt(FileEntry(path=name, size=len(data), sha256=sha256(data), rows=rows))
+
+    def adopt(self, entry: FileEntry) -> FileEntry:
+        """Count a file that lies in the stage's directory already among this attempt's files."""
+        self._files.append(entry)
+        return entry
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference] | None = None,
+        outputs: dict[str, Reference] | None = None,
+        counts: dict[str, int] | None = None,
+        metrics: dict[str, float] | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> Reference:
+        """Make the stage complete; return its reference, or the winner's if another writer was first."""
+        manifest = Manifest(
+            kind=self.stage.kind,
+            run_id=self.stage.run_id,
+            iteration=self.stage.iteration,
+            attempt=self.number,
+            provenance=self._provenance,
+            inputs=inputs or {},
+            files=self._files,
+            outputs=outputs or {},
+            counts=counts or {},
+            metrics=metrics or {},
+            details=details or {},
+            started_at=self._started_at,
+            finished_at=time.time(),
+            resources={
+                "cpu_seconds": round(_cpu_seconds() - self._started_cpu, 3),
+                "max_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+            },
+        )
+        data = manifest.to_bytes()
+        try:
+            self.stage.location.create(MANIFEST, data)
+        except AlreadyExists:
+            winner = self.stage.reference()
+            if winner is None:
+                raise StoreError(f"{self.stage.location.uri}: the manifest vanished while it was committed.") from None
+            return winner
+        return _reference(self.stage.location, manifest, data)
+
+
+def read_manifest(reference: Reference) -> Manifest:
+    """The manifest behind a reference.
+
+    Raises:
+        StoreError: it is gone, or is not the one that was referred to.
+    """
+    loaded = _load_manifest(Location(reference.uri))
+    if loaded is None:
+        raise StoreError(f"{reference.uri} has no {MANIFEST}: the {reference.kind} was deleted, or never completed.")
+    manifest, data = loaded
+    if sha256(data) != reference.digest:
+        raise StoreError(f"{reference.uri}/{MANIFEST} has digest {sha256(data)[:12]}…, not {reference.digest[:12]}….")
+    return manifest
+
+
+def read_file(reference: Reference, entry: FileEntry) -> bytes:
+    """A data file of a complete stage, with its digest checked.
+
+    Raises:
+        StoreError: missing, truncated or changed since the commit.
+    """
+    data = Location(reference.uri).read(entry.path)
+    if len(data) != entry.size or sha256(data) != entry.sha256:
+        raise StoreError(
+            f"{reference.uri}/{entry.path} is damaged: {len(data)} bytes with digest {sha256(data)[:12]}…, committed were "
+            f"{entry.size} bytes with {entry.sha256[:12]}…. Restore it, or delete the stage's manifest to run it again."
+        )
+    return data
+
+
+def read_table(reference: Reference, dataset: str) -> pa.Table:
+    """All parts of a dataset of a complete stage as one table, in the order they were written."""
+    tables = [
+        pq.read_table(io.BytesIO(read_file(reference, entry)))
+        for entry in read_manifest(reference).files
+        if entry.path.startswith(f"{dataset}-") and entry.path.endswith(".parquet")
+    ]
+    if not tables:
+        raise StoreError(f"{reference.uri} holds no dataset {dataset!r}.")
+    return pa.concat_tables(tables)
+
+
+def _load_manifest(location: Location) -> tuple[Manifest, bytes] | None:
+    try:
+        data = location.read(MANIFEST)
+    except NotFound:
+        return None
+    try:
+        return Manifest.model_validate_json(data), data
+    except ValueError as error:
+        raise StoreError(f"{location.uri}/{MANIFEST} is not a manifest: {error}") from error
+
+
+def _reference(location: Location, manifest: Manifest, data: bytes) -> Reference:
+    return Reference(
+        kind=manifest.kind,
+        uri=location.uri,
+        digest=sha256(data),
+        iteration=manifest.iteration,
+        policy_version=manifest.provenance.policy_version,
+        counts=manifest.counts,
+    )
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

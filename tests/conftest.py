@@ -1,0 +1,80 @@
+"""Shared fixtures. `OMP_NUM_THREADS=1` keeps two cores useful: more threads make every CPU engine slower here."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import RunConfig
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """URL of an S3 server (moto), with its credentials and endpoint in the environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        _wait_for_port(port)
+        yield settings["AWS_ENDPOINT_URL"]
+    finally:
+        process.terminate()
+        process.wait(10)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+@pytest.fixture(params=["file", "s3"])
+def store_uri(request: pytest.FixtureRequest, tmp_path) -> str:
+    """An empty store: once on the file system, once in a bucket."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    import s3fs
+
+    request.getfixturevalue("s3_server")
+    bucket = f"rh-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
+    return f"s3://{bucket}/store"
+
+
+@pytest.fixture
+def run_config(tmp_path) -> RunConfig:
+    """A small run on the file system."""
+    return parse_config({"run_id": "test", "store": str(tmp_path / "store")})
+
+
+def _wait_for_port(port: int, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on port {port} after {seconds} s")

@@ -1,0 +1,163 @@
+import json
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.run import Run, load_run, open_run
+from roundhouse.store.stage import read_file, read_manifest, read_table
+
+TABLE = pa.table({"id": [1, 2, 3], "tokens": [[1], [2, 3], []]})
+
+
+def run_in(store_uri: str, **keys: object) -> Run:
+    return open_run(parse_config({"run_id": "r", "store": store_uri, **keys}))
+
+
+def commit(run: Run, iteration: int = 1, kind: str = "collect"):
+    attempt = run.begin(run.stage(iteration, kind), policy_version=iteration - 1)
+    attempt.write_table("rollouts", TABLE)
+    return attempt.commit(counts={"rows": 3})
+
+
+def test_a_stage_is_complete_exactly_when_its_manifest_exists(store_uri: str) -> None:
+    run = run_in(store_uri)
+    stage = run.stage(1, "collect")
+    attempt = run.begin(stage, policy_version=0)
+    attempt.write_table("rollouts", TABLE)
+    assert stage.reference() is None
+    reference = attempt.commit()
+    assert stage.reference() == reference
+    stage.location.delete(MANIFEST)
+    assert stage.reference() is None
+
+
+def test_what_is_read_back_is_what_was_written(store_uri: str) -> None:
+    run = run_in(store_uri)
+    attempt = run.begin(run.stage(2, "collect"), policy_version=1)
+    attempt.write_table("rollouts", TABLE)
+    attempt.write_table("rollouts", TABLE)
+    reference = attempt.commit(counts={"rows": 6}, metrics={"reward": 0.5})
+    assert read_table(reference, "rollouts").equals(pa.concat_tables([TABLE, TABLE]))
+    manifest = read_manifest(reference)
+    assert (manifest.iteration, manifest.provenance.policy_version, manifest.metrics) == (2, 1, {"reward": 0.5})
+    assert [entry.rows for entry in manifest.files] == [3, 3]
+
+
+def test_of_two_writers_one_wins_and_the_other_gets_the_winners_reference(store_uri: str) -> None:
+    run = run_in(store_uri)
+    stage = run.stage(1, "train")
+    attempts = [run.begin(stage, policy_version=0) for _ in range(4)]
+    assert [attempt.number for attempt in attempts] == [1, 2, 3, 4]
+    for attempt in attempts:
+        attempt.write_json("metrics", {"attempt": attempt.number})
+    references = []
+    threads = [threading.Thread(target=lambda a=attempt: references.append(a.commit())) for attempt in attempts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({reference.digest for reference in references}) == 1
+    [entry] = read_manifest(references[0]).files
+    assert json.loads(read_file(references[0], entry))["attempt"] == read_manifest(references[0]).attempt
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip"])
+def test_a_damaged_file_is_refused_on_read(store_uri: str, damage: str) -> None:
+    reference = commit(run_in(store_uri))
+    [entry] = read_manifest(reference).files
+    place = Location(reference.uri)
+    data = place.read(entry.path)
+    place.write(entry.path, data[:-5] if damage == "truncate" else data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(StoreError, match="damaged"):
+        read_table(reference, "rollouts")
+
+
+def test_a_changed_manifest_is_refused(store_uri: str) -> None:
+    reference = commit(run_in(store_uri))
+    place = Location(reference.uri)
+    place.write(MANIFEST, place.read(MANIFEST).replace(b'"rows": 3', b'"rows": 4'))
+    with pytest.raises(StoreError, match="digest"):
+        read_manifest(reference)
+
+
+def test_latest_names_the_newest_complete_checkpoint_even_when_the_pointer_is_behind(store_uri: str) -> None:
+    run = run_in(store_uri)
+    assert run.latest_checkpoint() is None
+    references = []
+    for version in range(3):
+        attempt = run.begin(run.checkpoint(version), policy_version=version)
+        attempt.write_bytes("model.safetensors", b"w")
+        references.append(attempt.commit())
+    run.point_to(references[0])
+    assert run.latest_checkpoint() == references[2]
+    assert run.checkpoint_versions() == [0, 1, 2]
+
+
+def test_a_run_continues_under_its_configuration_and_refuses_another(store_uri: str) -> None:
+    first = run_in(store_uri)
+    again = run_in(store_uri, iterations=99, rollout={"concurrency": 3})
+    assert again.uid == first.uid
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.learning_rate: 0\.0003 -> 0\.1"):
+        run_in(store_uri, train={"optimizer": {"learning_rate": 0.1}})
+    assert load_run(store_uri, "r").uid == first.uid
+
+
+def test_a_missing_run_lists_the_runs_there_are(store_uri: str) -> None:
+    run_in(store_uri)
+    with pytest.raises(StoreError, match=r"Runs there: r\."):
+        load_run(store_uri, "other")
+
+
+def test_create_is_exclusive_and_write_replaces(store_uri: str) -> None:
+    place = Location(store_uri)
+    place.create("a.json", b"1")
+    with pytest.raises(AlreadyExists):
+        place.create("a.json", b"2")
+    assert place.read("a.json") == b"1"
+    place.write("a.json", b"3")
+    assert place.read("a.json") == b"3"
+    assert place.names() == ["a.json"]
+    with pytest.raises(NotFound):
+        place.read("b.json")
+
+
+def test_another_clients_objects_are_seen_at_once(store_uri: str) -> None:
+    reader, writer = Location(f"{store_uri}/x"), Location(f"{store_uri}/x")
+    assert reader.names() == []
+    writer.write("a", b"1")
+    assert reader.names() == ["a"]
+    assert reader.exists("a")
+    writer.delete_tree()
+    assert reader.names() == []
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a//b", "", ".hidden", "a/../b", "a b"])
+def test_a_name_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StoreError, match="not a name"):
+        Location(str(tmp_path)).write(name, b"")
+
+
+def test_a_scheme_that_is_not_supported_is_named() -> None:
+    with pytest.raises(StoreError, match="gopher"):
+        Location("gopher://x/y")
+
+
+def test_a_write_that_fails_leaves_the_old_object_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Location(str(tmp_path))
+    place.write("a", b"old")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(StoreError, match="disk is full"):
+        place.write("a", b"new")
+    monkeypatch.undo()
+    assert place.read("a") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
