@@ -1,0 +1,34 @@
+"""Play environments by hand: what the tests of this directory share."""
+
+import json
+from typing import Any
+
+from roundhouse.gym.environment import Environment, TaskRow, Verdict
+
+
+def message(text: str) -> dict[str, Any]:
+    """A final assistant message as a Responses item."""
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+def tool_call(name: str = "calculate") -> dict[str, Any]:
+    return {"type": "function_call", "name": name, "arguments": "{}", "call_id": "call_1"}
+
+
+async def judge(environment: Environment, row: TaskRow, *output: dict[str, Any]) -> Verdict:
+    """Verdict on a rollout that used no tool and left `output`."""
+    return await environment.verify(await environment.seed_session(row), row, {"output": list(output)})
+
+
+async def replay(environment: Environment, row: TaskRow, conversation: list[dict[str, Any]]) -> Verdict:
+    """Play a demonstration's tool calls on a real session, check each shown result, and judge it."""
+    session = await environment.seed_session(row)
+    output: list[dict[str, Any]] = []
+    for said, answered in zip(conversation[1:], [*conversation[2:], None], strict=True):
+        for call in said.get("tool_calls", []):
+            tool = environment.tools()[call["function"]["name"]]
+            result = await tool.call(session, **json.loads(call["function"]["arguments"]))
+            assert answered == {"role": "tool", "tool_call_id": call["id"], "content": result}
+        if said["role"] == "assistant" and said["content"]:
+            output.append(message(said["content"]))
+    return await environment.verify(session, row, {"output": output})

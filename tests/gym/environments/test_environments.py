@@ -1,0 +1,63 @@
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from roundhouse.config.models import (
+    CalculatorEnvironment,
+    CustomEnvironment,
+    EnvironmentConfig,
+    GuessNumberEnvironment,
+    RemoteEnvironment,
+    SortEnvironment,
+)
+from roundhouse.errors import ConfigError
+from roundhouse.gym.environments import Calculator, load
+
+ADAPTER: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
+
+
+@pytest.mark.parametrize("kind", ["calculator", "sort", "guess_number"])
+def test_each_kind_loads_the_environment_of_that_name(kind: str) -> None:
+    assert load(ADAPTER.validate_python({"kind": kind})).name == kind
+
+
+def test_the_configuration_reaches_the_environment() -> None:
+    assert len(load(CalculatorEnvironment(heldout_fraction=0)).tasks("heldout")) == 0
+    assert len(load(SortEnvironment(digits=2, heldout_fraction=0)).tasks("train")) == 72
+    guess = load(GuessNumberEnvironment(upper=5, guesses=2))
+    assert {row["hidden"] for row in guess.tasks("train")} == {1, 2, 3, 4, 5}
+
+
+def test_a_custom_environment_is_imported_by_name_with_its_parameters() -> None:
+    config = CustomEnvironment(
+        kind="custom", target="roundhouse.gym.environments.calculator:Calculator", parameters={"heldout_fraction": 0.5}
+    )
+    environment = load(config)
+    assert isinstance(environment, Calculator)
+    assert 380 < len(environment.tasks("heldout")) < 500
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters", "said"),
+    [
+        ("no_such_package.weather:Weather", {}, "importing no_such_package.weather failed"),
+        ("roundhouse.gym.environments:Weather", {}, "has no Weather"),
+        ("roundhouse.errors:ConfigError", {}, "not an environment class"),
+        ("roundhouse.gym.environments:Calculator", {"holdout": 1}, "environment.parameters"),
+    ],
+)
+def test_a_custom_environment_that_cannot_be_made_names_the_key(target: str, parameters: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match="environment") as caught:
+        load(CustomEnvironment(kind="custom", target=target, parameters=parameters))
+    assert said in str(caught.value)
+
+
+def test_a_remote_environment_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"http://gym:8000.*over HTTP"):
+        load(RemoteEnvironment(kind="remote", url="http://gym:8000", train_tasks="tasks.jsonl"))
+
+
+def test_holding_out_everything_is_refused_at_the_configuration() -> None:
+    with pytest.raises(ValidationError, match="less than 1"):
+        CalculatorEnvironment(heldout_fraction=1.0)
+    with pytest.raises(ConfigError, match="no task is left to train on"):
+        Calculator(heldout_fraction=1.0)
