@@ -104,6 +104,10 @@ class Run:
             reference, version = newer, version + 1
         return reference
 
+    def is_reported(self, iteration: int) -> bool:
+        """Whether an iteration is finished, its report included."""
+        return self.stage(iteration, "report").reference() is not None
+
     def point_to(self, checkpoint: Reference) -> None:
         """Let `latest.json` name this checkpoint."""
         self.location.write("latest.json", checkpoint.model_dump_json(indent=1).encode())

@@ -1,0 +1,41 @@
+"""A training run: the starting policy, then iteration after iteration, each durable on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow, tags
+
+from flows.iteration import iteration
+from roundhouse.config.models import RunConfig
+from roundhouse.store.run import Run, open_run
+from tasks.evaluate import evaluate
+from tasks.policy import starting_policy
+from tasks.refit import start_engine
+from tasks.report import finish_run, link_tracking, report_iteration
+
+
+@flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
+def train(config: RunConfig) -> dict[str, Any]:
+    """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
+    run = open_run(config)
+    if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
+        return summary
+    with tags(f"run:{run.run_id}"):
+        link_tracking(run)
+        warming = start_engine.submit(run)
+        start = starting_policy.submit(run).result()
+        warming.result()
+        if not run.is_reported(0):
+            evaluate(run, start)
+            report_iteration(run, 0, seconds=0.0)
+        for k in range(next_iteration(run), config.iterations + 1):
+            iteration(config, k)
+        return finish_run(run)
+
+
+def next_iteration(run: Run) -> int:
+    """The first iteration whose report is not in the store."""
+    latest = run.latest_checkpoint()
+    version = 0 if latest is None else latest.policy_version
+    return version + 1 if run.is_reported(version) else max(version, 1)

@@ -1,0 +1,121 @@
+"""Checkpoints: a Hugging Face directory plus trainer state, published by one manifest, and retention.
+
+    checkpoints/000012/config.json, model.safetensors, tokenizer…   ready for transformers and vLLM
+    checkpoints/000012/trainer/…                                     optimizer, scheduler, RNG, cursor
+    checkpoints/000012/manifest.json                                 written last
+
+Invariant: a directory without a manifest is not a checkpoint, and retention takes the manifest away before any file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from roundhouse.errors import StoreError
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import MANIFEST, FileEntry, Reference, sha256
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Attempt, read_file, read_manifest
+
+TRAINER = "trainer"
+"""Subdirectory of the trainer's state."""
+
+
+def upload_directory(location: Location, directory: Path) -> list[FileEntry]:
+    """Write all files of a local directory to the store; the same names, digests taken on the way."""
+    entries = []
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = file.relative_to(directory).as_posix()
+        data = file.read_bytes()
+        location.write(name, data)
+        entries.append(FileEntry(path=name, size=len(data), sha256=sha256(data)))
+    return entries
+
+
+def local_directory(checkpoint: Reference, cache: Path) -> Path:
+    """The checkpoint's files on this machine, digests checked: in place on a file store, else downloaded once.
+
+    Raises:
+        StoreError: a file is missing or damaged.
+    """
+    manifest = read_manifest(checkpoint)
+    location = Location(checkpoint.uri)
+    if location.is_local:
+        for entry in manifest.files:
+            read_file(checkpoint, entry)
+        return location.local_path
+    target = cache / checkpoint.digest[:24]
+    if target.is_dir():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=cache))
+    for entry in manifest.files:
+        file = staging / entry.path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(read_file(checkpoint, entry))
+    try:
+        staging.rename(target)
+    except OSError as error:
+        if not target.is_dir():  # else another process was quicker; its copy is the same
+            raise StoreError(f"cannot place the checkpoint in {target}: {error}") from error
+    return target
+
+
+def publish_starting_policy(run: Run, directory: Path, details: dict[str, object]) -> Reference:
+    """Commit version 0 from a local Hugging Face directory."""
+    stage = run.checkpoint(0)
+    attempt = run.begin(stage, policy_version=0)
+    _adopt_all(attempt, upload_directory(stage.location, directory))
+    reference = attempt.commit(details=details)
+    run.point_to(reference)
+    return reference
+
+
+def publish(run: Run, update: Reference) -> Reference:
+    """Publish the version that a train stage wrote: check its files, commit the manifest, move the pointer.
+
+    Raises:
+        StoreError: the files are not those that the train stage recorded.
+    """
+    manifest = read_manifest(update)
+    version = update.iteration
+    stage = run.checkpoint(version)
+    if (done := stage.reference()) is not None:
+        return done
+    attempt = run.begin(stage, policy_version=version)
+    for raw in manifest.details["checkpoint_files"]:
+        entry = FileEntry.model_validate(raw)
+        data = stage.location.read(entry.path)
+        if sha256(data) != entry.sha256:
+            raise StoreError(
+                f"{stage.location.uri}/{entry.path} is not what the train stage of iteration {version} wrote. "
+                f"Delete {update.uri}/{MANIFEST} to train the iteration again."
+            )
+        attempt.adopt(entry)
+    reference = attempt.commit(inputs={"train": update}, metrics=manifest.metrics)
+    run.point_to(reference)
+    return reference
+
+
+def retain(run: Run, newest: int) -> list[int]:
+    """Delete the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep; return their versions.
+
+    Version 0 stays: it is the reference policy and the start of every curve.
+    """
+    config = run.config.checkpoint
+    deleted = []
+    for version in run.checkpoint_versions():
+        kept_for_good = version == 0 or (config.keep_every > 0 and version % config.keep_every == 0)
+        if kept_for_good or version > newest - config.keep_last:
+            continue
+        location = run.checkpoint(version).location
+        location.delete(MANIFEST)
+        location.delete_tree()
+        deleted.append(version)
+    return deleted
+
+
+def _adopt_all(attempt: Attempt, entries: list[FileEntry]) -> None:
+    for entry in entries:
+        attempt.adopt(entry)

@@ -1,0 +1,171 @@
+"""Collect: rollouts of one policy version, written down while they finish.
+
+Invariants: each planned rollout is in the committed dataset exactly once; rollouts that an interrupted attempt had written
+are kept, and only the missing ones are generated again, under the same seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import pyarrow.parquet as pq
+
+from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
+from roundhouse.errors import InfraError
+from roundhouse.generation.client import HttpPolicyClient
+from roundhouse.gym.collector import RolloutSpec, collect, plan_rollouts
+from roundhouse.gym.sessions import open_environment
+from roundhouse.gym.task_sampler import sample_tasks
+from roundhouse.stages.metrics import rollout_metrics
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Attempt, Stage, read_table
+from roundhouse.trajectories.ledger import Ledger
+from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
+
+FLUSH_SECONDS = 5.0
+"""Finished rollouts wait at most this long in memory: what a crash can cost."""
+
+Progress = Callable[[int, int], None]
+"""Called with (finished, planned)."""
+
+
+def collect_iteration(
+    run: Run, iteration: int, weights: Reference, engine_url: str, progress: Progress | None = None
+) -> Reference:
+    """Collect the training rollouts of an iteration with the policy version that `weights` refitted the engine to."""
+    config = run.config
+    stage = run.stage(iteration, "collect")
+    if (done := stage.reference()) is not None:
+        return done
+    environment = open_environment(config.environment)
+    rows = sample_tasks(environment.tasks("train"), config.seed, iteration, config.rollout.tasks)
+    specs = plan_rollouts(rows, config.rollout.group_size, config.seed, iteration)
+    attempt = run.begin(stage, policy_version=weights.policy_version)
+    rollouts = collect_into(
+        stage,
+        attempt,
+        specs,
+        config,
+        sampling=config.generation.sampling,
+        engine_url=engine_url,
+        progress=progress,
+    )
+    _refuse_many_failures(rollouts, config.rollout, engine_url)
+    ledger = Ledger.from_rollouts(rollouts)
+    return attempt.commit(
+        inputs={"weights": weights},
+        counts=ledger.counts(),
+        metrics=rollout_metrics(rollouts),
+        details={"failures": ledger.failures},
+    )
+
+
+def collect_into(
+    stage: Stage,
+    attempt: Attempt,
+    specs: Sequence[RolloutSpec],
+    config: RunConfig,
+    *,
+    sampling: Sampling,
+    engine_url: str,
+    progress: Progress | None = None,
+) -> list[Rollout]:
+    """Collect what is missing of `specs` and write everything as `rollouts` and `turns` of the attempt.
+
+    Returns all rollouts, in the order of the specs.
+    """
+    kept = _finished_earlier(stage, specs)
+    missing = [spec for spec in specs if spec.rollout_id not in kept]
+    writer = _Writer(attempt)
+    writer.add_all(kept.values())
+    finished = len(kept)
+
+    def on_rollout(rollout: Rollout) -> None:
+        nonlocal finished
+        finished += 1
+        writer.add(rollout)
+        if progress is not None:
+            progress(finished, len(specs))
+
+    async def work() -> list[Rollout]:
+        environment = open_environment(config.environment)
+        async with HttpPolicyClient(engine_url, config.generation) as policy, environment:
+            return await collect(missing, policy, environment, config.rollout, sampling, on_rollout)
+
+    fresh = {rollout.rollout_id: rollout for rollout in run_async(work())}
+    writer.flush()
+    return [kept[spec.rollout_id] if spec.rollout_id in kept else fresh[spec.rollout_id] for spec in specs]
+
+
+def run_async(work: Awaitable[list[Rollout]]) -> list[Rollout]:
+    """Run a coroutine to its end on an event loop of its own."""
+
+    async def main() -> list[Rollout]:
+        return await work
+
+    return asyncio.run(main())
+
+
+def read_rollouts(reference: Reference) -> list[Rollout]:
+    """The rollouts of a complete collect or evaluate stage."""
+    return rollouts_from_tables(read_table(reference, "rollouts"), read_table(reference, "turns"))
+
+
+class _Writer:
+    """Writes finished rollouts as parts: `turns` before `rollouts`, so that a rollout on disk has its turns."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._waiting: list[Rollout] = []
+        self._flushed_at = time.monotonic()
+
+    def add_all(self, rollouts: object) -> None:
+        self._waiting.extend(rollouts)  # type: ignore[call-overload]
+
+    def add(self, rollout: Rollout) -> None:
+        self._waiting.append(rollout)
+        if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._attempt.write_table("turns", turns_table(self._waiting))
+            self._attempt.write_table("rollouts", rollouts_table(self._waiting))
+        self._waiting = []
+        self._flushed_at = time.monotonic()
+
+
+def _finished_earlier(stage: Stage, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
+    """Rollouts that earlier, interrupted attempts finished, by id. Failed ones are tried again."""
+    wanted = {spec.rollout_id for spec in specs}
+    names = set(stage.location.names())
+    found: dict[str, Rollout] = {}
+    for name in sorted(name for name in names if name.startswith("rollouts-") and name.endswith(".parquet")):
+        turns_name = "turns-" + name.removeprefix("rollouts-")
+        tables = [_read_part(stage.location, part) for part in (name, turns_name)]
+        for rollout in rollouts_from_tables(*tables):
+            if rollout.rollout_id in wanted and rollout.status is not Status.FAILED:
+                found[rollout.rollout_id] = rollout
+    return found
+
+
+def _read_part(location: Location, name: str) -> object:
+    return pq.read_table(io.BytesIO(location.read(name)))
+
+
+def _refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:
+    failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+    if len(failed) <= config.max_failed_fraction * len(rollouts):
+        return
+    first = failed[0]
+    raise InfraError(
+        f"{len(failed)} of {len(rollouts)} rollouts failed, more than rollout.max_failed_fraction="
+        f"{config.max_failed_fraction} allows. The first: {first.failure_code}: {first.failure_detail} (engine: {engine_url}). "
+        "What finished is kept; the next attempt generates only the rest."
+    )

@@ -1,0 +1,63 @@
+"""Evaluate: held-out tasks, answered by one policy version.
+
+Iteration k's evaluation is of version k, the one its training made; iteration 0's is of the starting policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from roundhouse.gym.collector import plan_rollouts
+from roundhouse.gym.sessions import open_environment
+from roundhouse.stages.collect import Progress, collect_into
+from roundhouse.stages.metrics import deviation, mean, rollout_metrics
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.trajectories.ledger import Ledger
+from roundhouse.trajectories.records import Rollout
+
+EVALUATION_SEED = 7
+"""Evaluations of all versions draw with the same seeds, so that their difference is the policy's."""
+
+
+def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress | None = None) -> Reference:
+    """Evaluate a policy version that the engine has been refitted to."""
+    config = run.config
+    stage = run.stage(version, "evaluate")
+    if (done := stage.reference()) is not None:
+        return done
+    checkpoint = run.checkpoint(version).reference()
+    rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
+    specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
+    attempt = run.begin(stage, policy_version=version)
+    sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
+    rollouts = collect_into(stage, attempt, specs, config, sampling=sampling, engine_url=engine_url, progress=progress)
+    ledger = Ledger.from_rollouts(rollouts)
+    return attempt.commit(
+        inputs={} if checkpoint is None else {"checkpoint": checkpoint},
+        counts=ledger.counts(),
+        metrics=evaluation_metrics(rollouts),
+        details={"failures": ledger.failures},
+    )
+
+
+def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean held-out reward with its standard error over tasks, pass@k, and the rollouts' own metrics.
+
+    The standard error treats tasks as independent and the samples of one task as one cluster.
+    """
+    by_task: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            by_task.setdefault(rollout.group_id, []).append(rollout.reward)
+    metrics = {f"evaluation/{name}": value for name, value in rollout_metrics(rollouts).items()}
+    if by_task:
+        means = [mean(rewards) for rewards in by_task.values()]
+        metrics |= {
+            "evaluation/reward_mean": mean(means),
+            "evaluation/reward_stderr": deviation(means) / math.sqrt(len(means)),
+            "evaluation/pass_at_k": mean([float(max(rewards) > 0) for rewards in by_task.values()]),
+            "evaluation/tasks": float(len(means)),
+        }
+    return metrics

@@ -1,0 +1,74 @@
+"""The starting policy: version 0 of every run, made or fetched once."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.gym.environments import load
+from roundhouse.progress import announce
+from roundhouse.stages.checkpoint import publish_starting_policy
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+
+
+def starting_policy(run: Run) -> Reference:
+    """Commit version 0, or return it.
+
+    Raises:
+        ConfigError: the pretrained directory is missing, incomplete or damaged.
+    """
+    if (done := run.checkpoint(0).reference()) is not None:
+        return done
+    policy = run.config.policy
+    with tempfile.TemporaryDirectory() as directory:
+        if isinstance(policy, PretrainedPolicy):
+            details = _fetch(policy, Path(directory))
+        else:
+            details = _warm_start(run, policy, Path(directory))
+        return publish_starting_policy(run, Path(directory), details)
+
+
+def vocabulary_size(run: Run) -> int:
+    """Number of token IDs of the run's policy.
+
+    Raises:
+        StoreError: the run has no starting policy yet.
+    """
+    location = run.checkpoint(0).location
+    try:
+        return int(json.loads(location.read("config.json"))["vocab_size"])
+    except (KeyError, ValueError) as error:
+        raise StoreError(f"{location.uri}/config.json has no vocab_size: {error}") from error
+
+
+def checkpoint_cache(config: RunConfig) -> Path:
+    """Where checkpoints of a remote store are kept on this machine."""
+    return Path(config.infra.state) / "cache"
+
+
+def _fetch(policy: PretrainedPolicy, directory: Path) -> dict[str, object]:
+    from roundhouse.policy.model_directory import check_model_directory
+
+    source = Location(policy.path)
+    names = source.tree()
+    if not names:
+        raise ConfigError(f"policy.path: {source.uri} holds no files. Give a Hugging Face model directory.")
+    source.download([name for name in names if "/" not in name], directory)
+    check_model_directory(directory)
+    return {"source": source.uri}
+
+
+def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str, object]:
+    from roundhouse.policy.warm_start import make_starting_policy
+
+    def on_progress(step: int, steps: int, loss: float) -> None:
+        announce("warm_start", step=step, steps=steps, loss=loss)
+
+    seed = run.config.seed if policy.seed is None else policy.seed
+    report = make_starting_policy(policy, load(run.config.environment), seed, directory, on_progress=on_progress)
+    return {"warm_start": {name: getattr(report, name) for name in report.__dataclass_fields__}}

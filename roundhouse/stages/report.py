@@ -1,0 +1,161 @@
+"""Report: what an iteration and a run amount to, read from the committed manifests.
+
+Invariant: every number here comes from a manifest; an unfinished run gives the same summary, of fewer iterations.
+
+Overhead is what Roundhouse itself adds to an iteration: its wall time outside the window in which rollouts run (engine,
+environment and our agent loop together), outside the trainer's computation, and outside evaluation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+
+STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "report")
+LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")
+
+
+def report_iteration(run: Run, iteration: int, seconds: float) -> Reference:
+    """Commit the iteration's report: its wall time, and the overhead by stage.
+
+    Args:
+        seconds: wall time of the iteration up to now; 0 for iteration 0, which only evaluates.
+    """
+    stage = run.stage(iteration, "report")
+    if (done := stage.reference()) is not None:
+        return done
+    manifests = iteration_manifests(run, iteration)
+    attempt = run.begin(stage, policy_version=iteration)
+    metrics = overhead_seconds(manifests, seconds) if iteration > 0 else {}
+    references = {kind: _reference(run, iteration, kind) for kind in manifests}
+    inputs = {kind: reference for kind, reference in references.items() if reference is not None}
+    return attempt.commit(inputs=inputs, metrics=metrics)
+
+
+def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
+    """Overhead of each stage and of the whole iteration, in seconds."""
+    productive = {
+        "collect": _metric(manifests, "collect", "seconds/rollouts"),
+        "train": _metric(manifests, "train", "seconds/compute"),
+    }
+    metrics: dict[str, float] = {"seconds/iteration": wall}
+    stages = [kind for kind in manifests if kind not in ("evaluate", "report")]
+    for kind in stages:
+        metrics[f"overhead/{kind}"] = max(0.0, stage_seconds(manifests[kind]) - productive.get(kind, 0.0))
+    evaluation = stage_seconds(manifests["evaluate"]) if "evaluate" in manifests else 0.0
+    total = wall - sum(productive.values()) - evaluation
+    metrics["overhead/orchestration"] = total - sum(metrics[f"overhead/{kind}"] for kind in stages)
+    metrics["overhead/total"] = total
+    return metrics
+
+
+def iteration_manifests(run: Run, iteration: int) -> dict[str, Manifest]:
+    """Manifests of the iteration's complete stages, the checkpoint among them, by stage."""
+    found = {}
+    for kind in STAGES:
+        reference = _reference(run, iteration, kind)
+        if reference is not None:
+            found[kind] = read_manifest(reference)
+    return found
+
+
+def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
+    """All metrics of an iteration under their stable names, with seconds and CPU seconds of each stage."""
+    metrics: dict[str, float] = {}
+    for kind, manifest in manifests.items():
+        if kind != "checkpoint":  # it repeats the train stage's
+            metrics |= manifest.metrics
+        if kind != "report":
+            metrics[f"seconds/{kind}"] = stage_seconds(manifest)
+            metrics[f"cpu_seconds/{kind}"] = manifest.resources.get("cpu_seconds", 0.0)
+    if "validate" in manifests:
+        counts = manifests["validate"].counts
+        metrics |= {f"ledger/{name}": float(counts.get(name, 0)) for name in LEDGER}
+    return metrics
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """The run in numbers: evaluations, curve, seconds by stage, ledger."""
+    latest = run.latest_checkpoint()
+    newest = 0 if latest is None else latest.policy_version
+    by_iteration = {k: iteration_manifests(run, k) for k in range(newest + 1)}
+    evaluations = {
+        k: _evaluation(k, manifests["evaluate"]) for k, manifests in by_iteration.items() if "evaluate" in manifests
+    }
+    trained = [k for k, manifests in by_iteration.items() if "train" in manifests]
+    finished = max((m.finished_at for manifests in by_iteration.values() for m in manifests.values()), default=None)
+    return {
+        "run_id": run.run_id,
+        "uid": run.uid,
+        "store": run.location.uri,
+        "iterations": len(trained),
+        "iterations_wanted": run.config.iterations,
+        "environment": run.config.environment.kind,
+        "evaluation": {
+            "before": evaluations.get(0),
+            "after": evaluations[max(evaluations)] if len(evaluations) > 1 else None,
+            "all": list(evaluations.values()),
+        },
+        "reward_by_iteration": [by_iteration[k]["collect"].metrics.get("reward/mean") for k in trained],
+        "wall_seconds": 0.0 if finished is None else finished - run.created_at,
+        "stage_seconds": _stage_totals(by_iteration.values()),
+        "overhead_seconds_per_iteration": _median_overhead(by_iteration.values()),
+        "mismatch": {
+            "max_abs_log_prob_difference": max(
+                (by_iteration[k]["train"].metrics.get("mismatch/max_abs_difference", 0.0) for k in trained),
+                default=None,
+            )
+        },
+        "ledger": _ledger_total(by_iteration.values()),
+        "latest_checkpoint": None if latest is None else latest.uri,
+    }
+
+
+def stage_seconds(manifest: Manifest) -> float:
+    return manifest.finished_at - manifest.started_at
+
+
+def _reference(run: Run, iteration: int, kind: str) -> Reference | None:
+    stage = run.checkpoint(iteration) if kind == "checkpoint" else run.stage(iteration, kind)
+    return stage.reference()
+
+
+def _metric(manifests: dict[str, Manifest], kind: str, name: str) -> float:
+    return manifests[kind].metrics.get(name, 0.0) if kind in manifests else 0.0
+
+
+def _evaluation(version: int, manifest: Manifest) -> dict[str, Any]:
+    own = {name.removeprefix("evaluation/"): value for name, value in manifest.metrics.items()}
+    return {"version": version, **own, "ledger": {name: manifest.counts.get(name, 0) for name in LEDGER}}
+
+
+def _stage_totals(iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for manifests in iterations:
+        for kind, manifest in manifests.items():
+            totals[kind] = totals.get(kind, 0.0) + stage_seconds(manifest)
+    return {kind: round(seconds, 3) for kind, seconds in totals.items()}
+
+
+def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
+    """Median over the iterations, of each stage and in all."""
+    values: dict[str, list[float]] = {}
+    for manifests in iterations:
+        if "report" in manifests:
+            for name, value in manifests["report"].metrics.items():
+                values.setdefault(name, []).append(value)
+    return {name: round(statistics.median(found), 3) for name, found in values.items()}
+
+
+def _ledger_total(iterations: Iterable[dict[str, Manifest]]) -> dict[str, int]:
+    totals = dict.fromkeys(LEDGER, 0)
+    for manifests in iterations:
+        if "validate" in manifests:
+            for name in LEDGER:
+                totals[name] += manifests["validate"].counts.get(name, 0)
+    return totals

@@ -1,0 +1,142 @@
+"""MLflow as a view of the store: one MLflow run a training run, found again by the run's uid.
+
+Invariant: what MLflow shows of an iteration comes from the committed manifests, and each iteration is logged once. After a
+crash, or after MLflow was away, the missing iterations are logged from the store; no point is logged twice. Tracking never
+stops a run: a server that does not answer costs a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from roundhouse.config.loading import config_yaml, flatten
+from roundhouse.stages.report import iteration_manifests, iteration_metrics
+from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.run import Run
+
+UID_TAG = "roundhouse.uid"
+ITERATION_METRIC = "iteration"
+"""Logged with every iteration; its history tells which iterations MLflow has."""
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """The MLflow run of a training run."""
+
+    def __init__(self, client: Any, run: Run, mlflow_run_id: str, url: str) -> None:
+        self._client = client
+        self._run = run
+        self.mlflow_run_id = mlflow_run_id
+        self.url = url
+        """Page of the run."""
+        self._logged = {int(point.step) for point in client.get_metric_history(mlflow_run_id, ITERATION_METRIC)}
+
+    def log_missing_iterations(self, newest: int) -> None:
+        """Log every complete iteration up to `newest` that MLflow does not have yet."""
+        for iteration in range(newest + 1):
+            if iteration not in self._logged:
+                self._log_iteration(iteration)
+
+    def log_artifact(self, file: Path, folder: str = "") -> None:
+        """Attach a local file to the run."""
+        self._client.log_artifact(self.mlflow_run_id, str(file), folder or None)
+
+    def log_text(self, text: str, name: str) -> None:
+        """Attach a text under a name."""
+        self._client.log_text(self.mlflow_run_id, text, name)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """Close the MLflow run (FINISHED, FAILED or KILLED); opening it again makes it RUNNING."""
+        self._client.set_terminated(self.mlflow_run_id, status)
+
+    def _log_iteration(self, iteration: int) -> None:
+        from mlflow.entities import Metric
+
+        manifests = iteration_manifests(self._run, iteration)
+        if not manifests:
+            return
+        values = iteration_metrics(manifests) | {ITERATION_METRIC: float(iteration)}
+        stamp = int(max(manifest.finished_at for manifest in manifests.values()) * 1000)
+        points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
+        self._client.log_batch(self.mlflow_run_id, metrics=points)
+        self._log_datasets(iteration, manifests)
+        self._logged.add(iteration)
+
+    def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = []
+        for kind, context in (("collect", "rollouts"), ("validate", "sequences")):
+            reference = self._run.stage(iteration, kind).reference()
+            if kind in manifests and reference is not None:
+                inputs.append(
+                    DatasetInput(
+                        Dataset(
+                            name=f"{context}-{iteration:06d}",
+                            digest=reference.digest[:36],
+                            source_type="s3" if reference.uri.startswith("s3://") else "local",
+                            source=_source(reference),
+                        ),
+                        [InputTag("mlflow.data.context", context)],
+                    )
+                )
+        if inputs:
+            self._client.log_inputs(self.mlflow_run_id, inputs)
+
+
+def open_tracker(run: Run) -> Tracker | None:
+    """Find or create the MLflow run; None when tracking is off or the server does not answer (with a warning)."""
+    tracking = run.config.tracking
+    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not tracking.enabled:
+        return None
+    if uri is None:
+        log.warning("no MLflow server: set tracking.uri or MLFLOW_TRACKING_URI, or start one with `roundhouse up`")
+        return None
+    # A server that is away must not hold up a run: few, short attempts.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    try:
+        experiment_id = _experiment(client, tracking.experiment)
+        mlflow_run_id = _find_or_create(client, experiment_id, run)
+        url = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+        return Tracker(client, run, mlflow_run_id, url)
+    except MlflowException as error:
+        log.warning("MLflow at %s does not answer (%s): going on without; the store keeps everything", uri, error)
+        return None
+
+
+def _experiment(client: Any, name: str) -> str:
+    experiment = client.get_experiment_by_name(name)
+    return experiment.experiment_id if experiment is not None else client.create_experiment(name)
+
+
+def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
+    from mlflow.entities import Param
+
+    found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1)
+    if found:
+        mlflow_run_id = found[0].info.run_id
+        client.update_run(mlflow_run_id, status="RUNNING")
+        return mlflow_run_id
+    tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
+    created = client.create_run(experiment_id, int(time.time() * 1000), tags, run.run_id)
+    params = [Param(key, str(value)[:500]) for key, value in flatten(run.config.model_dump(mode="json")).items()]
+    for start in range(0, len(params), 100):
+        client.log_batch(created.info.run_id, params=params[start : start + 100])
+    client.log_text(created.info.run_id, config_yaml(run.config), "config.yaml")
+    return created.info.run_id
+
+
+def _source(reference: Reference) -> str:
+    return json.dumps({"uri": reference.uri})

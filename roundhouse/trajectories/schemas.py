@@ -1,0 +1,190 @@
+"""The Arrow schemas that pass between stages, and the conversions from and to records.
+
+Invariant: storage is linear in tokens. A turn stores only what its prompt adds to its parent; `rebuild_prompts` gives the
+whole prompts back, and the stored length and digest prove that they are the ones the engine saw.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
+
+_NUMBERS = pa.map_(pa.string(), pa.float64())
+
+ROLLOUTS = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("group_id", pa.string()),
+        ("sample", pa.int32()),
+        ("environment", pa.string()),
+        ("status", pa.string()),
+        ("attempt", pa.int32()),
+        ("seed", pa.int64()),
+        ("reward", pa.float64()),  # null exactly when the rollout has none
+        ("reward_components", _NUMBERS),
+        ("metrics", _NUMBERS),
+        ("task", pa.string()),  # JSON: the task row
+        ("messages", pa.string()),  # JSON: the conversation as Responses items
+        ("finish_reason", pa.string()),
+        ("failure_kind", pa.string()),
+        ("failure_code", pa.string()),
+        ("failure_detail", pa.string()),
+        ("policy_version_first", pa.int32()),
+        ("policy_version_last", pa.int32()),
+        ("turns", pa.int32()),
+        ("generated_tokens", pa.int32()),
+        ("total_tokens", pa.int32()),
+        ("started_at", pa.float64()),
+        ("seconds", pa.float64()),
+        ("generation_seconds", pa.float64()),
+        ("environment_seconds", pa.float64()),
+    ]
+)
+"""One row a rollout."""
+
+TURNS = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("turn", pa.int32()),
+        ("parent", pa.int32()),  # null at a root
+        ("prompt_token_ids", pa.list_(pa.int32())),  # new since the parent
+        ("prompt_length", pa.int32()),  # of the whole prompt
+        ("prompt_digest", pa.string()),  # of the whole prompt
+        ("generation_token_ids", pa.list_(pa.int32())),
+        ("generation_log_probs", pa.list_(pa.float32())),
+        ("policy_version", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("latency_seconds", pa.float64()),
+    ]
+)
+"""One row a model call."""
+
+SEQUENCES = pa.schema(
+    [
+        ("sequence_id", pa.string()),
+        ("rollout_id", pa.string()),
+        ("group_id", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),  # 1 on generated tokens
+        ("gen_logprobs", pa.list_(pa.float32())),  # 0 off the mask
+        ("policy_version", pa.int32()),  # oldest version in the sequence
+        ("version_spans", pa.list_(pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))),
+        ("reward", pa.float64()),
+        ("truncated", pa.bool_()),
+    ]
+)
+"""One row a training sequence; independent of the algorithm."""
+
+QUARANTINE = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("group_id", pa.string()),
+        ("outcome", pa.string()),  # masked or omitted
+        ("reason", pa.string()),
+        ("evidence", pa.string()),
+        ("turn", pa.int32()),  # null when it is about the whole rollout
+    ]
+)
+"""One row a rollout that validation kept from training."""
+
+
+def rollouts_table(rollouts: Iterable[Rollout]) -> pa.Table:
+    """The `rollouts` dataset."""
+    return pa.Table.from_pylist([_rollout_row(rollout) for rollout in rollouts], schema=ROLLOUTS)
+
+
+def turns_table(rollouts: Iterable[Rollout]) -> pa.Table:
+    """The `turns` dataset."""
+    rows = [
+        {"rollout_id": rollout.rollout_id, **{name: getattr(turn, name) for name in TURNS.names[1:]}}
+        for rollout in rollouts
+        for turn in rollout.turns
+    ]
+    return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
+    """The records behind the two datasets, in the order of `rollouts`."""
+    by_rollout: dict[str, list[Turn]] = {}
+    for row in turns.to_pylist():
+        by_rollout.setdefault(row.pop("rollout_id"), []).append(Turn(**row))
+    found = []
+    for row in rollouts.to_pylist():
+        own = sorted(by_rollout.get(row["rollout_id"], []), key=lambda turn: turn.turn)
+        found.append(
+            Rollout(
+                group_id=row["group_id"],
+                sample=row["sample"],
+                task=json.loads(row["task"]),
+                environment=row["environment"],
+                status=Status(row["status"]),
+                attempt=row["attempt"],
+                seed=row["seed"],
+                reward=row["reward"],
+                reward_components=dict(row["reward_components"]),
+                metrics=dict(row["metrics"]),
+                items=json.loads(row["messages"]),
+                turns=own,
+                finish_reason=row["finish_reason"],
+                failure_kind=FailureKind(row["failure_kind"]) if row["failure_kind"] else None,
+                failure_code=row["failure_code"],
+                failure_detail=row["failure_detail"],
+                started_at=row["started_at"],
+                seconds=row["seconds"],
+                generation_seconds=row["generation_seconds"],
+                environment_seconds=row["environment_seconds"],
+            )
+        )
+    return found
+
+
+def rebuild_prompts(turns: Sequence[Turn]) -> list[list[int]]:
+    """The whole prompt of each turn, from the stored parts.
+
+    Example: turn 0 adds [1, 2] and generates [3]; turn 1 (parent 0) adds [4]: the prompts are [1, 2] and [1, 2, 3, 4].
+    """
+    prompts: list[list[int]] = []
+    for turn in turns:
+        if turn.parent is None:
+            prompts.append(list(turn.prompt_token_ids))
+        else:
+            before = prompts[turn.parent] + turns[turn.parent].generation_token_ids
+            prompts.append(before + turn.prompt_token_ids)
+    return prompts
+
+
+def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    generated = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+    added = sum(len(turn.prompt_token_ids) for turn in rollout.turns)
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "sample": rollout.sample,
+        "environment": rollout.environment,
+        "status": rollout.status.value,
+        "attempt": rollout.attempt,
+        "seed": rollout.seed,
+        "reward": rollout.reward,
+        "reward_components": list(rollout.reward_components.items()),
+        "metrics": list(rollout.metrics.items()),
+        "task": json.dumps(rollout.task, ensure_ascii=False),
+        "messages": json.dumps(rollout.items, ensure_ascii=False),
+        "finish_reason": rollout.finish_reason,
+        "failure_kind": rollout.failure_kind.value if rollout.failure_kind else None,
+        "failure_code": rollout.failure_code,
+        "failure_detail": rollout.failure_detail,
+        "policy_version_first": min((turn.policy_version for turn in rollout.turns), default=None),
+        "policy_version_last": max((turn.policy_version for turn in rollout.turns), default=None),
+        "turns": len(rollout.turns),
+        "generated_tokens": generated,
+        "total_tokens": generated + added,
+        "started_at": rollout.started_at,
+        "seconds": rollout.seconds,
+        "generation_seconds": rollout.generation_seconds,
+        "environment_seconds": rollout.environment_seconds,
+    }

@@ -1,0 +1,20 @@
+"""Task: collect the rollouts of an iteration."""
+
+from __future__ import annotations
+
+from prefect import task
+from roundhouse.stages.refit import engine_url
+
+from roundhouse.progress import announce
+from roundhouse.stages.collect import collect_iteration
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from tasks.options import STAGE
+
+
+@task(name="collect", task_run_name="collect {iteration}", **STAGE)
+def collect(run: Run, iteration: int, weights: Reference) -> Reference:
+    def progress(finished: int, planned: int) -> None:
+        announce("collect", iteration=iteration, finished=finished, planned=planned)
+
+    return collect_iteration(run, iteration, weights, engine_url(run.config), progress)

@@ -1,0 +1,28 @@
+"""Task: evaluate a policy version on held-out tasks."""
+
+from __future__ import annotations
+
+from prefect import task
+from roundhouse.stages.refit import engine_url, ensure_version
+
+from roundhouse.progress import announce
+from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+from tasks.options import STAGE
+
+
+@task(name="evaluate", task_run_name="evaluate version {checkpoint.policy_version}", **STAGE)
+def evaluate(run: Run, checkpoint: Reference) -> Reference:
+    version = checkpoint.policy_version
+    if (done := run.stage(version, "evaluate").reference()) is not None:
+        return done
+    ensure_version(run, checkpoint)
+
+    def progress(finished: int, planned: int) -> None:
+        announce("evaluate", version=version, finished=finished, planned=planned)
+
+    reference = evaluate_version(run, version, engine_url(run.config), progress)
+    announce("evaluation", version=version, metrics=read_manifest(reference).metrics)
+    return reference

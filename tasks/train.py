@@ -1,0 +1,16 @@
+"""Task: one training step."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from roundhouse.stages.policy import checkpoint_cache
+from roundhouse.stages.train import train_iteration
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from tasks.options import STAGE
+
+
+@task(name="train", task_run_name="train {iteration}", **STAGE)
+def train_step(run: Run, iteration: int, sequences: Reference, base: Reference) -> Reference:
+    return train_iteration(run, iteration, sequences, base, checkpoint_cache(run.config))

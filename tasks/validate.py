@@ -1,0 +1,16 @@
+"""Task: prove the tokens of an iteration, and set aside what cannot be proved."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from roundhouse.stages.policy import vocabulary_size
+from roundhouse.stages.validate import validate_iteration
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from tasks.options import STAGE
+
+
+@task(name="validate", task_run_name="validate {iteration}", **STAGE)
+def validate(run: Run, iteration: int, rollouts: Reference) -> Reference:
+    return validate_iteration(run, iteration, rollouts, vocabulary_size(run))
