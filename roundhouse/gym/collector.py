@@ -1,0 +1,133 @@
+"""The rollout engine: many rollouts at once, each handled when it completes, all returned in the plan's order.
+
+Invariants: every spec yields exactly one rollout; no more than `config.concurrency` are in flight and no work exists for those
+not yet begun; only infrastructure failures are tried again, a bounded number of times; when `collect` returns, raises or is
+cancelled, no task of its own is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
+from roundhouse.generation.protocol import PolicyClient
+from roundhouse.gym.agent import run_rollout
+from roundhouse.gym.outage import Outage
+from roundhouse.gym.plan import ReorderError, RolloutSpec, plan_rollouts, reorder
+from roundhouse.gym.sessions import EnvironmentClient
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.tokens import derive_seed
+
+__all__ = ["ReorderError", "RolloutSpec", "collect", "plan_rollouts", "reorder", "retry_delay"]
+
+log = logging.getLogger(__name__)
+
+OnRollout = Callable[[Rollout], None]
+"""Called in the event loop for each final rollout as it completes: the others wait for their engine meanwhile."""
+
+
+async def collect(
+    specs: Sequence[RolloutSpec],
+    policy: PolicyClient,
+    environment: EnvironmentClient,
+    config: RolloutConfig,
+    sampling: Sampling,
+    on_rollout: OnRollout | None = None,
+) -> list[Rollout]:
+    """Make all rollouts of `specs`; the result is in their order.
+
+    Failures are outcomes and do not raise; what `on_rollout` raises does, and ends the collection.
+    """
+    return await _Collection(specs, policy, environment, config, sampling, on_rollout).run()
+
+
+def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
+    """Seconds to wait after failed attempt `attempt` (1, 2, …): exponential, the upper half of it at random by `seed`,
+    so that rollouts which failed together do not come back together."""
+    longest = min(retry.max_delay_seconds, retry.first_delay_seconds * retry.factor ** (attempt - 1))
+    return longest * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
+
+
+class _Collection:
+    """One call of `collect`: workers that take specs from a shared iterator."""
+
+    def __init__(
+        self,
+        specs: Sequence[RolloutSpec],
+        policy: PolicyClient,
+        environment: EnvironmentClient,
+        config: RolloutConfig,
+        sampling: Sampling,
+        on_rollout: OnRollout | None,
+    ) -> None:
+        self._specs = specs
+        self._policy = policy
+        self._environment = environment
+        self._config = config
+        self._sampling = sampling
+        self._on_rollout = on_rollout
+        self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
+        self._workers = min(config.concurrency, len(specs))
+        self._outage = Outage(self._workers)
+        self._results: list[tuple[int, Rollout]] = []
+
+    async def run(self) -> list[Rollout]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._workers):
+                    group.create_task(self._work())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return reorder(self._results, len(self._specs))
+
+    async def _work(self) -> None:
+        for index, spec in self._queue:
+            rollout = self._not_tried(spec) if self._outage.open else await self._try(spec)
+            self._note(rollout)
+            self._results.append((index, rollout))
+            if self._on_rollout is not None:
+                self._on_rollout(rollout)
+
+    async def _try(self, spec: RolloutSpec) -> Rollout:
+        """Attempts until one is not an infrastructure failure, or none is left."""
+        retry = self._config.retry
+        attempt = 1
+        while True:
+            rollout = await run_rollout(spec, self._policy, self._environment, self._config, self._sampling, attempt)
+            if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
+                return rollout
+            delay = retry_delay(retry, attempt, spec.seed)
+            log.info("%s: %s, attempt %d; again in %.1f s", rollout.rollout_id, rollout.failure_code, attempt, delay)
+            await asyncio.sleep(delay)
+            attempt += 1
+
+    def _note(self, rollout: Rollout) -> None:
+        if rollout.status is Status.FAILED:
+            log.info("%s failed: %s: %s", rollout.rollout_id, rollout.failure_code, rollout.failure_detail)
+        was_open = self._outage.open
+        self._outage.record(rollout)
+        if self._outage.open and not was_open:
+            log.warning(
+                "The last %d rollouts all failed for infrastructure (%s: %s); those not begun yet are not tried.",
+                self._outage.threshold,
+                rollout.failure_code,
+                rollout.failure_detail,
+            )
+
+    def _not_tried(self, spec: RolloutSpec) -> Rollout:
+        last = self._outage.last
+        assert last is not None
+        return Rollout(
+            group_id=spec.group_id,
+            sample=spec.sample,
+            task=spec.row,
+            environment=self._environment.name,
+            status=Status.FAILED,
+            attempt=0,
+            seed=spec.seed,
+            failure_kind=FailureKind.INFRA,
+            failure_code=last.failure_code,
+            failure_detail=f"Not tried: {self._outage.threshold} rollouts before it failed in a row. {last.failure_detail}",
+        )

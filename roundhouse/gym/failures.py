@@ -1,0 +1,75 @@
+"""The ways a rollout fails, each a type: its base class says whether a retry can help, its name is the failure code.
+
+Invariant: what is not one of `InfraError` and `DataError` when it reaches a rollout's border is a defect of ours and gets the
+code `unexpected_error`; it is not retried.
+
+    EnvironmentTimeout(InfraError)  ->  (FailureKind.INFRA, "environment_timeout", text)
+"""
+
+from __future__ import annotations
+
+import re
+
+from roundhouse.errors import DataError, InfraError
+from roundhouse.trajectories.records import FailureKind
+
+
+class EnvironmentUnreachable(InfraError):
+    """The resources server does not accept connections, or broke one."""
+
+
+class EnvironmentTimeout(InfraError):
+    """The resources server did not answer within its time limit."""
+
+
+class EnvironmentUnavailable(InfraError):
+    """The resources server answered that it cannot serve now: overloaded, restarted, or something behind it is down."""
+
+
+class ToolTimeout(InfraError):
+    """A tool call exceeded `rollout.tool_timeout_seconds`."""
+
+
+class RolloutTimeout(InfraError):
+    """A rollout exceeded `rollout.timeout_seconds`."""
+
+
+class JudgeFailed(InfraError):
+    """The verifier's judge could not be asked; it may answer another time."""
+
+
+class BadTaskRow(DataError):
+    """The task row does not have the shape that `responses_create_params` must have."""
+
+
+class SeedFailed(DataError):
+    """The environment could not begin a session for the row."""
+
+
+class VerifierFailed(DataError):
+    """The verifier raised, or its answer is no verdict."""
+
+
+class BadReward(DataError):
+    """The verdict's reward (or one of its numbers) is not a finite number."""
+
+
+class BadCompletion(DataError):
+    """The engine's answer does not have the shape of a completion."""
+
+
+_WORD = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+def classify(error: Exception) -> tuple[FailureKind, str, str]:
+    """Kind, code and text of an error that ended a rollout."""
+    if isinstance(error, InfraError | DataError):
+        kind = FailureKind.INFRA if isinstance(error, InfraError) else FailureKind.DATA
+        return kind, _WORD.sub("_", type(error).__name__).lower(), _detail(error)
+    return FailureKind.DATA, "unexpected_error", f"{type(error).__name__}: {_detail(error)}"
+
+
+def _detail(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    # A verifier's or a proxy's error page may hold megabytes; lone surrogates cannot be written as UTF-8.
+    return text[:2000].encode("utf-8", "replace").decode()

@@ -1,0 +1,244 @@
+"""Between Responses items (what environments and files speak) and chat messages (what engines speak); pure functions.
+
+Invariant: folding the items of an assistant turn gives back the message they were made of: text, tool calls and, where they
+are carried, the three token fields. One model call's output carries its token fields on its last item only.
+
+    {"role": "assistant", "content": "<think>hm</think>ok", "tool_calls": [c]}
+        ⇄  reasoning(hm) · message(ok) · function_call(c) + token fields
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from roundhouse.errors import DataError
+from roundhouse.generation.protocol import TOKEN_FIELDS
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+_THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+
+class UnsupportedItem(DataError):
+    """A Responses item that a text policy cannot be shown."""
+
+
+# -- Responses to chat ----------------------------------------------------------------------------------------------
+
+
+def chat_messages(
+    items: str | Sequence[Item], instructions: str | None = None, *, developer_as_system: bool = True
+) -> list[Message]:
+    """The conversation as chat messages.
+
+    `instructions` stand first, joined with all leading system messages by blank lines. Chat templates of open models know
+    no developer role, hence `developer_as_system`.
+
+    Raises:
+        UnsupportedItem: an item or a content part has a type that cannot be shown as text.
+    """
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    turn = _AssistantTurn()
+    for item in items:
+        if turn.takes(item):
+            continue
+        messages += turn.messages()
+        turn = _AssistantTurn()
+        messages.append(_plain_message(item, developer_as_system))
+    messages += turn.messages()
+    return _with_instructions(messages, instructions) if instructions else messages
+
+
+def chat_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Responses function tools in chat shape; `strict` is dropped, engines do not enforce it."""
+    return [
+        {
+            "type": "function",
+            "function": {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None},
+        }
+        for tool in tools
+    ]
+
+
+def tool_message(call_id: str, text: str) -> Message:
+    """A tool's output as a chat message."""
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+class _AssistantTurn:
+    """Consecutive assistant items on their way to one chat message."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._tokens: dict[str, Any] = {}
+        self._open = False
+
+    def takes(self, item: Item) -> bool:
+        """Fold the item in, if it belongs to an assistant turn."""
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            self._text += [f"<think>{part['text']}</think>" for part in item.get("summary", [])]
+        elif kind == "function_call":
+            self._calls.append(_chat_call(item["call_id"], item["name"], item["arguments"]))
+        elif kind == "message" and item.get("role") == "assistant":
+            self._text.append(_text_of(item.get("content")))
+            self._calls += item.get("tool_calls") or []
+        else:
+            return False
+        self._tokens |= {name: item[name] for name in TOKEN_FIELDS if item.get(name) is not None}
+        self._open = True
+        return True
+
+    def messages(self) -> list[Message]:
+        """The folded message; none if nothing was folded in."""
+        if not self._open:
+            return []
+        message: Message = {"role": "assistant", "content": "".join(self._text) or None}
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return [message | self._tokens]
+
+
+def _plain_message(item: Item, developer_as_system: bool) -> Message:
+    kind, role = item.get("type", "message"), item.get("role")
+    if kind == "function_call_output":
+        return tool_message(item["call_id"], _text_of(item.get("output")))
+    if kind == "message" and role == "tool":
+        return tool_message(item["tool_call_id"], _text_of(item.get("content")))
+    if kind == "message" and role in ("user", "system", "developer"):
+        shown = "system" if role == "developer" and developer_as_system else role
+        return {"role": shown, "content": _text_of(item.get("content"))}
+    raise UnsupportedItem(
+        f"An input item has type {kind!r} and role {role!r}; a text policy can be shown messages, reasoning, function_call and "
+        "function_call_output items. Remove it from responses_create_params.input."
+    )
+
+
+def _text_of(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for part in content:
+        if part.get("type") not in ("input_text", "output_text", "text"):
+            raise UnsupportedItem(f"A content part has type {part.get('type')!r}; only text parts can be shown.")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _with_instructions(messages: list[Message], instructions: str) -> list[Message]:
+    leading = 0
+    while leading < len(messages) and messages[leading]["role"] in ("system", "developer"):
+        leading += 1
+    text = "\n\n".join([instructions, *(message["content"] for message in messages[:leading])])
+    return [{"role": "system", "content": text}, *messages[leading:]]
+
+
+def _chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# -- chat to Responses ----------------------------------------------------------------------------------------------
+
+
+def items_from_chat(messages: Iterable[Message], id_prefix: str = "msg") -> list[Item]:
+    """A whole chat conversation as Responses items; token fields of assistant messages go to their turn's last item."""
+    items: list[Item] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            carried = {name: message[name] for name in TOKEN_FIELDS if name in message}
+            items += with_token_fields(assistant_items(message, f"{id_prefix}_{index}"), carried)
+        elif message["role"] == "tool":
+            items.append(function_call_output(message["tool_call_id"], _text_of(message["content"])))
+        else:
+            items.append({"type": "message", "role": message["role"], "content": _text_of(message["content"])})
+    return items
+
+
+def assistant_items(message: Message, item_id: str) -> list[Item]:
+    """One reply of a policy as items: all think blocks as one reasoning item, the text if there is any (or nothing else
+    is), a function_call for each tool call. `item_id` begins the ids of the items that the policy does not name itself.
+    """
+    text = _text_of(message.get("content"))
+    calls = message.get("tool_calls") or []
+    items: list[Item] = []
+    if "</think>" in text and (thoughts := _THINKING.findall(text)):
+        text = _THINKING.sub("", text)
+        summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
+        items.append({"type": "reasoning", "id": f"rs_{item_id}", "summary": summary})
+    if text or not (items or calls):
+        part = {"type": "output_text", "text": text, "annotations": []}
+        items.append({"type": "message", "id": item_id, "role": "assistant", "status": "completed", "content": [part]})
+    for call in calls:
+        function = call["function"]
+        items.append(
+            {
+                "type": "function_call",
+                "id": call["id"],
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": function["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def with_token_fields(items: list[Item], fields: Mapping[str, Any]) -> list[Item]:
+    """The items of one model call, its token fields on the last."""
+    return [*items[:-1], {**items[-1], **fields}] if fields else items
+
+
+def function_call_output(call_id: str, text: str) -> Item:
+    """A tool's output as an item."""
+    return {"type": "function_call_output", "call_id": call_id, "output": text, "id": None, "status": None}
+
+
+# -- the Responses object -------------------------------------------------------------------------------------------
+
+
+def response_object(
+    response_id: str,
+    output: list[Item],
+    *,
+    model: str,
+    created_at: float,
+    finish_reason: str = "stop",
+    input_tokens: int = 0,
+    output_tokens: int = 0,
+    params: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A Responses object. `finish_reason` is that of the last model call; length and content_filter make it incomplete.
+
+    Args:
+        params: the request's parameters, echoed; without its input.
+    """
+    reason = _INCOMPLETE.get(finish_reason)
+    echoed = {key: value for key, value in (params or {}).items() if key != "input"}
+    return {
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        **echoed,
+        "id": response_id,
+        "object": "response",
+        "created_at": created_at,
+        "model": model,
+        "status": "incomplete" if reason else "completed",
+        "incomplete_details": {"reason": reason} if reason else None,
+        "error": None,
+        "output": output,
+        "usage": {
+            "input_tokens": input_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": input_tokens + output_tokens,
+        },
+    }
