@@ -1,0 +1,183 @@
+"""Keeping one service alive: start, wait for health, watch, restart on the same ports, end.
+
+    starting ──healthy──> ready ──died or unresponsive──> restarting ──healthy──> ready
+        └─died, time out──> failed <──too many restarts──────┘
+
+Invariant: when `keep` has returned or was cancelled, no process of the service is left.
+
+A service that never became ready is not tried again: the reason lies in its log and would be the same. One that worked
+gets `RESTARTS` more starts with growing pauses; having worked for `STEADY_SECONDS` earns them all back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from os import getpid
+from urllib.parse import urlsplit
+
+from roundhouse.infra import processes
+from roundhouse.infra.identity import birth
+from roundhouse.infra.recipes import RECIPES, Launch, service_environment
+from roundhouse.infra.state import ServiceRecord, StateDirectory
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 240.0
+"""Time limit from start to the first healthy answer. On two idle cores the slowest needs 15 s, on busy ones a minute."""
+RESTARTS = 5
+STEADY_SECONDS = 60.0
+FIRST_PAUSE_SECONDS = 0.5
+PROBE_INTERVAL_SECONDS = 5.0
+UNRESPONSIVE_SECONDS = 90.0
+"""A live process that answers no probe this long is restarted. Generous: a machine may be busy compiling or swapping."""
+LOG_BYTES = 10 * 2**20
+"""A longer log is moved to `<name>.log.1` at the next start."""
+
+
+@dataclass
+class Keeper:
+    """One service under supervision."""
+
+    state: StateDirectory
+    record: ServiceRecord
+    environment: Mapping[str, str]
+    directory: str
+    publish: Callable[[], None]
+    """Called after every change of the record."""
+
+    async def keep(self) -> None:
+        """Runs until the service has failed for good or the task is cancelled."""
+        try:
+            while True:
+                process = self._start()
+                if not await self._becomes_healthy(process):
+                    if self.record.restarts == 0:
+                        break
+                else:
+                    await self._watch(process)
+                if not await self._prepare_restart(process):
+                    break
+        except OSError as error:
+            self.record.detail = f"It could not be started: {error}"
+        finally:
+            cancelled = bool((task := asyncio.current_task()) and task.cancelling())
+            if cancelled:
+                self._set("stopping")
+            await self._end()
+            self._set("stopped" if cancelled else "failed")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        record, recipe = self.record, RECIPES[self.record.name]
+        launch = recipe.launch(self.state, record.ports)
+        environment = service_environment(record.name, launch, self.environment)
+        environment[processes.MARK] = processes.mark(self.state, record.name)
+        path = self.state.log(record.name)
+        if path.exists() and path.stat().st_size > LOG_BYTES:
+            path.replace(path.with_suffix(".log.1"))
+        record.started_at, record.ready_seconds, record.url, record.log = time.time(), None, launch.url, str(path)
+        command = [*launch.command, *record.arguments]
+        with path.open("ab") as output:
+            output.write(f"\n--- started {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(command)}\n".encode())
+            output.flush()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "roundhouse.infra.leash", str(getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+        record.pid = record.process_group = process.pid
+        record.born = birth(process.pid) or 0.0
+        self._launch = launch
+        self._set("restarting" if record.restarts else "starting")
+        return process
+
+    async def _becomes_healthy(self, process: subprocess.Popen[bytes]) -> bool:
+        began = time.monotonic()
+        while time.monotonic() - began < START_SECONDS:
+            if process.poll() is not None:
+                self.record.detail = f"It ended with exit code {process.returncode} before it was ready."
+                return False
+            if await probe(self._launch):
+                self.record.ready_seconds = round(time.monotonic() - began, 2)
+                self._set("ready")
+                return True
+            await asyncio.sleep(0.1)
+        self.record.detail = f"It did not answer {self._launch.url}{self._launch.probe} within {START_SECONDS:.0f} s."
+        return False
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Returns when the service died or stopped answering; says why in the record."""
+        ready = answered = probed = time.monotonic()
+        while process.poll() is None:
+            await asyncio.sleep(0.2)
+            now = time.monotonic()
+            if self.record.restarts and now - ready > STEADY_SECONDS:
+                self.record.restarts = 0
+                self._set("ready")
+            if now - probed < PROBE_INTERVAL_SECONDS:
+                continue
+            probed = now
+            if await probe(self._launch):
+                answered = now
+            elif now - answered > UNRESPONSIVE_SECONDS:
+                self.record.detail = f"It was alive but answered nothing for {UNRESPONSIVE_SECONDS:.0f} s."
+                return
+        self.record.detail = f"It ended with exit code {process.returncode} while in use."
+
+    async def _prepare_restart(self, process: subprocess.Popen[bytes]) -> bool:
+        """Clear the ports of what the dead service left behind, and pause. False when it has been tried often enough."""
+        log.warning("%s: %s", self.record.name, self.record.detail)
+        if self.record.restarts >= RESTARTS:
+            self.record.detail += f" It was restarted {RESTARTS} times; roundhouse gave up."
+            return False
+        self.record.restarts += 1
+        self._set("restarting")
+        await self._end(grace_seconds=0)
+        process.wait()
+        await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (self.record.restarts - 1))
+        return True
+
+    async def _end(self, grace_seconds: float | None = None) -> None:
+        name = self.record.name
+        grace = RECIPES[name].grace_seconds if grace_seconds is None else grace_seconds
+        left = await asyncio.to_thread(
+            processes.end, lambda: processes.members(self.state, name), grace_seconds=grace, first=[self.record.pid]
+        )
+        if left:
+            log.error("%s: processes %s cannot be ended", name, left)
+
+    def _set(self, status: str) -> None:
+        self.record.status = status  # type: ignore[assignment]
+        log.info("%s is %s", self.record.name, status)
+        self.publish()
+
+
+async def probe(launch: Launch, time_limit: float = 5.0) -> bool:
+    """Does the service answer its health route? A plain HTTP/1.0 request: the supervisor stays small and needs no client."""
+    parts = urlsplit(launch.url)
+    headers = {"Host": parts.netloc, "Connection": "close", **launch.headers}
+    lines = [f"GET {launch.probe} HTTP/1.0", *(f"{key}: {value}" for key, value in headers.items()), "", ""]
+    writer = None
+    try:
+        async with asyncio.timeout(time_limit):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write("\r\n".join(lines).encode())
+            status = (await reader.readline()).split()
+        return len(status) > 1 and status[1].isdigit() and int(status[1]) < launch.healthy_below
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()

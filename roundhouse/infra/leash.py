@@ -1,0 +1,26 @@
+"""Start a command that does not outlive the supervisor: `python -m roundhouse.infra.leash <parent> <command> …`.
+
+Invariant: on Linux the kernel sends SIGTERM to the command when its parent dies, by whatever means; elsewhere the next
+`up` or `down` ends what was left. The command replaces this process, so nothing of it stays in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != int(sys.argv[1]):
+            sys.exit("The supervisor died before its service began.")
+    os.execv(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

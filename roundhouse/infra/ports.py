@@ -1,0 +1,62 @@
+"""TCP ports on the loopback interface.
+
+Invariant: a port given out here was free a moment ago and lies below the range from which the kernel gives ports to
+outgoing connections, so that no client connection takes it while its service restarts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Collection
+
+import psutil
+
+LOOPBACK = "127.0.0.1"
+FIRST, LAST = 20_000, 29_999
+"""Below Linux's ephemeral range (32768 and up) and Kubernetes' node ports (30000 and up)."""
+
+
+def is_free(port: int) -> bool:
+    """Can a server bind the port now? A connection of an earlier server in TIME_WAIT does not count."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def choose(key: str, remembered: int | None, taken: Collection[int]) -> int:
+    """A free port: the remembered one when it is, else the first free one from a place that depends on `key` alone.
+
+    So a service keeps its address even after its state was deleted, and two state directories hardly ever compete.
+    """
+    if remembered is not None and remembered not in taken and is_free(remembered):
+        return remembered
+    span = LAST - FIRST + 1
+    start = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % span
+    for offset in range(span):
+        port = FIRST + (start + offset) % span
+        if port not in taken and is_free(port):
+            return port
+    raise OSError(f"No free TCP port between {FIRST} and {LAST}.")
+
+
+def describe_owner(port: int) -> str:
+    """Who listens on the port, in words; empty when the system does not tell."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except (psutil.AccessDenied, OSError):
+        return ""
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            if connection.pid is None:
+                return "a process of another user"
+            try:
+                process = psutil.Process(connection.pid)
+                return f"process {connection.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                return f"process {connection.pid}"
+    return ""

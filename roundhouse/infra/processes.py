@@ -1,0 +1,94 @@
+"""Finding and ending every process of a service, however deep it was started.
+
+Invariant: a process belongs to a service when its environment carries the service's mark, or when it is in the session that
+the service was started in. Both are inherited; a process has to shed both to escape. The caller itself never belongs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+
+import psutil
+
+from roundhouse.infra.identity import birth, boot_id, is_alive
+from roundhouse.infra.state import Running, ServiceRecord, StateDirectory
+
+MARK = "ROUNDHOUSE_SERVICE_OF"
+"""Environment variable of every process of a service: `<state directory>::<service>`."""
+KILL_SECONDS = 10.0
+
+
+def mark(state: StateDirectory, service: str) -> str:
+    return f"{state.path}::{service}"
+
+
+def members(state: StateDirectory, service: str | None = None) -> list[psutil.Process]:
+    """Live processes of one service, or of all."""
+    running = state.running()
+    sessions = _sessions(running, service)
+    wanted = mark(state, service) if service else f"{state.path}::"
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        if _marked(process, wanted, exact=service is not None) or _in_session(process, sessions):
+            found.append(process)
+    return found
+
+
+def end(find: Callable[[], list[psutil.Process]], *, grace_seconds: float, first: Collection[int] = ()) -> list[int]:
+    """End all that `find` returns: SIGTERM (only to those of `first` that live, if any do), then SIGKILL after the grace.
+
+    Returns the numbers of processes that are still there, which is empty unless the kernel cannot end one.
+    """
+    processes = find()
+    for process in [process for process in processes if process.pid in first] or processes:
+        _signal(process.terminate)
+    psutil.wait_procs(processes, timeout=grace_seconds)
+    deadline = time.monotonic() + KILL_SECONDS
+    while processes := find():
+        for process in processes:
+            _signal(process.kill)
+        psutil.wait_procs(processes, timeout=1)
+        if time.monotonic() > deadline:
+            break
+    return [process.pid for process in processes]
+
+
+def _marked(process: psutil.Process, wanted: str, *, exact: bool) -> bool:
+    try:
+        found = process.environ().get(MARK, "")
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return False
+    return found == wanted if exact else found.startswith(wanted)
+
+
+def _sessions(running: Running, service: str | None) -> dict[int, ServiceRecord]:
+    """Sessions of recorded services that cannot have been given to anybody else since."""
+    if running.boot_id != boot_id():
+        return {}
+    records = [record for name, record in running.services.items() if service in (None, name)]
+    return {
+        record.process_group: record
+        for record in records
+        if record.process_group and (is_alive(record.pid, record.born) or not psutil.pid_exists(record.pid))
+    }
+
+
+def _in_session(process: psutil.Process, sessions: dict[int, ServiceRecord]) -> bool:
+    try:
+        record = sessions.get(os.getsid(process.pid))
+        if record is None or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return (birth(process.pid) or 0) >= record.born
+    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+        return False
+
+
+def _signal(send: Callable[[], None]) -> None:
+    try:
+        send()
+    except psutil.NoSuchProcess:
+        return

@@ -1,0 +1,227 @@
+"""How each local service is started: its ports, command, environment and how to tell that it is healthy.
+
+Invariant: a recipe is a pure function of the state directory and the ports. Everything a service writes lies under the
+state directory, and every server listens on the loopback interface only.
+
+The settings, each with its measured reason, are from runs of Prefect 3.7, MLflow 3.17 and Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roundhouse.infra.ports import LOOPBACK
+from roundhouse.infra.state import StateDirectory
+
+RAY_SESSIONS_KEPT = 3
+RAY_OBJECT_STORE_BYTES = 100 * 2**20
+"""Serve passes no objects of size; Ray refuses less than 75 MiB."""
+RAY_CPUS = 64
+"""Only book-keeping: what really shares the cores is decided by the operating system and thread counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Everything needed to start a service once."""
+
+    command: list[str]
+    url: str
+    """What a person opens, and what the health probe is relative to."""
+    probe: str
+    """Path that answers once the service works."""
+    environment: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the probe."""
+    healthy_below: int = 300
+    """HTTP statuses below this count as healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A kind of service."""
+
+    ports: tuple[str, ...]
+    """Names of its ports; the first one is its own."""
+    launch: Callable[[StateDirectory, Mapping[str, int]], Launch]
+    grace_seconds: float = 10.0
+    """From SIGTERM to SIGKILL."""
+
+
+def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    url = f"http://{LOOPBACK}:{ports['http']}"
+    return Launch(
+        [_tool("prefect"), "server", "start", "--host", LOOPBACK, "--port", str(ports["http"])],
+        url,
+        "/api/health",
+        {
+            **prefect_client(state, ports["http"]),
+            # Without it the memo store goes to the home directory, whatever PREFECT_HOME says.
+            "PREFECT_SERVER_MEMO_STORE_PATH": str(state.path / "prefect" / "memo.toml"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        },
+    )
+
+
+def prefect_client(state: StateDirectory, port: int) -> dict[str, str]:
+    """Environment of a Prefect client of this server."""
+    return {
+        "PREFECT_API_URL": f"http://{LOOPBACK}:{port}/api",
+        "PREFECT_HOME": str(state.path / "prefect"),
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def _mlflow(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    home = state.path / "mlflow"
+    artifacts = home / "artifacts"
+    artifacts.mkdir(parents=True, exist_ok=True)
+    command = [_tool("mlflow"), "server", "--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
+    command += ["--artifacts-destination", str(artifacts), "--workers", "1"]
+    command += ["--host", LOOPBACK, "--port", str(ports["http"])]
+    # Job execution is eight more processes and two GB for a feature that is not used here.
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    return Launch(command, f"http://{LOOPBACK}:{ports['http']}", "/health", environment)
+
+
+def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    command = [_tool("ray"), "start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
+    options = {
+        "node-ip-address": LOOPBACK,
+        "port": ports["gcs"],
+        "dashboard-host": LOOPBACK,
+        "dashboard-port": ports["dashboard"],
+        "dashboard-agent-listen-port": ports["agent_http"],
+        "dashboard-agent-grpc-port": ports["agent_grpc"],
+        "runtime-env-agent-port": ports["runtime_env"],
+        "metrics-export-port": ports["metrics"],
+        "ray-client-server-port": ports["client"],
+        # 0 lets the kernel choose; the default is the fixed range 10002-19999.
+        "min-worker-port": 0,
+        "max-worker-port": 0,
+        "num-cpus": RAY_CPUS,
+        "object-store-memory": RAY_OBJECT_STORE_BYTES,
+        "include-log-monitor": "false",
+        "temp-dir": _ray_directory(state),
+    }
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    environment = {
+        **ray_client(state, ports["gcs"]),
+        "DASHBOARD_METRIC_PORT": str(ports["dashboard_metrics"]),
+        # Workers of a node with 64 nominal cores are started when needed, not in advance.
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        # Killing the largest process when the machine is full is the operating system's business.
+        "RAY_memory_monitor_refresh_ms": "0",
+        # Ray's process titles would otherwise be written over the mark that `processes.py` looks for.
+        "SPT_NOENV": "1",
+    }
+    headers = {"Authorization": f"Bearer {ray_token(state)}"}
+    # This answers only when Serve's REST API can be used; the dashboard alone is up five seconds earlier.
+    return Launch(command, f"http://{LOOPBACK}:{ports['dashboard']}", "/api/serve/applications/", environment, headers)
+
+
+def ray_client(state: StateDirectory, gcs_port: int) -> dict[str, str]:
+    """Environment of a Ray driver, or of anything that sends the token, on this machine."""
+    return {
+        "RAY_ADDRESS": f"{LOOPBACK}:{gcs_port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": ray_token(state),
+        # Ray's own switch to keep a cluster on the loopback interface. Its default binds the machine's address, which
+        # others can reach and which changes with the network a laptop is in. Servers and clients must agree on it.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def ray_token(state: StateDirectory) -> str:
+    """The secret of this cluster, made at first use; readable by the owner alone."""
+    path = state.path / "ray_token"
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    return path.read_text().strip()
+
+
+def _ray_directory(state: StateDirectory) -> Path:
+    """A short directory for Ray's sessions, with a link from the state directory.
+
+    A Unix socket's path may have 107 characters and Ray's own part takes about 70 of them.
+    """
+    digest = hashlib.sha256(str(state.path).encode()).hexdigest()[:8]
+    short = Path(tempfile.gettempdir()) / f"rh-{os.getuid()}-{digest}"
+    short.mkdir(mode=0o700, exist_ok=True)
+    if short.stat().st_uid != os.getuid():
+        raise OSError(f"{short} belongs to another user. Set TMPDIR to a directory of your own.")
+    link = state.path / "ray"
+    link.unlink(missing_ok=True)
+    link.symlink_to(short)
+    sessions = sorted(entry for entry in short.glob("session_2*") if entry.is_dir() and not entry.is_symlink())
+    for session in sessions[: -RAY_SESSIONS_KEPT + 1]:
+        shutil.rmtree(session, ignore_errors=True)
+    return short
+
+
+def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    command = [sys.executable, "-m", "roundhouse.gym.resources_server", "--host", LOOPBACK]
+    # The contract has no health route: any answer that is not a server error shows that it serves.
+    return Launch(
+        [*command, "--port", str(ports["http"])], f"http://{LOOPBACK}:{ports['http']}", "/", healthy_below=500
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    "prefect": Recipe(("http",), _prefect),
+    "mlflow": Recipe(("http",), _mlflow),
+    "ray": Recipe(
+        (
+            "dashboard",
+            "serve",
+            "gcs",
+            "client",
+            "agent_http",
+            "agent_grpc",
+            "runtime_env",
+            "metrics",
+            "dashboard_metrics",
+        ),
+        _ray,
+        # It keeps nothing that would need an orderly end, and takes half a minute for one.
+        grace_seconds=3.0,
+    ),
+    "gym": Recipe(("http",), _gym),
+}
+
+
+def _tool(name: str) -> str:
+    """The command of this very environment, whatever PATH says."""
+    return str(Path(sys.executable).parent / name)
+
+
+def service_environment(service: str, launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a service's process: the caller's (credentials, thread counts), with what the recipe fixes.
+
+    Settings of a Prefect or MLflow server of the caller's are left out: ours keeps its data in the state directory.
+    """
+    foreign = f"{service.upper()}_" if service in ("prefect", "mlflow") else None
+    kept = {key: value for key, value in base.items() if foreign is None or not key.startswith(foreign)}
+    source_root = str(Path(__file__).resolve().parents[2])
+    paths = [source_root, *(path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path)]
+    return {**kept, **with_no_proxy(base), "PYTHONPATH": os.pathsep.join(paths), **launch.environment}
+
+
+def with_no_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """`NO_PROXY` with the loopback names added: a company's proxy must not be asked for this machine."""
+    present = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
+    entries = [entry for entry in present.split(",") if entry]
+    value = ",".join([*entries, *(host for host in (LOOPBACK, "localhost") if host not in entries)])
+    return {"NO_PROXY": value, "no_proxy": value}

@@ -1,0 +1,234 @@
+"""What a client says to the supervisor: I want these services, I want them no longer.
+
+Invariant: `request` either returns with every service ready, or leaves the leases as it found them. Whatever happens, the
+caller waits no longer than its time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from roundhouse.errors import InfraError
+from roundhouse.infra import ports as tcp
+from roundhouse.infra import processes
+from roundhouse.infra.recipes import RECIPES
+from roundhouse.infra.state import Holder, Lease, ServiceRecord, StateDirectory
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[ServiceRecord], None]
+"""Called with a service's record whenever its status changed."""
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 45.0
+"""Time limit for an orderly end of everything, beyond each service's grace."""
+SUPERVISOR_STARTS = 3
+LOG_TAIL_LINES = 15
+
+_supervisors: list[subprocess.Popen[bytes]] = []
+"""Supervisors that this process started: polled, so that an ended one does not stay as a zombie."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The wish of one holder for some services."""
+
+    state: StateDirectory
+    holder: Holder
+    services: tuple[str, ...]
+    ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Service -> port name -> number, for ports somebody insists on."""
+    arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def lease(self) -> tuple[int, frozenset[str]]:
+        """Write the leases. Returns the request's number and the services that this holder did not have before."""
+        with self.state.lock():
+            wanted, running = self.state.wanted(), self.state.running()
+            alive = self.state.supervised()
+            revision = 1 + max([wanted.revision, *(record.answered for record in running.services.values())])
+            added = set()
+            for name in self.services:
+                lease = wanted.services.get(name) or Lease([], revision)
+                record = running.services.get(name)
+                self._refuse_conflicts(name, record if alive and name in wanted.services else None)
+                if self.holder not in lease.holders:
+                    added.add(name)
+                # Pages that an earlier run left up pass to whoever asks next, and end with them.
+                others = [holder for holder in lease.holders if holder.kind != "kept" and holder != self.holder]
+                lease.holders, lease.asked = [*others, self.holder], revision
+                lease.ports = dict(self.ports.get(name, lease.ports))
+                lease.arguments = list(self.arguments.get(name, lease.arguments))
+                wanted.services[name] = lease
+            wanted.revision = revision
+            self.state.hand_over({key: value for key, value in os.environ.items() if key != processes.MARK})
+            self.state.write_wanted(wanted)
+        return revision, frozenset(added)
+
+    def _refuse_conflicts(self, name: str, record: ServiceRecord | None) -> None:
+        """`record` is that of a service under supervision, else None."""
+        for port_name, port in self.ports.get(name, {}).items():
+            if record and record.pid:
+                if record.ports.get(port_name) != port:
+                    raise InfraError(
+                        f"{name} already runs with {port_name} port {record.ports.get(port_name)}, not {port}. "
+                        "Run `roundhouse down` first, or leave the port open."
+                    )
+            elif not tcp.is_free(port):
+                owner = tcp.describe_owner(port) or "another process"
+                raise InfraError(
+                    f"Port {port}, asked for as the {port_name} port of {name}, is in use by {owner}. "
+                    "Stop that process, choose another port, or leave it open and a free one is taken."
+                )
+        wanted = list(self.arguments.get(name, []))
+        if record and record.pid and name in self.arguments and record.arguments != wanted:
+            raise InfraError(
+                f"{name} already runs with the arguments {record.arguments}, not {wanted}. Run `roundhouse down` first."
+            )
+
+
+def request(wish: Request, time_limit: float, on_progress: Progress | None = None) -> dict[str, ServiceRecord]:
+    """Lease, start the supervisor if there is none, and wait until all are healthy."""
+    wish.state.create()
+    revision, added = wish.lease()
+    try:
+        return _await_ready(wish, revision, time_limit, on_progress or (lambda record: None))
+    except BaseException:
+        release(wish.state, wish.holder, added)
+        raise
+
+
+def _await_ready(wish: Request, revision: int, time_limit: float, on_progress: Progress) -> dict[str, ServiceRecord]:
+    state, deadline, starts = wish.state, time.monotonic() + time_limit, 0
+    shown: dict[str, str] = {}
+    while True:
+        if not state.supervised():
+            if starts == SUPERVISOR_STARTS:
+                raise InfraError(
+                    f"The supervisor of {state.path} does not stay alive. Its log, {state.log('supervisor')}, "
+                    f"ends with:\n{log_tail(state, 'supervisor')}"
+                )
+            _start_supervisor(state)
+            starts += 1
+        records = {name: record for name, record in state.running().services.items() if name in wish.services}
+        current = {name: record for name, record in records.items() if record.answered >= revision}
+        for name, record in current.items():
+            if shown.get(name) != record.status:
+                shown[name] = record.status
+                on_progress(record)
+            if record.status == "failed":
+                raise InfraError(_failure(state, record))
+        if len(current) == len(wish.services) and all(record.status == "ready" for record in current.values()):
+            return current
+        if time.monotonic() > deadline:
+            late = [name for name in wish.services if name not in current or current[name].status != "ready"]
+            tails = "\n".join(f"{state.log(name)} ends with:\n{log_tail(state, name)}" for name in late)
+            raise InfraError(f"Not ready within {time_limit:.0f} s: {', '.join(late)}.\n{tails}")
+        time.sleep(POLL_SECONDS)
+
+
+def release(state: StateDirectory, holder: Holder, services: Collection[str], *, keep: Collection[str] = ()) -> None:
+    """Give up the holder's leases; those in `keep` stay, as nobody's in particular. Waits until the others have ended."""
+    with state.lock():
+        wanted = state.wanted()
+        for name in services:
+            lease = wanted.services.get(name)
+            if lease is None:
+                continue
+            lease.holders = [other for other in lease.holders if other != holder]
+            if name in keep and not lease.holders:
+                lease.holders = [Holder("kept")]
+            if not lease.holders:
+                del wanted.services[name]
+        state.write_wanted(wanted)
+        ending = [name for name in services if name not in wanted.services]
+    await_ended(state, ending)
+
+
+def withdraw(state: StateDirectory, services: Collection[str] | None) -> list[str]:
+    """Drop everybody's leases on the services (None: all) and wait until they have ended. Returns what ran."""
+    if not state.path.exists():
+        return []
+    with state.lock():
+        wanted = state.wanted()
+        dropped = [name for name in wanted.services if services is None or name in services]
+        wanted.services = {name: lease for name, lease in wanted.services.items() if name not in dropped}
+        state.write_wanted(wanted)
+    await_ended(state, dropped if services is None else list(services))
+    return dropped
+
+
+def await_ended(state: StateDirectory, services: Collection[str]) -> None:
+    """Wait for the supervisor to end the services; do it in its stead when it is dead or does not.
+
+    When nothing is wanted any more the supervisor ends too, and is waited for.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    while state.supervised() and time.monotonic() < deadline:
+        records = state.running().services
+        ended = all(name not in records or records[name].status in ("stopped", "failed") for name in services)
+        if ended and state.wanted().services:
+            break
+        time.sleep(POLL_SECONDS)
+    else:
+        if state.supervised():
+            log.warning("The supervisor of %s does not end its services; it is killed.", state.path)
+            with suppress(ProcessLookupError):
+                os.kill(state.running().supervisor_pid, signal.SIGKILL)
+    _supervisors[:] = [supervisor for supervisor in _supervisors if supervisor.poll() is None]
+    names = services if state.supervised() else [None]
+    for name in names:
+        if left := processes.end(lambda name=name: processes.members(state, name), grace_seconds=2.0):  # type: ignore[misc]
+            raise InfraError(f"Processes {left} of {name or 'the services'} cannot be ended. Look at them with `ps`.")
+
+
+def _start_supervisor(state: StateDirectory) -> None:
+    """Detached: in a session of its own, so that a Ctrl-C in the terminal reaches the run, which then decides."""
+    environment = {key: value for key, value in os.environ.items() if key != processes.MARK}
+    with state.log("supervisor").open("ab") as output:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "roundhouse.infra.supervisor", str(state.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    _supervisors.append(supervisor)
+    deadline = time.monotonic() + 30
+    while supervisor.poll() is None and time.monotonic() < deadline:
+        if state.running().supervisor_pid == supervisor.pid:
+            return
+        time.sleep(0.05)
+
+
+def _failure(state: StateDirectory, record: ServiceRecord) -> str:
+    text = f"{record.name} did not start. {record.detail} Its log, {record.log}, ends with:\n{log_tail(state, record.name)}"
+    if record.name == "ray":
+        text += f"\nRay's own logs are in {state.path / 'ray' / 'session_latest' / 'logs'}."
+    return text
+
+
+def log_tail(state: StateDirectory, name: str) -> str:
+    path = state.log(name)
+    if not path.exists():
+        return "(no log)"
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 20_000))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+
+
+def known(services: Collection[str]) -> tuple[str, ...]:
+    """The names, checked."""
+    for name in services:
+        if name not in RECIPES:
+            raise InfraError(f"No service is called {name!r}. There are: {', '.join(RECIPES)}.")
+    return tuple(dict.fromkeys(services))

@@ -1,0 +1,197 @@
+"""The services a run needs on this machine: Prefect, MLflow, Ray, and a resources server where wanted.
+
+Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, also none of a supervisor
+that was killed. Both may be called any number of times. A service runs as long as somebody holds it: a person (`up`
+without an owner, ended by `down`), or a process (`owner`), which loses it by ending, however it ends.
+
+    with local_services(".roundhouse/services", keep=("prefect", "mlflow")) as services:
+        os.environ.update(services.environment())
+        ...                       # Ray ends here; the pages stay. On an exception or Ctrl-C, everything ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import InfraError
+from roundhouse.infra import requests
+from roundhouse.infra.ports import LOOPBACK
+from roundhouse.infra.recipes import RECIPES, prefect_client, ray_client, ray_token, with_no_proxy
+from roundhouse.infra.requests import Progress, Request
+from roundhouse.infra.state import Holder, ServiceRecord, StateDirectory
+
+DEFAULT_STATE_DIRECTORY = Path(".roundhouse/services")
+DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
+DEFAULT_TIME_LIMIT = 300.0
+
+
+def state_directory(config: RunConfig) -> Path:
+    """Where a run's services live."""
+    return Path(config.infra.state) / "services"
+
+
+@dataclass(frozen=True)
+class Services:
+    """Services of one state directory and how to reach them."""
+
+    state: StateDirectory
+    records: Mapping[str, ServiceRecord]
+
+    @property
+    def prefect_api_url(self) -> str:
+        return f"{self._ready('prefect').url}/api"
+
+    @property
+    def prefect_ui_url(self) -> str:
+        return self._ready("prefect").url
+
+    @property
+    def mlflow_url(self) -> str:
+        return self._ready("mlflow").url
+
+    @property
+    def ray_address(self) -> str:
+        return f"{LOOPBACK}:{self._ready('ray').ports['gcs']}"
+
+    @property
+    def ray_dashboard_url(self) -> str:
+        """Also the base of Serve's REST API; every request needs `Authorization: Bearer <ray_token>`."""
+        return self._ready("ray").url
+
+    @property
+    def ray_token(self) -> str:
+        return ray_token(self.state)
+
+    @property
+    def serve_port(self) -> int:
+        """Set aside for Serve's HTTP proxy. Nothing listens until a Serve configuration names it in its `http_options`."""
+        return self._ready("ray").ports["serve"]
+
+    @property
+    def serve_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.serve_port}"
+
+    @property
+    def gym_url(self) -> str:
+        return self._ready("gym").url
+
+    def environment(self) -> dict[str, str]:
+        """Variables that a process needs to use the services."""
+        variables = with_no_proxy(os.environ)
+        if self.is_ready("prefect"):
+            variables |= prefect_client(self.state, self.records["prefect"].ports["http"])
+        if self.is_ready("mlflow"):
+            variables |= {"MLFLOW_TRACKING_URI": self.mlflow_url, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        if self.is_ready("ray"):
+            variables |= ray_client(self.state, self.records["ray"].ports["gcs"])
+        return variables
+
+    def is_ready(self, name: str) -> bool:
+        return name in self.records and self.records[name].status == "ready"
+
+    def _ready(self, name: str) -> ServiceRecord:
+        if not self.is_ready(name):
+            raise InfraError(f"{name} is not running in {self.state.path}. Start it with `roundhouse up`.")
+        return self.records[name]
+
+
+def up(
+    state_dir: str | Path = DEFAULT_STATE_DIRECTORY,
+    services: Iterable[str] = DEFAULT_SERVICES,
+    *,
+    owner: int | None = None,
+    ports: Mapping[str, int] | None = None,
+    arguments: Mapping[str, Sequence[str]] | None = None,
+    time_limit: float = DEFAULT_TIME_LIMIT,
+    on_progress: Progress | None = None,
+) -> Services:
+    """Make the services run and wait until they are healthy; those that run already are only checked.
+
+    Args:
+        owner: number of the process to which they belong. None: they stay until `down`.
+        ports: insist on ports, by service (`prefect`) or service and port name (`ray.serve`).
+        arguments: more arguments of a service's command, by service.
+        time_limit: seconds until all are healthy.
+        on_progress: called with a service's record whenever its status changed.
+
+    Raises:
+        InfraError: a port is in use, a service did not start (with the end of its log), or the time is over. What this call
+            started has then been ended again.
+    """
+    holder = Holder("user") if owner is None else Holder.of_process(owner)
+    wish = Request(
+        StateDirectory(state_dir), holder, requests.known(tuple(services)), _by_service(ports or {}), arguments or {}
+    )
+    requests.known(tuple(arguments or {}))
+    return Services(wish.state, requests.request(wish, time_limit, on_progress))
+
+
+def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str] | None = None) -> list[str]:
+    """End the services (None: all), whoever holds them, and everything they started. Returns those that ran.
+
+    Raises:
+        InfraError: a process could not be ended.
+    """
+    return requests.withdraw(StateDirectory(state_dir), None if services is None else requests.known(tuple(services)))
+
+
+def status(state_dir: str | Path = DEFAULT_STATE_DIRECTORY) -> Services:
+    """What runs now, by the supervisor's word; without a live supervisor nothing counts as running."""
+    state = StateDirectory(state_dir)
+    records = state.running().services if state.path.exists() else {}
+    if records and not state.supervised():
+        records = {name: replace(record, status="stopped", pid=0) for name, record in records.items()}
+    return Services(state, records)
+
+
+@contextmanager
+def local_services(
+    state_dir: str | Path = DEFAULT_STATE_DIRECTORY,
+    services: Iterable[str] = DEFAULT_SERVICES,
+    *,
+    keep: Collection[str] = (),
+    ports: Mapping[str, int] | None = None,
+    arguments: Mapping[str, Sequence[str]] | None = None,
+    time_limit: float = DEFAULT_TIME_LIMIT,
+    on_progress: Progress | None = None,
+) -> Iterator[Services]:
+    """The services for the time of a block, owned by this process.
+
+    At a normal end the services of `keep` stay up until `down` or the next run; the others end. On an exception (Ctrl-C
+    too) all end, except what somebody else holds. Should this process be killed, the supervisor ends them.
+    """
+    names = tuple(services)
+    running = up(
+        state_dir,
+        names,
+        owner=os.getpid(),
+        ports=ports,
+        arguments=arguments,
+        time_limit=time_limit,
+        on_progress=on_progress,
+    )
+    holder = Holder.this_process()
+    try:
+        yield running
+    except BaseException:
+        requests.release(running.state, holder, names)
+        raise
+    requests.release(running.state, holder, names, keep=keep)
+
+
+def _by_service(ports: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """{"prefect": 4200, "ray.serve": 8000} -> {"prefect": {"http": 4200}, "ray": {"serve": 8000}}"""
+    found: dict[str, dict[str, int]] = {}
+    for key, port in ports.items():
+        name, _, port_name = key.partition(".")
+        (name,) = requests.known([name])
+        port_name = port_name or RECIPES[name].ports[0]
+        if port_name not in RECIPES[name].ports:
+            raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(RECIPES[name].ports)}.")
+        found.setdefault(name, {})[port_name] = port
+    return found

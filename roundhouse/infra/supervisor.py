@@ -1,0 +1,168 @@
+"""The small process that keeps the local services: `python -m roundhouse.infra.supervisor <state directory>`.
+
+Invariant: what runs follows who holds a lease. A service with a live holder is kept running; one without is ended; a holder
+that is a process loses its leases the moment that process is gone, even by SIGKILL. With no lease left, or on SIGTERM, the
+supervisor ends everything and itself. There is one supervisor a state directory.
+
+It imports the standard library and psutil only: it stays as long as the services do, and should cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from roundhouse.infra import ports, processes
+from roundhouse.infra.identity import boot_id
+from roundhouse.infra.keeper import Keeper
+from roundhouse.infra.recipes import RECIPES
+from roundhouse.infra.state import Lease, Running, ServiceRecord, StateDirectory, Wanted
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.2
+ORPHAN_GRACE_SECONDS = 3.0
+
+
+@dataclass
+class Supervisor:
+    """All services of one state directory."""
+
+    state: StateDirectory
+    running: Running
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    directory: str = field(default_factory=os.getcwd)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def serve(self, supervision: TextIO) -> None:
+        stop = asyncio.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+        while not stop.is_set():
+            wanted = self._current_wishes()
+            self._follow(wanted)
+            if not wanted.services and not self.tasks and self._retire(supervision):
+                return
+            try:
+                await asyncio.wait_for(stop.wait(), TICK_SECONDS)
+            except TimeoutError:
+                continue
+        log.info("told to stop")
+        self._forget_wishes()
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    def _current_wishes(self) -> Wanted:
+        """The leases of those who are alive. A state directory that is gone wants nothing."""
+        if not self.state.path.exists():
+            return Wanted()
+        wanted = self.state.wanted()
+        if all(holder.alive() for lease in wanted.services.values() for holder in lease.holders):
+            return wanted
+        with self.state.lock():
+            wanted = self.state.wanted()
+            for lease in wanted.services.values():
+                lease.holders = [holder for holder in lease.holders if holder.alive()]
+            wanted.services = {name: lease for name, lease in wanted.services.items() if lease.holders}
+            self.state.write_wanted(wanted)
+        log.info("a holder is gone; still wanted: %s", ", ".join(wanted.services) or "nothing")
+        return wanted
+
+    def _follow(self, wanted: Wanted) -> None:
+        """Start what is wanted and not kept, end what is kept and not wanted."""
+        for name, task in list(self.tasks.items()):
+            if task.done():
+                del self.tasks[name]
+                if error := task.exception() if not task.cancelled() else None:
+                    log.error("%s: the keeper failed", name, exc_info=error)
+            elif name not in wanted.services and not task.cancelling():
+                task.cancel()
+        for name, lease in wanted.services.items():
+            record = self.running.services.setdefault(name, ServiceRecord(name))
+            if record.answered >= lease.asked:
+                continue
+            if name not in self.tasks:
+                self._begin(record, lease)
+            elif not self.tasks[name].cancelling():
+                record.answered = lease.asked
+                self.publish()
+
+    def _begin(self, record: ServiceRecord, lease: Lease) -> None:
+        if handed := self.state.take_over():
+            self.environment, self.directory = handed
+        others = {
+            port for other in self.running.services.values() if other is not record for port in other.ports.values()
+        }
+        chosen: dict[str, int] = {}
+        for port_name in RECIPES[record.name].ports:
+            chosen[port_name] = lease.ports.get(port_name) or ports.choose(
+                f"{self.state.path}::{record.name}::{port_name}",
+                record.ports.get(port_name),
+                others | set(chosen.values()) | set(lease.ports.values()),
+            )
+        record.ports, record.arguments, record.answered = chosen, lease.arguments, lease.asked
+        record.status, record.detail, record.restarts = "starting", "", 0
+        keeper = Keeper(self.state, record, self.environment, self.directory, self.publish)
+        self.tasks[record.name] = asyncio.create_task(keeper.keep())
+
+    def _retire(self, supervision: TextIO) -> bool:
+        """Give up supervision, unless a lease came in at the last moment. Under the lock, so that none is overlooked."""
+        if not self.state.path.exists():
+            return True
+        with self.state.lock():
+            if self.state.wanted().services:
+                return False
+            supervision.close()
+        log.info("nothing is wanted any more")
+        return True
+
+    def _forget_wishes(self) -> None:
+        if self.state.path.exists():
+            with self.state.lock():
+                wanted = self.state.wanted()
+                wanted.services = {}
+                self.state.write_wanted(wanted)
+
+    def publish(self) -> None:
+        try:
+            self.state.write_running(self.running)
+        except OSError as error:
+            log.warning("the state cannot be written: %s", error)
+
+
+def _take_supervision(state: StateDirectory) -> TextIO | None:
+    """A client that asks whether a supervisor lives holds the lock for an instant: only a lock that stays is another's."""
+    for _ in range(20):
+        if supervision := state.take_supervision():
+            return supervision
+        time.sleep(0.05)
+    return None
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    state = StateDirectory(sys.argv[1])
+    supervision = _take_supervision(state)
+    if supervision is None:
+        log.info("another supervisor has %s", state.path)
+        return
+    if orphans := processes.members(state):
+        log.warning("ending %d processes that an earlier supervisor left", len(orphans))
+        processes.end(lambda: processes.members(state), grace_seconds=ORPHAN_GRACE_SECONDS)
+    running = Running(os.getpid(), boot_id(), state.running().services)
+    for record in running.services.values():
+        record.status, record.pid, record.process_group, record.answered = "stopped", 0, 0, 0
+    supervisor = Supervisor(state, running)
+    supervisor.publish()
+    asyncio.run(supervisor.serve(supervision))
+
+
+if __name__ == "__main__":
+    main()
