@@ -1,0 +1,176 @@
+"""The sequences of one iteration, as flat arrays.
+
+Invariant: every array over tokens has length `offsets[-1]`, sequence s owns the slice `offsets[s]:offsets[s + 1]`, each
+sequence has at least one trained token and never trains on its first one (nothing predicts it), and every number that
+training reads is finite. Ragged data stays flat: no padding exists before a microbatch is built for the device.
+
+    token_ids   [ 5 9 7 2 | 5 9 4 ]        offsets [0, 4, 7]
+    loss_mask   [ 0 0 1 1 | 0 0 1 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from roundhouse.errors import DataError
+
+SCHEMA = pa.schema(
+    [
+        ("sequence_id", pa.string()),
+        ("rollout_id", pa.string()),
+        ("group_id", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("gen_logprobs", pa.list_(pa.float32())),
+        ("policy_version", pa.int32()),
+        ("reward", pa.float64()),
+    ]
+)
+"""The columns of the `sequences` dataset that training reads. More columns may stand beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequences:
+    """S sequences with T tokens in all."""
+
+    sequence_ids: list[str]
+    rollout_ids: list[str]
+    group_ids: list[str]
+    rewards: np.ndarray
+    """[S] float64, finite."""
+    policy_versions: np.ndarray
+    """[S] int64: the weights that generated the sequence."""
+    offsets: np.ndarray
+    """[S + 1] int64: where each sequence begins in the token arrays."""
+    token_ids: np.ndarray
+    """[T] int32."""
+    loss_mask: np.ndarray
+    """[T] bool: true on generated tokens."""
+    gen_logprobs: np.ndarray
+    """[T] float32: the engine's log-probability of the token; 0 off the mask."""
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] tokens of each sequence."""
+        return np.diff(self.offsets)
+
+    @property
+    def sequence_of_token(self) -> np.ndarray:
+        """[T] index of the sequence that owns each token."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> TrainingSequences:
+        """Read the columns of `SCHEMA` and check them.
+
+        Raises:
+            DataError: a column is missing or has nulls; the table is empty; mask, log-probabilities and tokens differ in
+                length; a mask trains nothing, trains the first token or holds anything but 0 and 1; a reward or a
+                log-probability of a trained token is not finite; an id repeats; a rollout is in two groups.
+        """
+        columns = {field.name: _column(table, field) for field in SCHEMA}
+        if table.num_rows == 0:
+            raise DataError("The iteration has no sequences to train on. Its quarantine says why they were refused.")
+        ids = columns["sequence_id"].to_pylist()
+        lengths = _equal_lengths(columns, ids)
+        mask = _flat(columns["loss_mask"])
+        sequences = cls(
+            sequence_ids=ids,
+            rollout_ids=columns["rollout_id"].to_pylist(),
+            group_ids=columns["group_id"].to_pylist(),
+            rewards=columns["reward"].to_numpy(zero_copy_only=False),
+            policy_versions=columns["policy_version"].to_numpy(zero_copy_only=False).astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            token_ids=_flat(columns["token_ids"]),
+            loss_mask=mask == 1,
+            gen_logprobs=np.where(mask == 1, _flat(columns["gen_logprobs"]), np.float32(0)),
+        )
+        sequences._check_tokens(mask)
+        sequences._check_rewards_and_ids()
+        return sequences
+
+    @classmethod
+    def from_records(cls, records: Sequence[dict[str, Any]]) -> TrainingSequences:
+        """The same from Python dictionaries, for small inputs."""
+        return cls.from_table(pa.Table.from_pylist(list(records), schema=SCHEMA))
+
+    def _check_tokens(self, mask: np.ndarray) -> None:
+        owner = self.sequence_of_token
+        self._refuse(owner[(mask != 0) & (mask != 1)], "loss_mask holds a value other than 0 and 1")
+        self._refuse(owner[self.token_ids < 0], "token_ids holds a negative id")
+        first = self.offsets[:-1]
+        self._refuse(np.flatnonzero(self.loss_mask[first]), "loss_mask trains the first token, which nothing predicts")
+        trained = np.add.reduceat(self.loss_mask.astype(np.int64), first)
+        self._refuse(np.flatnonzero(trained == 0), "loss_mask trains no token")
+        self._refuse(owner[~np.isfinite(self.gen_logprobs)], "gen_logprobs of a trained token is not finite")
+
+    def _check_rewards_and_ids(self) -> None:
+        self._refuse(np.flatnonzero(~np.isfinite(self.rewards)), "the reward is not finite")
+        if len(set(self.sequence_ids)) < len(self):
+            repeated = next(name for name in self.sequence_ids if self.sequence_ids.count(name) > 1)
+            raise DataError(f"sequence_id {repeated!r} occurs more than once. Every sequence needs its own.")
+        group_of: dict[str, str] = {}
+        for rollout, group in zip(self.rollout_ids, self.group_ids, strict=True):
+            if group_of.setdefault(rollout, group) != group:
+                raise DataError(
+                    f"rollout_id {rollout!r} is in the groups {group_of[rollout]!r} and {group!r}. "
+                    "A rollout belongs to one group."
+                )
+
+    def _refuse(self, sequences: np.ndarray, reason: str) -> None:
+        if len(sequences):
+            affected = len(np.unique(sequences))
+            raise DataError(
+                f"sequence {self.sequence_ids[sequences[0]]!r}: {reason} ({affected} of {len(self)} sequences affected). "
+                "Validation should have put it in quarantine."
+            )
+
+
+def _column(table: pa.Table, field: pa.Field) -> pa.Array:
+    if field.name not in table.column_names:
+        raise DataError(
+            f"The sequences have no column {field.name!r} (found: {', '.join(table.column_names)}). "
+            f"Training needs {', '.join(SCHEMA.names)}."
+        )
+    column = table.column(field.name).combine_chunks()
+    if column.null_count:
+        raise DataError(
+            f"Column {field.name!r} of the sequences holds {column.null_count} nulls; every value is needed."
+        )
+    try:
+        return column.cast(field.type)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"Column {field.name!r} of the sequences is no {field.type}: {error}") from error
+
+
+def _equal_lengths(columns: dict[str, pa.Array], ids: list[str]) -> np.ndarray:
+    lengths = {name: np.diff(columns[name].offsets.to_numpy()) for name in ("token_ids", "loss_mask", "gen_logprobs")}
+    tokens = lengths["token_ids"]
+    if (tokens == 0).any():
+        raise DataError(f"sequence {ids[int(np.argmax(tokens == 0))]!r} has no tokens.")
+    for name in ("loss_mask", "gen_logprobs"):
+        differing = np.flatnonzero(lengths[name] != tokens)
+        if len(differing):
+            s = differing[0]
+            raise DataError(
+                f"sequence {ids[s]!r}: {name} has {lengths[name][s]} values for {tokens[s]} token_ids. "
+                "They must be equally long."
+            )
+    return tokens
+
+
+def _flat(column: pa.ListArray) -> np.ndarray:
+    values = column.flatten()  # unlike `.values`, respects a slice's window
+    if values.null_count:
+        raise DataError(
+            f"A list column of the sequences holds {values.null_count} null elements; every value is needed."
+        )
+    return values.to_numpy(zero_copy_only=False)

@@ -1,0 +1,126 @@
+"""The metrics of a training step: what each means, what it is a mean over, and what is healthy.
+
+Invariant: every metric that a step reports is listed in `METRICS` with its denominator, so that values of several
+microbatches, ranks or steps can be combined without bias: means by their denominators' counts, extremes by max and min,
+counts by their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+
+class Denominator(StrEnum):
+    """What a metric is averaged over, or how it combines when it is no mean."""
+
+    TOKENS = "tokens"
+    """Trained tokens: those with a non-zero weight. Each counts once an epoch."""
+    SEQUENCES = "sequences"
+    """Sequences with a trained token."""
+    ALL_SEQUENCES = "all_sequences"
+    """All sequences of the iteration."""
+    ROLLOUTS = "rollouts"
+    GROUPS = "groups"
+    UPDATES = "updates"
+    """Optimizer steps of the iteration."""
+    SUM = "sum"
+    """A count; combine by adding."""
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+    """A state; the newest holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table in docs/training.md."""
+
+    denominator: Denominator
+    meaning: str
+    healthy: str = ""
+
+
+_TOKENS, _UPDATES, _GROUPS = Denominator.TOKENS, Denominator.UPDATES, Denominator.GROUPS
+_SEQUENCES, _ALL = Denominator.SEQUENCES, Denominator.ALL_SEQUENCES
+_SUM, _MAX, _MIN, _LAST = Denominator.SUM, Denominator.MAX, Denominator.MIN, Denominator.LAST
+
+METRICS: dict[str, Metric] = {
+    # the objective
+    "loss": Metric(_UPDATES, "the loss minimised, all terms", "near 0; its size says little"),
+    "policy_loss": Metric(_UPDATES, "its policy term", "near 0"),
+    "kl_penalty": Metric(_TOKENS, "KL(policy ‖ reference) by the configured estimator, unscaled", "0.001 … 0.1"),
+    "approx_entropy": Metric(_TOKENS, "−exp(cur − gen) · cur, an estimate from the sampled tokens", "slow decline"),
+    "entropy": Metric(_TOKENS, "exact entropy of the next-token distribution (only with entropy_coefficient > 0)"),
+    "grad_norm": Metric(_UPDATES, "gradient norm before clipping", "no spikes"),
+    "grad_norm_max": Metric(_MAX, "the largest of the step's gradient norms", "< 10 × grad_norm"),
+    "lr": Metric(_LAST, "learning rate of the last update"),
+    "wd": Metric(_LAST, "weight decay"),
+    "optimizer_steps": Metric(_LAST, "optimizer steps since the run began"),
+    "num_updates": Metric(_SUM, "optimizer steps of this iteration; 0 when no group has spread"),
+    # the policy ratio exp(cur - old)
+    "probs_ratio": Metric(_TOKENS, "exp(cur − old), over all updates", "0.99 … 1.01"),
+    "probs_ratio_clamped": Metric(_TOKENS, "the same, clamped to the clip bounds", "0.99 … 1.01"),
+    "probs_ratio_min": Metric(_MIN, "smallest ratio", "> 0.1"),
+    "probs_ratio_max": Metric(_MAX, "largest ratio", "< 10"),
+    "clip_fraction": Metric(_TOKENS, "share of tokens whose gradient the clip removed", "< 0.2"),
+    # the engine against the trainer, before the first update
+    "token_mult_prob_error": Metric(_TOKENS, "exp(|gen − old|)", "< 1.02; float32 on one machine: < 1.0001"),
+    "gen_kl_error": Metric(_TOKENS, "KL(engine ‖ trainer), k3 from the engine's samples", "< 0.002"),
+    "policy_kl_error": Metric(_TOKENS, "KL(trainer ‖ engine), k3; rare tokens dominate it", "< 0.01"),
+    "js_divergence_error": Metric(_TOKENS, "Jensen-Shannon divergence of the two", "< 0.002"),
+    "sampling_importance_ratio": Metric(_TOKENS, "exp(old − gen): bias between the two", "0.99 … 1.01"),
+    "is_oob_ratio": Metric(_TOKENS, "share of tokens with exp(old − gen) outside mismatch_bounds", "< 0.01"),
+    "logprob_abs_diff_mean": Metric(_TOKENS, "|gen − old|", "< 0.02; float32: < 1e-5"),
+    "logprob_abs_diff_max": Metric(_MAX, "largest |gen − old|", "float32: < 1e-4"),
+    "seq_mult_prob_error_max": Metric(_MAX, "largest of the sequences' means of exp(|gen − old|)", "< 1.05"),
+    # rewards and groups
+    "reward": Metric(Denominator.ROLLOUTS, "mean reward; a rollout counts once"),
+    "advantages/mean": Metric(_ALL, "mean advantage", "near 0"),
+    "advantages/max": Metric(_MAX, "largest advantage"),
+    "advantages/min": Metric(_MIN, "smallest advantage"),
+    "baseline_reward/pct_0": Metric(_GROUPS, "percent of groups where every reward is 0: too hard"),
+    "baseline_reward/pct_1": Metric(_GROUPS, "percent of groups where every reward is 1: too easy"),
+    "baseline_reward/pct_flat": Metric(_GROUPS, "percent of groups whose rewards all equal another number"),
+    "baseline_reward/pct_mixed": Metric(_GROUPS, "percent of groups with spread: those that teach", "> 30"),
+    "group_size_min": Metric(_MIN, "rollouts of the smallest group"),
+    # counts
+    "num_groups": Metric(_SUM, "groups"),
+    "num_rollouts": Metric(_SUM, "rollouts"),
+    "num_sequences": Metric(_SUM, "sequences received"),
+    "num_valid_samples": Metric(_SUM, "sequences trained on"),
+    "global_valid_toks": Metric(_SUM, "tokens trained on"),
+    "num_microbatches": Metric(_SUM, "forward and backward passes"),
+    "mean_trained_tokens": Metric(_SEQUENCES, "trained tokens of a sequence"),
+    # speed
+    "tokens_per_second": Metric(_LAST, "real tokens of the trained sequences through forward and backward, a second"),
+    "packing_efficiency": Metric(_LAST, "real tokens ÷ positions computed", "1 when packed"),
+}
+
+
+class MetricSums:
+    """Adds up metrics over microbatches without leaving the device; `values` reads them once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        self._extremes: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Add a metric's values, one for each unit of its denominator, or candidates for its extreme."""
+        values = values.detach()
+        kind = METRICS[name].denominator
+        if kind in (Denominator.MAX, Denominator.MIN):
+            new = values.max() if kind is Denominator.MAX else values.min()
+            merge = torch.maximum if kind is Denominator.MAX else torch.minimum
+            old = self._extremes.get(name)
+            self._extremes[name] = new if old is None else merge(old, new)
+            return
+        total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64, device=values.device), 0))
+        self._sums[name] = (total + values.sum(dtype=torch.float64), count + values.numel())
+
+    def values(self) -> dict[str, float]:
+        """Every metric as a number."""
+        means = {name: float(total) / count for name, (total, count) in self._sums.items()}
+        return means | {name: float(value) for name, value in self._extremes.items()}

@@ -1,0 +1,77 @@
+"""AdamW with linear warm-up, and its state as safetensors.
+
+Invariant: the learning rate of an update depends on nothing but the number of updates before it, and a saved state read
+back continues bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from roundhouse.config.models import OptimizerConfig
+from roundhouse.errors import DataError
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters; weight decay on matrices only, not on norms and biases."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
+    """Learning rate of the update after `steps_before` others: linear from 1/warmup_steps of the full rate, then full."""
+    if config.warmup_steps == 0:
+        return config.learning_rate
+    return config.learning_rate * min(1.0, (steps_before + 1) / config.warmup_steps)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Write every state tensor as `<kind>/<parameter name>`, on CPU."""
+    tensors = {
+        f"{kind}/{name}": value.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    save_file(tensors, directory / OPTIMIZER_FILE)
+
+
+def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Put a saved state back, in place.
+
+    Raises:
+        DataError: the file is missing or damaged, or belongs to another architecture.
+    """
+    path = directory / OPTIMIZER_FILE
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"The optimizer state {path} cannot be read: {error}. Resume from an older checkpoint."
+        ) from error
+    parameters = dict(model.named_parameters())
+    for key, value in saved.items():
+        kind, _, name = key.partition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (kind != "step" and value.shape != parameter.shape):
+            held = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+            raise DataError(
+                f"{path} holds {key} of shape {tuple(value.shape)}; the model has {held}: the state belongs to another "
+                "architecture. Use the trainer state that lies beside the model."
+            )
+        optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
