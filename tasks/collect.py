@@ -6,6 +6,7 @@ from prefect import task
 from roundhouse.stages.refit import engine_url
 
 from roundhouse.progress import announce
+from roundhouse.stages.collect import collect_dataset as collect_offline
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -18,3 +19,11 @@ def collect(run: Run, iteration: int, weights: Reference) -> Reference:
         announce("collect", iteration=iteration, finished=finished, planned=planned)
 
     return collect_iteration(run, iteration, weights, engine_url(run.config), progress)
+
+
+@task(name="collect-dataset", task_run_name="collect {name}", **STAGE)
+def collect_dataset(run: Run, name: str, iteration: int, checkpoint: Reference) -> Reference:
+    def progress(finished: int, planned: int) -> None:
+        announce("collect", iteration=iteration, finished=finished, planned=planned)
+
+    return collect_offline(run, name, iteration, checkpoint, engine_url(run.config), progress)

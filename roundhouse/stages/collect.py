@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
@@ -35,6 +37,20 @@ Progress = Callable[[int, int], None]
 """Called with (finished, planned)."""
 
 
+@dataclass(frozen=True)
+class Collected:
+    """All planned rollouts, in the plan's order."""
+
+    rollouts: list[Rollout]
+    window_seconds: float
+    """Wall time in which rollouts ran: engine, environment and agent loop together."""
+
+    def metrics(self) -> dict[str, float]:
+        generated = sum(len(turn.generation_token_ids) for rollout in self.rollouts for turn in rollout.turns)
+        rates = {"rollout/tokens_per_second": generated / self.window_seconds} if self.window_seconds > 0 else {}
+        return rollout_metrics(self.rollouts) | {"seconds/rollouts": self.window_seconds} | rates
+
+
 def collect_iteration(
     run: Run, iteration: int, weights: Reference, engine_url: str, progress: Progress | None = None
 ) -> Reference:
@@ -47,21 +63,48 @@ def collect_iteration(
     rows = sample_tasks(environment.tasks("train"), config.seed, iteration, config.rollout.tasks)
     specs = plan_rollouts(rows, config.rollout.group_size, config.seed, iteration)
     attempt = run.begin(stage, policy_version=weights.policy_version)
-    rollouts = collect_into(
-        stage,
-        attempt,
-        specs,
-        config,
-        sampling=config.generation.sampling,
-        engine_url=engine_url,
-        progress=progress,
+    return _collect_and_commit(stage, attempt, specs, config, weights, engine_url, progress)
+
+
+def collect_dataset(
+    run: Run, name: str, iteration: int, checkpoint: Reference, engine_url: str, progress: Progress | None = None
+) -> Reference:
+    """Collect rollouts of a checkpoint into `datasets/<name>/`, outside any training iteration.
+
+    Args:
+        iteration: selects the tasks and seeds, as an iteration of training would; collecting the same again is a no-op.
+    """
+    config = run.config
+    place = Location(config.store) / f"datasets/{name}/v{checkpoint.policy_version:06d}-i{iteration:06d}"
+    stage = Stage(place, kind="collect", run_id=run.run_id, iteration=iteration)
+    if (done := stage.reference()) is not None:
+        return done
+    rows = sample_tasks(
+        open_environment(config.environment).tasks("train"), config.seed, iteration, config.rollout.tasks
     )
-    _refuse_many_failures(rollouts, config.rollout, engine_url)
-    ledger = Ledger.from_rollouts(rollouts)
+    specs = plan_rollouts(rows, config.rollout.group_size, config.seed, iteration)
+    attempt = run.begin(stage, policy_version=checkpoint.policy_version)
+    return _collect_and_commit(stage, attempt, specs, config, checkpoint, engine_url, progress)
+
+
+def _collect_and_commit(
+    stage: Stage,
+    attempt: Attempt,
+    specs: Sequence[RolloutSpec],
+    config: RunConfig,
+    weights: Reference,
+    engine_url: str,
+    progress: Progress | None,
+) -> Reference:
+    collected = collect_into(
+        stage, attempt, specs, config, sampling=config.generation.sampling, engine_url=engine_url, progress=progress
+    )
+    _refuse_many_failures(collected.rollouts, config.rollout, engine_url)
+    ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
     return attempt.commit(
         inputs={"weights": weights},
         counts=ledger.counts(),
-        metrics=rollout_metrics(rollouts),
+        metrics=collected.metrics(),
         details={"failures": ledger.failures},
     )
 
@@ -75,11 +118,8 @@ def collect_into(
     sampling: Sampling,
     engine_url: str,
     progress: Progress | None = None,
-) -> list[Rollout]:
-    """Collect what is missing of `specs` and write everything as `rollouts` and `turns` of the attempt.
-
-    Returns all rollouts, in the order of the specs.
-    """
+) -> Collected:
+    """Collect what is missing of `specs` and write everything as `rollouts` and `turns` of the attempt."""
     kept = _finished_earlier(stage, specs)
     missing = [spec for spec in specs if spec.rollout_id not in kept]
     writer = _Writer(attempt)
@@ -98,18 +138,12 @@ def collect_into(
         async with HttpPolicyClient(engine_url, config.generation) as policy, environment:
             return await collect(missing, policy, environment, config.rollout, sampling, on_rollout)
 
-    fresh = {rollout.rollout_id: rollout for rollout in run_async(work())}
+    started = time.monotonic()
+    fresh = {rollout.rollout_id: rollout for rollout in asyncio.run(work())}
+    window = time.monotonic() - started
     writer.flush()
-    return [kept[spec.rollout_id] if spec.rollout_id in kept else fresh[spec.rollout_id] for spec in specs]
-
-
-def run_async(work: Awaitable[list[Rollout]]) -> list[Rollout]:
-    """Run a coroutine to its end on an event loop of its own."""
-
-    async def main() -> list[Rollout]:
-        return await work
-
-    return asyncio.run(main())
+    rollouts = [kept[spec.rollout_id] if spec.rollout_id in kept else fresh[spec.rollout_id] for spec in specs]
+    return Collected(rollouts, window)
 
 
 def read_rollouts(reference: Reference) -> list[Rollout]:
@@ -125,8 +159,8 @@ class _Writer:
         self._waiting: list[Rollout] = []
         self._flushed_at = time.monotonic()
 
-    def add_all(self, rollouts: object) -> None:
-        self._waiting.extend(rollouts)  # type: ignore[call-overload]
+    def add_all(self, rollouts: Iterable[Rollout]) -> None:
+        self._waiting.extend(rollouts)
 
     def add(self, rollout: Rollout) -> None:
         self._waiting.append(rollout)
@@ -155,7 +189,7 @@ def _finished_earlier(stage: Stage, specs: Sequence[RolloutSpec]) -> dict[str, R
     return found
 
 
-def _read_part(location: Location, name: str) -> object:
+def _read_part(location: Location, name: str) -> pa.Table:
     return pq.read_table(io.BytesIO(location.read(name)))
 
 

@@ -32,12 +32,12 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
     attempt = run.begin(stage, policy_version=version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
-    rollouts = collect_into(stage, attempt, specs, config, sampling=sampling, engine_url=engine_url, progress=progress)
-    ledger = Ledger.from_rollouts(rollouts)
+    collected = collect_into(stage, attempt, specs, config, sampling=sampling, engine_url=engine_url, progress=progress)
+    ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
     return attempt.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
-        metrics=evaluation_metrics(rollouts),
+        metrics=evaluation_metrics(collected.rollouts),
         details={"failures": ledger.failures},
     )
 

@@ -1,0 +1,24 @@
+"""Held-out evaluation of one checkpoint."""
+
+from __future__ import annotations
+
+from prefect import flow, tags
+
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import StoreError
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import open_run
+from tasks.evaluate import evaluate as evaluate_stage
+from tasks.policy import starting_policy
+
+
+@flow(name="evaluate", flow_run_name="evaluate {config.run_id}", persist_result=True, result_serializer="json")
+def evaluate(config: RunConfig, version: int | None = None) -> Reference:
+    """Evaluate a version, by default the newest."""
+    run = open_run(config)
+    with tags(f"run:{run.run_id}"):
+        start = starting_policy(run)
+        checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
+        if checkpoint is None:
+            raise StoreError(f"run {run.run_id} has no checkpoint {version}; it has {run.checkpoint_versions()}")
+        return evaluate_stage(run, checkpoint)
