@@ -23,7 +23,6 @@ from roundhouse.gym.responses import (
     chat_messages,
     chat_tools,
     function_call_output,
-    items_from_chat,
     tool_message,
 )
 from roundhouse.trajectories.records import Turn
@@ -44,7 +43,8 @@ class Conversation:
             given = params["input"]
             self.messages: list[Message] = chat_messages(given, params.get("instructions"))
             self.tools = chat_tools(params.get("tools") or [])
-            self.items: list[Item] = items_from_chat(self.messages) if isinstance(given, str) else list(given)
+            told = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            self.items: list[Item] = [{"type": "message", **item} for item in told]
         except (KeyError, TypeError, AttributeError) as error:
             raise BadTaskRow(f"responses_create_params is malformed: {error!r}") from error
         self.params: dict[str, Any] = params

@@ -2,7 +2,8 @@
 
 Invariants: every answer, whatever its status, sends the session cookie again (NeMo's agents keep only the newest answer's
 cookies); a handler that raises answers 500 with the exception as a JSON string, and 503 with `X-Roundhouse-Failure: infra`
-where the environment says that its infrastructure failed; sessions are bounded in number and in age.
+where the environment says that its infrastructure failed; sessions are bounded in number and in age, and so is the time of
+a request, since nobody else ends a tool that hangs after its caller has left.
 
     GET  /                  {"status":"ok"}
     POST /seed_session      task row                       -> {}
@@ -15,6 +16,7 @@ where the environment says that its infrastructure failed; sessions are bounded 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -33,16 +35,28 @@ from roundhouse.gym.tools import NOT_FOUND, Toolbox, ToolResult, bad_request, ra
 
 log = logging.getLogger(__name__)
 
+REQUEST_SECONDS = 600.0
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(environment: Environment, name: str | None = None, sessions: SessionStore | None = None) -> FastAPI:
+class RequestTimeout(InfraError):
+    """The environment's code did not return."""
+
+
+def build_app(
+    environment: Environment,
+    name: str | None = None,
+    sessions: SessionStore | None = None,
+    request_seconds: float = REQUEST_SECONDS,
+) -> FastAPI:
     """The server of `environment`.
 
     Args:
         name: the instance's name; part of the cookie's name, which must differ between the servers of a rollout.
+        request_seconds: time limit of the environment's code in one request.
     """
-    server = _Server(environment, sessions or SessionStore())
+    server = _Server(environment, SessionStore() if sessions is None else sessions)
     app = FastAPI(title=environment.name)
     app.get("/")(server.alive)
     app.get("/reverify_mode")(server.reverify_mode)
@@ -52,7 +66,7 @@ def build_app(environment: Environment, name: str | None = None, sessions: Sessi
         ("/aggregate_metrics", server.aggregate),
         ("/{tool_name}", server.call_tool),
     ):
-        app.post(path)(_guarded(endpoint))
+        app.post(path)(_guarded(endpoint, request_seconds))
     cookie = f"{type(environment).__name__}___{name or environment.name}"
     app.add_middleware(StickySession)
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
@@ -124,12 +138,21 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
     return fields
 
 
-def _guarded(endpoint: Endpoint) -> Endpoint:
+def _guarded(endpoint: Endpoint, seconds: float) -> Endpoint:
     """The endpoint, its exceptions turned into the contract's answers."""
+
+    async def within_limit(request: Request) -> Response:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await endpoint(request)
+        except TimeoutError as error:
+            if limit.expired():
+                raise RequestTimeout(f"{request.url.path} did not return within {seconds:g} s.") from error
+            raise
 
     async def answer(request: Request) -> Response:
         try:
-            return await endpoint(request)
+            return await within_limit(request)
         except _BadBody as error:
             return _answer(error.answer)
         except InfraError as error:

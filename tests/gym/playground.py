@@ -1,0 +1,234 @@
+"""A small environment with everything that can go wrong, a scripted policy, and a real server on a free port."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
+from roundhouse.errors import InfraError
+from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
+from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
+from roundhouse.gym.plan import RolloutSpec
+from roundhouse.gym.resources_server import build_app
+
+SAMPLING = Sampling(max_new_tokens=1000)
+
+
+def rollout_config(**changes: Any) -> RolloutConfig:
+    retry = RetryPolicy(attempts=3, first_delay_seconds=0.01, max_delay_seconds=0.05)
+    return RolloutConfig(**({"max_tokens": 100_000, "retry": retry} | changes))
+
+
+# -- environment ----------------------------------------------------------------------------------------------------
+
+
+class SandboxDown(InfraError):
+    """Something behind the environment is gone."""
+
+
+@dataclass
+class Account:
+    owner: str
+    total: int = 0
+
+
+class Counter(Environment):
+    """Adds numbers to a session's total. A row's `verdict` plants what its verifier does."""
+
+    name = "counter"
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return [counter_row(f"{split}-{index}") for index in range(20)]
+
+    async def seed_session(self, row: TaskRow) -> Account:
+        if row.get("seed") == "raises":
+            raise ValueError("no such owner")
+        if row.get("seed") == "infra":
+            raise SandboxDown("the sandbox is gone")
+        return Account(owner=row["task_id"])
+
+    @tool("Add to the total.", n="What to add.")
+    async def add(self, session: Account, n: int, times: int = 1) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        session.total += n * times
+        return {"owner": session.owner, "total": session.total}
+
+    @tool("The total in words.")
+    async def total(self, session: Account) -> str:
+        return f"{session.total} für {session.owner}"
+
+    @tool("Raises.")
+    async def fail(self, session: Account) -> str:
+        raise ValueError('no such "thing"')
+
+    @tool("Never returns.")
+    async def hang(self, session: Account) -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    @tool("Loses its sandbox.")
+    async def crash(self, session: Account) -> str:
+        raise SandboxDown("the sandbox is gone")
+
+    async def verify(self, session: Account, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        reward = session.total / 10
+        match row.get("verdict"):
+            case "raises":
+                raise RuntimeError("cannot judge")
+            case "infra":
+                raise SandboxDown("the judge is gone")
+            case "nan":
+                return Verdict(float("nan"))
+            case "text":
+                return Verdict("1.0")  # type: ignore[arg-type]
+            case "bool":
+                return Verdict(True)
+            case "nothing":
+                return None  # type: ignore[return-value]
+            case "wrong sum":
+                return Verdict(1.0, {"form": 0.5, "content": 0.4})
+            case "mask":
+                return Verdict(reward, mask=True)
+        parts = {"sum": reward, "form": 0.0}
+        return Verdict(reward, parts, {"words": float(len(final_text(response).split())), "status": _status(response)})
+
+
+def _status(response: dict[str, Any]) -> float:
+    return float(response["status"] == "completed")
+
+
+def counter_row(task_id: str = "t", **fields: Any) -> TaskRow:
+    return task_row("Add things up.", task_id=task_id, tools=Counter().tool_schemas(), **fields)
+
+
+def spec_of(row: TaskRow | None = None, sample: int = 0, seed: int = 5) -> RolloutSpec:
+    row = row or counter_row()
+    return RolloutSpec(row["task_id"], sample, row, seed)
+
+
+# -- policy ---------------------------------------------------------------------------------------------------------
+
+Reply = dict[str, Any] | BaseException
+Script = Callable[[list[dict[str, Any]], int], Reply]
+"""From (chat messages, seed) to the next assistant message, or to what the engine raises."""
+
+
+def says(text: str, finish_reason: str | None = None) -> Reply:
+    return {"role": "assistant", "content": text, "finish_reason": finish_reason}
+
+
+def calls(*named: tuple[str, Any], finish_reason: str | None = None) -> Reply:
+    """Tool calls; arguments that are a str go out as they are, others as JSON."""
+    wanted = [
+        {
+            "id": f"call_{index}",
+            "type": "function",
+            "function": {"name": name, "arguments": value if isinstance(value, str) else json.dumps(value)},
+        }
+        for index, (name, value) in enumerate(named)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": wanted, "finish_reason": finish_reason}
+
+
+def by_turn(*replies: Reply) -> Script:
+    """The replies in order; the last again for ever."""
+    return lambda messages, seed: replies[min(turns_of(messages), len(replies) - 1)]
+
+
+def turns_of(messages: list[dict[str, Any]]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+@dataclass
+class ScriptedPolicy:
+    """A policy that answers at once from a script. Its tokens are bytes; it keeps the prefix, unless told to break it."""
+
+    script: Script
+    breaks_prefix_at: int | None = None
+    """Turn whose prompt is rendered anew, with another beginning."""
+    seconds: float | Callable[[int], float] = 0.0
+    """Time of an answer; also as a function of the seed."""
+    seeds: list[int] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    busy: int = 0
+    busiest: int = 0
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        self.seeds.append(seed)
+        self.limits.append(sampling.max_new_tokens)
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
+        try:
+            await asyncio.sleep(self.seconds(seed) if callable(self.seconds) else self.seconds)
+            return self._answer(messages, seed)
+        finally:
+            self.busy -= 1
+
+    def _answer(self, messages: list[dict[str, Any]], seed: int) -> Completion:
+        reply = self.script(messages, seed)
+        if isinstance(reply, BaseException):
+            raise reply
+        message = {key: value for key, value in reply.items() if key != "finish_reason"}
+        finish = reply["finish_reason"] or ("tool_calls" if "tool_calls" in message else "stop")
+        prompt, generated = self._prompt(messages), list(json.dumps(message).encode())
+        return Completion(message, finish, prompt, generated, [-0.5] * len(generated), 3, 0.001)
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.breaks_prefix_at == turns_of(messages):
+            return [0, *_bytes(messages)]
+        for index in range(len(messages) - 1, -1, -1):
+            if "prompt_token_ids" in messages[index]:
+                told = messages[index]
+                return told["prompt_token_ids"] + told["generation_token_ids"] + _bytes(messages[index + 1 :])
+        return _bytes(messages)
+
+
+def _bytes(messages: list[dict[str, Any]]) -> list[int]:
+    bare = [{key: value for key, value in message.items() if key not in TOKEN_FIELDS} for message in messages]
+    return list(json.dumps(bare).encode())
+
+
+# -- server ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """A real uvicorn server in a thread; its base URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+@contextmanager
+def serving_counter(**options: Any) -> Iterator[str]:
+    with serving(build_app(Counter(), **options)) as url:
+        yield url
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

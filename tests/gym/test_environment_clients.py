@@ -1,0 +1,303 @@
+"""In process and over HTTP: the same rollouts, the same failures. And what only HTTP can do to a rollout."""
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from roundhouse.config.models import CalculatorEnvironment, RemoteEnvironment
+from roundhouse.errors import ConfigError
+from roundhouse.gym.agent import run_rollout
+from roundhouse.gym.collector import collect, plan_rollouts
+from roundhouse.gym.failures import EnvironmentTimeout, VerifierFailed
+from roundhouse.gym.remote import RemoteEnvironmentClient
+from roundhouse.gym.responses import response_object
+from roundhouse.gym.sessions import LocalEnvironmentClient, open_environment
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from tests.gym.playground import (
+    SAMPLING,
+    Counter,
+    Reply,
+    ScriptedPolicy,
+    by_turn,
+    calls,
+    counter_row,
+    free_port,
+    rollout_config,
+    says,
+    serving,
+    serving_counter,
+    spec_of,
+    turns_of,
+)
+
+RESPONSE = response_object("resp_1", [], model="policy", created_at=0.0)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving_counter() as url:
+        yield url
+
+
+def anything(messages: list[dict[str, Any]], seed: int) -> Reply:
+    """A policy that does anything, by seed: good calls and bad ones, several at once, long replies."""
+    draw = random.Random(seed)
+    if turns_of(messages) and draw.random() < 0.3:
+        return says(f"It is {draw.randint(0, 99)}.", draw.choice([None, None, "length"]))
+    possible: list[tuple[str, Any]] = [
+        ("add", {"n": draw.randint(1, 9)}),
+        ("add", {"n": 2, "times": draw.randint(1, 9)}),
+        ("add", {"n": "x"}),
+        ("add", {"n": 10**30}),
+        ("add", "not json"),
+        ("add", "[1]"),
+        ("total", {}),
+        ("fail", {}),
+        ("no_such_tool", {}),
+        ("verify", {}),
+        ("../verify", {}),
+        ("add?n=1", {"n": 1}),
+        ("", {}),
+    ]
+    return calls(*draw.choices(possible, k=draw.randint(1, 3)))
+
+
+def comparable(rollout: Rollout) -> Rollout:
+    turns = [replace(turn, latency_seconds=0.0) for turn in rollout.turns]
+    return replace(
+        rollout,
+        environment="",
+        turns=turns,
+        started_at=0.0,
+        seconds=0.0,
+        generation_seconds=0.0,
+        environment_seconds=0.0,
+    )
+
+
+async def test_the_same_rollouts_in_process_and_over_http(url: str):
+    rows = [counter_row(f"task {index}") for index in range(25)]
+    rows += [counter_row("masked", verdict="mask")]
+    specs = plan_rollouts(rows, 4, seed=1, iteration=0)
+    config = rollout_config(max_turns=4, concurrency=16)
+    local = await collect(specs, ScriptedPolicy(anything), LocalEnvironmentClient(Counter()), config, SAMPLING)
+    async with RemoteEnvironmentClient(url) as remote:
+        over_http = await collect(specs, ScriptedPolicy(anything), remote, config, SAMPLING)
+    assert [comparable(rollout) for rollout in local] == [comparable(rollout) for rollout in over_http]
+    assert {rollout.status for rollout in local} == {Status.COMPLETED, Status.TRUNCATED, Status.MASKED}
+
+
+@pytest.mark.parametrize(
+    ("row", "reply", "code", "kind"),
+    [
+        ({"verdict": "raises"}, says("x"), "verifier_failed", FailureKind.DATA),
+        ({"verdict": "nan"}, says("x"), "bad_reward", FailureKind.DATA),
+        ({"verdict": "bool"}, says("x"), "bad_reward", FailureKind.DATA),
+        ({"verdict": "text"}, says("x"), "bad_reward", FailureKind.DATA),
+        ({"verdict": "wrong sum"}, says("x"), "bad_reward", FailureKind.DATA),
+        ({"seed": "raises"}, says("x"), "seed_failed", FailureKind.DATA),
+        ({"verdict": "infra"}, says("x"), "environment_unavailable", FailureKind.INFRA),
+        ({"seed": "infra"}, says("x"), "environment_unavailable", FailureKind.INFRA),
+        ({}, calls(("crash", {})), "environment_unavailable", FailureKind.INFRA),
+        ({}, calls(("hang", {})), "tool_timeout", FailureKind.INFRA),
+    ],
+)
+async def test_failures_over_http_have_the_kind_they_have_in_process(url: str, row, reply, code, kind):
+    spec, policy, config = (
+        spec_of(counter_row(**row)),
+        ScriptedPolicy(by_turn(reply)),
+        rollout_config(tool_timeout_seconds=0.3),
+    )
+    async with RemoteEnvironmentClient(url) as remote:
+        rollout = await run_rollout(spec, policy, remote, config, SAMPLING)
+    local = await run_rollout(spec, policy, LocalEnvironmentClient(Counter()), config, SAMPLING)
+    assert (rollout.status, rollout.failure_code, rollout.failure_kind, rollout.reward) == (
+        Status.FAILED,
+        code,
+        kind,
+        None,
+    )
+    assert (local.status, local.failure_kind, local.reward) == (Status.FAILED, kind, None)
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+async def test_parallel_rollouts_of_one_task_never_share_a_session(url: str, where: str):
+    environment = LocalEnvironmentClient(Counter()) if where == "local" else RemoteEnvironmentClient(url)
+    async with environment:
+        sessions = [await environment.seed_session(counter_row("same")) for _ in range(16)]
+
+        async def add(index: int) -> str:
+            for _ in range(5):
+                await sessions[index].call_tool("add", {"n": index})
+            return (await sessions[index].call_tool("total", {})).text
+
+        totals = await asyncio.gather(*(add(index) for index in range(16)))
+    assert totals == [f"{5 * index} für same" for index in range(16)]
+
+
+async def test_a_server_that_is_not_there_is_an_infrastructure_failure():
+    async with RemoteEnvironmentClient(f"http://127.0.0.1:{free_port()}") as remote:
+        rollout = await run_rollout(spec_of(), ScriptedPolicy(by_turn(says("x"))), remote, rollout_config(), SAMPLING)
+    assert (rollout.failure_kind, rollout.failure_code) == (FailureKind.INFRA, "environment_unreachable")
+
+
+async def test_a_server_that_accepts_and_never_answers_meets_a_time_limit():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with RemoteEnvironmentClient(url, request_seconds=0.1) as remote:
+            with pytest.raises(EnvironmentTimeout, match=r"within 0\.1 s"):
+                await remote.seed_session(counter_row())
+
+
+def foreign_server() -> FastAPI:
+    """Sets its cookies piecemeal, answers tools with odd bodies, gives verdicts the way NeMo Gym's environments do."""
+    app = FastAPI()
+
+    @app.post("/seed_session")
+    async def seed(request: Request) -> Response:
+        answer = Response("{}")
+        answer.set_cookie("Foreign___a", 'opaque=/+.~"x', path="/")
+        answer.set_cookie("proxy", "first")
+        return answer
+
+    @app.post("/look")
+    async def look(request: Request) -> Response:
+        answer = Response(request.headers["cookie"], 418)
+        answer.set_cookie("proxy", "second")
+        return answer
+
+    @app.post("/verify")
+    async def verify(request: Request) -> dict[str, Any]:
+        body = await request.json()
+        body.pop("cookies", None)
+        return body | body["verdict"]
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[str]:
+    with serving(foreign_server()) as url:
+        yield url
+
+
+async def test_cookies_are_merged_and_sent_back_as_they_came(foreign: str):
+    async with RemoteEnvironmentClient(foreign) as remote:
+        session = await remote.seed_session(counter_row())
+        first = await session.call_tool("look", {})
+        second = await session.call_tool("look", {})
+    assert first.status == 418, "the body of any status is the tool's output"
+    before, after = first.text.split("; "), second.text.split("; ")
+    assert before[0] == after[0]
+    assert before[0].startswith("Foreign___a=")
+    assert (before[1], after[1]) == ("proxy=first", "proxy=second")
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"reward": 1}, (1, {}, {}, False)),
+        (
+            {"reward": 0.5, "accuracy": 0.5, "solved": True, "note": "x"},
+            (0.5, {}, {"accuracy": 0.5, "solved": True}, False),
+        ),
+        ({"reward": 1.0, "reward_components": {"a": 1.0}, "mask_sample": True}, (1.0, {"a": 1.0}, {}, True)),
+    ],
+)
+async def test_foreign_verdicts_are_understood(foreign: str, reply: dict[str, Any], expected: tuple[Any, ...]):
+    async with RemoteEnvironmentClient(foreign) as remote:
+        session = await remote.seed_session(counter_row(verdict=reply, expected=3))
+        verdict = await session.verify(RESPONSE)
+    assert (verdict.reward, verdict.reward_components, verdict.metrics, verdict.mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "kind"),
+    [
+        ({"reward": 0.0, "_ng_failure_class": "judge_failed"}, "judge_failed", FailureKind.INFRA),
+        (
+            {"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_terminal": True},
+            "verifier_failed",
+            FailureKind.DATA,
+        ),
+        ({}, "verifier_failed", FailureKind.DATA),
+        ({"reward": None}, "bad_reward", FailureKind.DATA),
+    ],
+)
+async def test_a_failure_mark_beside_a_zero_reward_is_a_failure(foreign: str, reply, code, kind):
+    async with RemoteEnvironmentClient(foreign) as remote:
+        spec, policy = spec_of(counter_row(verdict=reply)), ScriptedPolicy(by_turn(says("x")))
+        rollout = await run_rollout(spec, policy, remote, rollout_config(), SAMPLING)
+    assert (rollout.failure_code, rollout.failure_kind, rollout.reward) == (code, kind, None)
+
+
+async def test_an_answer_that_is_no_json_is_no_verdict(foreign: str):
+    async with RemoteEnvironmentClient(f"{foreign}/nowhere") as remote:
+        with pytest.raises(Exception, match="seed_session answered 404"):
+            await remote.seed_session(counter_row())
+    async with RemoteEnvironmentClient(foreign) as remote:
+        session = await remote.seed_session(counter_row(verdict=[]))
+        with pytest.raises(VerifierFailed, match="500"):
+            await session.verify(RESPONSE)
+
+
+# -- opening --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_configured_environment_opens_in_process_with_its_tasks():
+    async with open_environment(CalculatorEnvironment()) as environment:
+        train = {row["task_id"] for row in environment.tasks("train")}
+        heldout = {row["task_id"] for row in environment.tasks("heldout")}
+        assert train
+        assert not train & heldout
+        session = await environment.seed_session(environment.tasks("train")[0])
+        assert (await session.call_tool("calculate", {"expression": "3*4"})).text == "12"
+
+
+async def test_a_remote_environment_opens_with_the_task_rows_of_its_files(url: str, tmp_path):
+    rows = [counter_row("first"), {"responses_create_params": {"input": "x"}}]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    config = RemoteEnvironment(kind="remote", url=url, train_tasks=str(tasks), heldout_tasks=f"file://{tasks}")
+    async with open_environment(config) as environment:
+        assert [row["task_id"] for row in environment.tasks("train")] == ["first", "line-2"]
+        assert environment.tasks("heldout") == environment.tasks("train")
+        session = await environment.seed_session(environment.tasks("train")[0])
+        assert (await session.call_tool("total", {})).text == "0 für first"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("", "holds no task rows"),
+        ("{", "line 1 is not JSON"),
+        ('{"responses_create_params": {"input": "x"}}\n[1]', "line 2: a task row needs"),
+        ('{"responses_create_params": {}}', "needs responses_create_params.input"),
+        (
+            '{"task_id": "a", "responses_create_params": {"input": "x"}}\n' * 2,
+            "line 2: task_id 'a' is already used on line 1",
+        ),
+    ],
+)
+def test_a_task_file_at_fault_is_named_with_its_line(tmp_path, content: str | None, message: str):
+    tasks = tmp_path / "tasks.jsonl"
+    if content is not None:
+        tasks.write_text(content)
+    with pytest.raises(ConfigError, match=r"environment\.train_tasks.*tasks\.jsonl") as refused:
+        open_environment(RemoteEnvironment(kind="remote", url="http://localhost:1", train_tasks=str(tasks)))
+    assert message in str(refused.value)
+
+
+def test_a_url_without_a_scheme_is_refused():
+    with pytest.raises(ConfigError, match=r"environment\.url is 'localhost:8001'"):
+        RemoteEnvironmentClient("localhost:8001")

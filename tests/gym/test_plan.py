@@ -1,0 +1,65 @@
+"""Plans and the choice of tasks: pure, and the same everywhere."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.gym.environment import task_row
+from roundhouse.gym.plan import plan_rollouts
+from roundhouse.gym.task_sampler import sample_tasks
+
+
+def rows(count: int):
+    return [task_row("x", task_id=f"t{index}") for index in range(count)]
+
+
+def test_a_plan_is_groups_in_order_with_seeds_of_their_own():
+    specs = plan_rollouts(rows(3), 4, seed=1, iteration=2)
+    assert [spec.rollout_id for spec in specs] == [f"t{task}/{sample}" for task in range(3) for sample in range(4)]
+    assert len({spec.seed for spec in specs}) == 12
+    assert specs == plan_rollouts(rows(3), 4, seed=1, iteration=2)
+    assert {spec.seed for spec in specs}.isdisjoint(
+        spec.seed for spec in plan_rollouts(rows(3), 4, seed=1, iteration=3)
+    )
+
+
+def test_a_rollouts_seed_does_not_depend_on_the_rest_of_the_plan():
+    all_of_them = {spec.rollout_id: spec.seed for spec in plan_rollouts(rows(5), 4, seed=1, iteration=0)}
+    for spec in plan_rollouts(rows(5)[3:], 2, seed=1, iteration=0):
+        assert all_of_them[spec.rollout_id] == spec.seed
+
+
+def test_a_task_that_comes_twice_makes_two_groups():
+    specs = plan_rollouts(rows(1) * 2, 2, seed=1, iteration=0)
+    assert [spec.rollout_id for spec in specs] == ["t0/0", "t0/1", "t0#2/0", "t0#2/1"]
+    assert len({spec.seed for spec in specs}) == 4
+
+
+def test_a_row_without_an_id_is_refused():
+    with pytest.raises(DataError, match="row 1 has no task_id"):
+        plan_rollouts([*rows(1), {"responses_create_params": {"input": "x"}}], 2, seed=1, iteration=0)
+
+
+@given(count=st.integers(1, 40), n=st.integers(1, 50), seed=st.integers(0, 5))
+def test_no_task_comes_twice_in_an_epoch_and_none_is_left_out(count: int, n: int, seed: int):
+    drawn = [row["task_id"] for iteration in range(6) for row in sample_tasks(rows(count), seed, iteration, n)]
+    assert len(drawn) == 6 * n
+    for begin in range(0, len(drawn), count):
+        epoch = drawn[begin : begin + count]
+        assert len(set(epoch)) == len(epoch)
+
+
+def test_epochs_seeds_and_iterations_shuffle_differently():
+    epochs = {tuple(row["task_id"] for row in sample_tasks(rows(20), 0, epoch, 20)) for epoch in range(5)}
+    assert len(epochs) == 5
+    assert sample_tasks(rows(20), 0, 0, 20) != sample_tasks(rows(20), 1, 0, 20)
+
+
+def test_the_choice_is_the_same_on_every_machine():
+    assert [row["task_id"] for row in sample_tasks(rows(8), 3, 1, 5)] == ["t4", "t7", "t1", "t5", "t2"]
+
+
+def test_sampling_from_nothing_is_refused():
+    with pytest.raises(ConfigError, match="no training tasks"):
+        sample_tasks([], 0, 0, 4)
