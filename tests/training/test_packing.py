@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
+
+from roundhouse.errors import ConfigError
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.checkpoint import load_model
+from roundhouse.training.forward import recompute_log_probs
+from roundhouse.training.packing import build_microbatches, pack
+from tests.training import reference
+from tests.training.tiny import plain_model, record, records, sequences
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 100))
+def test_bins_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    bins = pack(lengths, budget)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    for members in bins:
+        assert len(members) == 1 or sum(lengths[index] for index in members) <= budget
+        assert [lengths[index] for index in members] == sorted((lengths[index] for index in members), reverse=True)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 100))
+def test_first_fit_leaves_no_two_bins_that_would_fit_into_one(lengths: list[int], budget: int) -> None:
+    filled = sorted(sum(lengths[index] for index in members) for members in pack(lengths, budget))
+    assert all(a + b > budget for a, b in itertools.pairwise(filled))
+
+
+def test_packing_two_thousand_sequences_fills_the_bins() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(6, 1, 2048).astype(int) + 1, 16384).tolist()
+    bins = pack(lengths, 16384)
+    full = [sum(lengths[index] for index in members) / 16384 for members in bins[:-1]]
+    assert np.mean(full) > 0.995
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 300), st.booleans())
+def test_microbatches_predict_every_trained_token_once_from_its_own_prefix(
+    seed: int, budget: int, packed: bool
+) -> None:
+    batch = sequences(3, 3, seed=seed)
+    microbatches = build_microbatches(batch, range(len(batch)), batch.loss_mask, budget=budget, packed=packed)
+    sources = np.concatenate([microbatch.source for microbatch in microbatches])
+    assert sorted(sources.tolist()) == np.flatnonzero(batch.loss_mask).tolist()
+    for microbatch in microbatches:
+        ids, positions = microbatch.input_ids.flatten(), microbatch.position_ids.flatten()
+        for source, at, target in zip(microbatch.source, microbatch.predict, microbatch.targets, strict=True):
+            owner = batch.sequence_of_token[source]
+            first = int(batch.offsets[owner])
+            before = source - first
+            assert int(positions[at]) == before - 1
+            assert int(target) == batch.token_ids[source]
+            prefix = ids[int(at) - before + 1 : int(at) + 1]
+            assert prefix.tolist() == batch.token_ids[first:source].tolist()
+
+
+@pytest.mark.parametrize("budget", [1, 40, 97, 4096])
+def test_packed_padded_and_single_sequences_have_the_same_log_probabilities(model_dir: Path, budget: int) -> None:
+    rows = records(groups=3, size=6)
+    batch = TrainingSequences.from_records(rows)
+    alone = np.zeros(len(batch.token_ids), dtype=np.float32)
+    plain = plain_model(model_dir)
+    with torch.no_grad():
+        for s, row in enumerate(rows):
+            for position, value in reference.log_probs(plain, row)[0].items():
+                alone[batch.offsets[s] + position] = float(value)
+    for packed in (True, False):
+        model = load_model(model_dir, packed=packed, device=CPU)
+        found = recompute_log_probs(model, batch, tokens_per_microbatch=budget)
+        np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+
+
+def test_a_neighbour_in_the_row_changes_nothing(model_dir: Path) -> None:
+    model = load_model(model_dir, packed=True, device=CPU)
+    kept = record("kept", "g", 1.0)
+    results = []
+    for seed in range(3):
+        neighbours = [record(f"n{i}", "g", 0.0, seed=seed) for i in range(4)]
+        batch = TrainingSequences.from_records([kept, *neighbours])
+        results.append(recompute_log_probs(model, batch)[: batch.offsets[1]])
+    np.testing.assert_allclose(results[0], results[1], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(results[0], results[2], rtol=0, atol=2e-6)
+
+
+def test_a_packed_model_called_without_spans_says_what_to_do(model_dir: Path) -> None:
+    model = load_model(model_dir, packed=True, device=CPU)
+    with pytest.raises(ConfigError, match="without spans"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_a_sliding_window_shorter_than_a_sequence_is_refused_when_packed(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
+        intermediate_size=16, use_sliding_window=True, sliding_window=4, max_window_layers=0,
+        layer_types=["sliding_attention"],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    batch = sequences()
+    with pytest.raises(ConfigError, match=r"sliding window of 4 .*train.packing"):
+        recompute_log_probs(load_model(tmp_path, packed=True, device=CPU), batch)
+    assert np.isfinite(recompute_log_probs(load_model(tmp_path, packed=False, device=CPU), batch)).all()
+
+
+def test_attention_sinks_are_refused_when_packed(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
+        intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"s_aux.*train.packing"):
+        recompute_log_probs(load_model(tmp_path, packed=True, device=CPU), sequences())
