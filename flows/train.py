@@ -11,7 +11,6 @@ from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate
 from tasks.policy import starting_policy
-from tasks.refit import start_engine
 from tasks.report import finish_run, link_tracking, report_iteration
 
 
@@ -23,9 +22,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         return summary
     with tags(f"run:{run.run_id}"):
         link_tracking(run)
-        warming = start_engine.submit(run)
-        start = starting_policy.submit(run).result()
-        warming.result()
+        start = starting_policy(run)
         if not run.is_reported(0):
             evaluate(run, start)
             report_iteration(run, 0, seconds=0.0)

@@ -6,17 +6,22 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from roundhouse.errors import RoundhouseError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from roundhouse.config.models import RunConfig
+    from roundhouse.infra.state import ServiceRecord
     from roundhouse.store.run import Run
+
+T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Reinforcement learning as a durable workflow.")
 runs_app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store.")
@@ -26,7 +31,9 @@ ConfigPath = Annotated[Path, typer.Argument(help="Run configuration (YAML).")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a key: --set train.optimizer.learning_rate=1e-4")
 ]
-StateOption = Annotated[Path, typer.Option("--state", help="Directory of the local services' state and logs.")]
+StateOption = Annotated[
+    Path, typer.Option("--state", help="Directory of local state (infra.state of a configuration).")
+]
 StoreOption = Annotated[str, typer.Option("--store", help="The store: a path, file:// or s3:// URI.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for a program.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
@@ -137,7 +144,7 @@ def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
         return
     from roundhouse.console import print_summary
 
-    print_summary(_console(), summary, _links(run, DEFAULT_STATE), [])
+    print_summary(_console(), summary, _links(run), [])
 
 
 @app.command()
@@ -146,9 +153,15 @@ def up(state: StateOption = DEFAULT_STATE) -> None:
     from roundhouse.infra import services
 
     console = _console()
-    started = services.up(state, on_progress=lambda text: console.print(f"  {text}", highlight=False))
+    started = services.up(
+        state / "services",
+        on_progress=lambda record: console.print(
+            f"  {record.name:<8} {record.status:<9} {record.url}", highlight=False
+        ),
+    )
     for name, value in started.environment().items():
-        console.print(f"export {name}={value}", highlight=False, soft_wrap=True)
+        if name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            console.print(f"export {name}={value}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -156,7 +169,7 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
     """Stop the local services."""
     from roundhouse.infra import services
 
-    stopped = services.down(state)
+    stopped = services.down(state / "services")
     _console().print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
 
 
@@ -227,20 +240,24 @@ def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
             summary = _with_services(config, work)
     else:
         console.print(f"Run {config.run_id} is finished. A new one: --set run_id=<name>", highlight=False)
-    print_summary(console, summary, _links(run, Path(config.infra.state)), hints)
+    print_summary(console, summary, _links(run), hints)
 
 
-def _with_services(config: RunConfig, work: Any) -> Any:
+def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
     """Run `work` with the local services up; the pages stay, the engine's memory is given back."""
-    from roundhouse.infra.services import local_services
+    from roundhouse.infra.services import local_services, state_directory
     from roundhouse.progress import announce
 
-    def on_progress(text: str) -> None:
-        announce("services", text=text)
+    states: dict[str, str] = {}
 
-    with local_services(Path(config.infra.state), keep=("prefect", "mlflow"), on_progress=on_progress) as services:
+    def on_progress(record: ServiceRecord) -> None:
+        states[record.name] = record.status
+        announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
+
+    with local_services(state_directory(config), keep=("prefect", "mlflow"), on_progress=on_progress) as services:
         os.environ.update(services.environment())
         _quiet_libraries()
+        announce("pages", prefect=services.prefect_ui_url, mlflow=services.mlflow_url)
         return work()
 
 
@@ -257,18 +274,19 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     return load_config(path, overrides or [])
 
 
-def _links(run: Run, state: Path) -> dict[str, str]:
+def _links(run: Run) -> dict[str, str]:
+    """Where a person finds the run."""
     from roundhouse.infra import services
 
-    links = {"store": run.location.uri, "plot": f"{run.location.uri.removeprefix('file://')}/learning-curve.png"}
-    running = services.status(state)
-    summary = run.summary() or {}
-    if running.prefect_ui_url:
+    place = run.location.uri.removeprefix("file://")
+    links = {"store": place, "plot": f"{place}/learning-curve.png"}
+    running = services.status(services.state_directory(run.config))
+    if running.is_ready("prefect"):
         links["Prefect"] = running.prefect_ui_url
-    if running.mlflow_url:
-        links["MLflow"] = summary.get("mlflow_url") or running.mlflow_url
+    if running.is_ready("mlflow"):
+        links["MLflow"] = (run.summary() or {}).get("mlflow_url") or running.mlflow_url
     if len(links) == 2:
-        links["pages"] = "`roundhouse up` starts the Prefect and MLflow pages again"
+        links["pages"] = "start them again with `roundhouse up`"
     return links
 
 

@@ -1,4 +1,4 @@
-"""Task: bring every replica of the engine to a policy version."""
+"""Tasks: start the engine, and bring every replica of it to a policy version."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from tasks.options import STAGE
 
 
 @task(name="engine", task_run_name="start engine", **STAGE)
-def start_engine(run: Run, skeleton: str) -> None:
-    """Start the engine with the policy's architecture, before its weights are there."""
-    stage.start_engine(run, skeleton)
+def start_engine(run: Run) -> None:
+    """Ask for the engine, without waiting for it."""
+    stage.start_engine(run)
 
 
 @task(name="refit", task_run_name="refit to version {checkpoint.policy_version}", **STAGE)
 def refit(run: Run, iteration: int, checkpoint: Reference) -> Reference:
     return stage.refit_iteration(run, iteration, checkpoint)
+
+
+@task(name="refit-to", task_run_name="refit to version {checkpoint.policy_version}", **STAGE)
+def refit_to(run: Run, checkpoint: Reference) -> None:
+    """Refit outside an iteration."""
+    stage.ensure_version(run, checkpoint)

@@ -14,6 +14,7 @@ from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import read_file, read_manifest
 
 
 def starting_policy(run: Run) -> Reference:
@@ -44,6 +45,25 @@ def vocabulary_size(run: Run) -> int:
         return int(json.loads(location.read("config.json"))["vocab_size"])
     except (KeyError, ValueError) as error:
         raise StoreError(f"{location.uri}/config.json has no vocab_size: {error}") from error
+
+
+def engine_files(run: Run) -> Path:
+    """A local directory with the policy's config and tokenizer, which is all that an engine needs to start.
+
+    It stays the same for the whole run: weights come by refit.
+    """
+    target = checkpoint_cache(run.config) / f"engine-{run.uid}"
+    if not target.is_dir():
+        start = run.checkpoint(0).reference()
+        if start is None:
+            raise StoreError(f"run {run.run_id} has no starting policy yet")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=target.parent))
+        for entry in read_manifest(start).files:
+            if "/" not in entry.path and not entry.path.endswith(".safetensors"):
+                (staging / entry.path).write_bytes(read_file(start, entry))
+        staging.rename(target)
+    return target.resolve()
 
 
 def checkpoint_cache(config: RunConfig) -> Path:

@@ -107,7 +107,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "overhead_seconds_per_iteration": _median_overhead(by_iteration.values()),
         "mismatch": {
             "max_abs_log_prob_difference": max(
-                (by_iteration[k]["train"].metrics.get("mismatch/max_abs_difference", 0.0) for k in trained),
+                (by_iteration[k]["train"].metrics.get("train/logprob_abs_diff_max", 0.0) for k in trained),
                 default=None,
             )
         },

@@ -38,10 +38,11 @@ def train_iteration(run: Run, iteration: int, sequences: Reference, base: Refere
     with tempfile.TemporaryDirectory() as directory:
         trainer.save(Path(directory))
         files = upload_directory(run.checkpoint(iteration).location, Path(directory))
+    compute = report.seconds["total"]
     reference = attempt.commit(
         inputs={"sequences": sequences, "base": base},
         counts={"sequences": len(batch)},
-        metrics=report.metrics,
+        metrics={f"train/{name}": value for name, value in report.metrics.items()} | {"seconds/compute": compute},
         details={"checkpoint_files": [entry.model_dump() for entry in files]},
     )
     _resident[(run.uid, iteration, _weights_digest(files))] = trainer

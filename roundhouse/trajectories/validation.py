@@ -11,6 +11,7 @@ wanted one · each prompt continues its parent (else `on_break` decides).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,9 +204,7 @@ def _validated(
         }
         for rollout, refusal in refused.values()
     ]
-    reasons: dict[str, int] = {}
-    for row in quarantine:
-        reasons[row["reason"]] = reasons.get(row["reason"], 0) + 1
+    reasons = Counter(refusal.reason for _, refusal in refused.values())
     outcomes = [
         refused[rollout.rollout_id][1].outcome if rollout.rollout_id in refused else rollout.status
         for rollout in rollouts
@@ -214,5 +213,5 @@ def _validated(
         sequences=pa.Table.from_pylist([row for rows in accepted.values() for row in rows], schema=SEQUENCES),
         quarantine=pa.Table.from_pylist(quarantine, schema=QUARANTINE),
         ledger=Ledger.from_outcomes(outcomes, [rollout.failure_code for rollout in rollouts]),
-        reasons=reasons,
+        reasons=dict(reasons),
     )
