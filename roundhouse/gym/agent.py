@@ -58,6 +58,19 @@ async def run_rollout(
         started_at=time.time(),
     )
     begun = time.perf_counter()
+    await _attempt(rollout, policy, environment, config, sampling)
+    rollout.seconds = time.perf_counter() - begun
+    return rollout
+
+
+async def _attempt(
+    rollout: Rollout,
+    policy: PolicyClient,
+    environment: EnvironmentClient,
+    config: RolloutConfig,
+    sampling: Sampling,
+) -> None:
+    """Play the rollout to an outcome: its border, where every error becomes one."""
     try:
         async with asyncio.timeout(config.timeout_seconds) as limit:
             await _Episode(rollout, policy, environment, config, sampling).play()
@@ -70,11 +83,9 @@ async def run_rollout(
             raise
         # Nobody cancelled us: the environment's or the engine client's own work was cancelled under its feet.
         _fail(rollout, RuntimeError(f"cancelled from within: {error!r}"))
-    except Exception as error:  # the rollout's border: a defect costs this rollout, not the others
-        log.exception("Rollout %s ended with a defect", spec.rollout_id)
+    except Exception as error:  # a defect costs this rollout, not the others
+        log.exception("Rollout %s ended with a defect", rollout.rollout_id)
         _fail(rollout, error)
-    rollout.seconds = time.perf_counter() - begun
-    return rollout
 
 
 def _timeout_of(error: TimeoutError, limit: asyncio.Timeout, config: RolloutConfig) -> Exception:

@@ -13,6 +13,9 @@ import re
 from roundhouse.errors import DataError, InfraError
 from roundhouse.trajectories.records import FailureKind
 
+FAILURE_HEADER = "X-Roundhouse-Failure"
+"""Our servers set it to `infra` where the environment says that its infrastructure failed. Foreign servers never do."""
+
 
 class EnvironmentUnreachable(InfraError):
     """The resources server does not accept connections, or broke one."""

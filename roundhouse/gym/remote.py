@@ -20,6 +20,7 @@ from roundhouse.config.models import RemoteEnvironment
 from roundhouse.errors import ConfigError
 from roundhouse.gym.environment import Split, TaskRow, Verdict
 from roundhouse.gym.failures import (
+    FAILURE_HEADER,
     EnvironmentTimeout,
     EnvironmentUnavailable,
     EnvironmentUnreachable,
@@ -33,8 +34,6 @@ from roundhouse.gym.tools import NOT_FOUND, RESERVED, ToolResult
 
 log = logging.getLogger(__name__)
 
-FAILURE_HEADER = "X-Roundhouse-Failure"
-"""Our servers set it to `infra` where the environment says that its infrastructure failed. Foreign servers never do."""
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 600.0
 """Guard of last resort for one request; the limits of a rollout and of its tool calls are tighter."""
@@ -90,7 +89,8 @@ class RemoteEnvironmentClient:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
         target = URL(f"{self.url}/{path}", encoded=True)
         try:
-            async with self._session().post(target, data=orjson.dumps(body), headers=headers) as reply:
+            request = self._session().post(target, data=orjson.dumps(body), headers=headers, allow_redirects=False)
+            async with request as reply:
                 text = (await reply.read()).decode("utf-8", "replace")
         except TimeoutError as error:
             raise EnvironmentTimeout(f"No answer from {target} within {self._limits.total:g} s.") from error

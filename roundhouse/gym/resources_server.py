@@ -28,8 +28,8 @@ from starlette.middleware.sessions import SessionMiddleware
 from roundhouse.errors import InfraError
 from roundhouse.gym.aggregate import aggregate_metrics
 from roundhouse.gym.environment import Environment, Verdict
+from roundhouse.gym.failures import FAILURE_HEADER
 from roundhouse.gym.middleware import RolloutPrefix, StickySession
-from roundhouse.gym.remote import FAILURE_HEADER
 from roundhouse.gym.session_store import SessionStore
 from roundhouse.gym.tools import NOT_FOUND, Toolbox, ToolResult, bad_request, raised
 
@@ -100,7 +100,7 @@ class _Server:
         row = await _object(request)
         self._sessions.reserve()
         state = await self._environment.seed_session(row)
-        self._sessions.put(request.session["session_id"], row, state)
+        self._sessions.put(request.session["session_id"], state)
         return _json({})
 
     async def call_tool(self, request: Request) -> Response:

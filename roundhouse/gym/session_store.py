@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.errors import InfraError
-from roundhouse.gym.environment import TaskRow
 
 CAPACITY = 20_000
 IDLE_SECONDS = 3600.0
@@ -32,7 +31,6 @@ class UnknownSession(InfraError):
 class Seeded:
     """A rollout's state."""
 
-    row: TaskRow
     state: Any
     used_at: float
 
@@ -69,12 +67,12 @@ class SessionStore:
                 f"All {self._capacity} sessions are in use. Run fewer rollouts at once, or start more servers."
             )
 
-    def put(self, session_id: str, row: TaskRow, state: Any) -> None:
+    def put(self, session_id: str, state: Any) -> None:
         """Begin a session; one that had the same id ends."""
         self.reserve()
         self._verified.pop(session_id, None)
         self._open.pop(session_id, None)
-        self._open[session_id] = Seeded(row, state, self._clock())
+        self._open[session_id] = Seeded(state, self._clock())
 
     def get(self, session_id: str) -> Seeded:
         """The session, used now.

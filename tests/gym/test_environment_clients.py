@@ -15,8 +15,10 @@ from roundhouse.config.models import CalculatorEnvironment, RemoteEnvironment
 from roundhouse.errors import ConfigError
 from roundhouse.gym.agent import run_rollout
 from roundhouse.gym.collector import collect, plan_rollouts
+from roundhouse.gym.environments import Calculator
 from roundhouse.gym.failures import EnvironmentTimeout, VerifierFailed
 from roundhouse.gym.remote import RemoteEnvironmentClient
+from roundhouse.gym.resources_server import build_app
 from roundhouse.gym.responses import response_object
 from roundhouse.gym.sessions import LocalEnvironmentClient, open_environment
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
@@ -261,6 +263,28 @@ async def test_a_configured_environment_opens_in_process_with_its_tasks():
         assert not train & heldout
         session = await environment.seed_session(environment.tasks("train")[0])
         assert (await session.call_tool("calculate", {"expression": "3*4"})).text == "12"
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+async def test_the_right_procedure_on_the_calculator_is_rewarded_wherever_it_runs(where: str):
+    calculator = Calculator()
+    row = calculator.tasks("train")[0]
+    expression = row["task_id"].removeprefix("calculator/")
+    product, addend = expression.split("+")
+
+    def right(messages: list[dict[str, Any]], seed: int) -> Reply:
+        told = messages[-1]["content"]
+        if turns_of(messages) == 2:
+            return says(f"The answer is {told}.")
+        return calls(("calculate", {"expression": f"{told}+{addend}" if turns_of(messages) else product}))
+
+    with serving(build_app(calculator)) as url:
+        async with (
+            LocalEnvironmentClient(calculator) if where == "local" else RemoteEnvironmentClient(url) as environment
+        ):
+            rollout = await run_rollout(spec_of(row), ScriptedPolicy(right), environment, rollout_config(), SAMPLING)
+    assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 1.0, 3)
+    assert rollout.metrics["tool_calls"] == rollout.metrics["agent_tool_calls"] == 2
 
 
 async def test_a_remote_environment_opens_with_the_task_rows_of_its_files(url: str, tmp_path):

@@ -15,8 +15,8 @@ class Clock:
 def test_a_session_that_is_not_used_is_gone_and_one_in_use_stays():
     clock = Clock()
     store = SessionStore(idle_seconds=10, clock=clock)
-    store.put("used", {}, 1)
-    store.put("idle", {}, 2)
+    store.put("used", 1)
+    store.put("idle", 2)
     for clock.now in (4.0, 8.0, 12.0):
         assert store.get("used").state == 1
     assert len(store) == 1
@@ -26,13 +26,13 @@ def test_a_session_that_is_not_used_is_gone_and_one_in_use_stays():
 
 def test_a_full_store_throws_out_verified_sessions_first_and_never_open_ones():
     store = SessionStore(capacity=2)
-    store.put("a", {}, 1)
-    store.put("b", {}, 2)
+    store.put("a", 1)
+    store.put("b", 2)
     with pytest.raises(TooManySessions, match="All 2 sessions"):
-        store.put("c", {}, 3)
+        store.put("c", 3)
     store.verified("a")
     assert store.get("a").state == 1, "its verdict may be asked for again"
-    store.put("c", {}, 3)
+    store.put("c", 3)
     with pytest.raises(UnknownSession):
         store.get("a")
     assert (store.get("b").state, store.get("c").state) == (2, 3)
@@ -40,7 +40,7 @@ def test_a_full_store_throws_out_verified_sessions_first_and_never_open_ones():
 
 def test_seeding_again_begins_anew():
     store = SessionStore()
-    store.put("a", {}, 1)
+    store.put("a", 1)
     store.verified("a")
-    store.put("a", {}, 2)
+    store.put("a", 2)
     assert (store.get("a").state, len(store)) == (2, 1)
