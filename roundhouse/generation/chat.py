@@ -1,0 +1,199 @@
+"""Conversations to tokens and back, the same for every engine.
+
+Invariant: the prompt of a request continues the recorded tokens exactly (`continuation.py`), and the message of an answer is
+what its token IDs say, with the end-of-turn token counted among the IDs but never shown in the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from roundhouse.errors import ConfigError
+from roundhouse.generation.continuation import continue_prompt, newest_recorded
+from roundhouse.generation.engine import Draw, Generated
+from roundhouse.generation.requests import BadRequest, ChatRequest, ContextLengthExceeded
+from roundhouse.generation.tool_calls import ToolParser, parse_hermes
+
+Message = dict[str, Any]
+
+RENDER_CACHE = 4096
+"""Rendered conversations kept: the first turn of a group is rendered once for all its rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request in tokens, ready to be answered."""
+
+    token_ids: list[int]
+    draw: Draw
+
+
+class ChatCodec:
+    """Renders conversations with the model's own template and reads answers back."""
+
+    def __init__(self, model_dir: str, max_model_len: int, parse_tool_calls: ToolParser = parse_hermes) -> None:
+        self.tokenizer = _load_tokenizer(model_dir)
+        self.max_model_len = max_model_len
+        self.parse_tool_calls = parse_tool_calls
+        self.stop_token_ids = stop_token_ids(self.tokenizer, model_dir)
+        self.end_of_turn_id = _end_of_turn(self.tokenizer, self.stop_token_ids)
+        self.end_of_turn = self.tokenizer.convert_ids_to_tokens(self.end_of_turn_id)
+        self.vocabulary = max(len(self.tokenizer), _vocab_size(model_dir))
+        self._backend = self.tokenizer.backend_tokenizer
+        self._special = frozenset(self.tokenizer.all_special_ids)
+        self._rendered: OrderedDict[bytes, list[int]] = OrderedDict()
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token IDs, with nothing added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def render(self, request: ChatRequest, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """The conversation as text.
+
+        Raises:
+            BadRequest: the model's template refuses the messages.
+        """
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tools=request.tools or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **request.template_arguments,
+            )
+        except Exception as error:
+            raise BadRequest(f"The chat template refuses these messages: {error}", "messages") from error
+        return text
+
+    def prompt(self, request: ChatRequest) -> Prompt:
+        """The tokens of a request.
+
+        Raises:
+            BadRequest: recorded token IDs are outside the vocabulary, or the template refuses the messages.
+            ContextLengthExceeded: no room is left to generate.
+        """
+        index = newest_recorded(request.messages)
+        token_ids = self._first_prompt(request) if index is None else self._continued(request, index)
+        room = self.max_model_len - len(token_ids)
+        if room <= 0:
+            raise ContextLengthExceeded(len(token_ids), self.max_model_len)
+        limit = room if request.draw.max_tokens <= 0 else min(request.draw.max_tokens, room)
+        draw = request.draw
+        return Prompt(token_ids, Draw(limit, draw.temperature, draw.top_p, draw.top_k, draw.seed))
+
+    def _first_prompt(self, request: ChatRequest) -> list[int]:
+        key = orjson.dumps([request.messages, request.tools, request.template_arguments])
+        cached = self._rendered.get(key)
+        if cached is None:
+            cached = self.encode(self.render(request, template_messages(request.messages), generation_prompt=True))
+            self._rendered[key] = cached
+            if len(self._rendered) > RENDER_CACHE:
+                self._rendered.popitem(last=False)
+        return list(cached)
+
+    def _continued(self, request: ChatRequest, index: int) -> list[int]:
+        message = request.messages[index]
+        recorded = [*message["prompt_token_ids"], *message["generation_token_ids"]]
+        if min(recorded) < 0 or max(recorded) >= self.vocabulary:
+            raise BadRequest(f"messages[{index}] carries token IDs outside 0..{self.vocabulary - 1}.", "messages")
+        messages = template_messages(request.messages)
+        return continue_prompt(
+            recorded,
+            self.render(request, messages[: index + 1], generation_prompt=False),
+            self.render(request, messages, generation_prompt=True),
+            end_of_turn=self.end_of_turn,
+            end_of_turn_id=self.end_of_turn_id,
+            encode=self.encode,
+        )
+
+    def message(self, generated: Generated, tools: list[dict[str, Any]]) -> tuple[Message, str]:
+        """The assistant message (without token fields) and the finish reason of an answer."""
+        ids = generated.token_ids
+        if ids and ids[-1] in self.stop_token_ids:
+            ids = ids[:-1]
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        if tools:
+            content, calls = self.parse_tool_calls(text, tools)
+            if calls:
+                # A call that the length limit cut off does not parse, so what parsed is whole.
+                return {"role": "assistant", "content": content, "tool_calls": calls}, "tool_calls"
+        if not self._special.isdisjoint(ids):
+            text = self._backend.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": text}, generated.finish_reason
+
+
+def template_messages(messages: Sequence[Message]) -> list[Message]:
+    """Messages as chat templates want them: text content as a string, tool-call arguments as an object."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> Message:
+    out = {key: value for key, value in message.items() if not key.endswith(("_token_ids", "_log_probs"))}
+    content = message.get("content")
+    if isinstance(content, list):
+        out["content"] = "".join(part.get("text", "") for part in content)
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [_template_call(call) for call in calls]
+    return out
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return call
+        if isinstance(parsed, dict):
+            return {**call, "function": {**function, "arguments": parsed}}
+    return call
+
+
+def _load_tokenizer(model_dir: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"There is no tokenizer in the model directory {model_dir}: {error}. Put tokenizer.json and tokenizer_config.json "
+            "beside config.json."
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"The tokenizer in {model_dir} has no chat template. Add chat_template to tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: Any, model_dir: str) -> frozenset[int]:
+    """Every token ID that ends an answer: the tokenizer's and those of generation_config.json."""
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    path = Path(model_dir) / "generation_config.json"
+    if path.is_file():
+        eos = json.loads(path.read_text()).get("eos_token_id")
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if not ids:
+        raise ConfigError(f"Neither tokenizer nor generation_config.json in {model_dir} names an end-of-turn token.")
+    return frozenset(ids)
+
+
+def _end_of_turn(tokenizer: Any, stop_ids: frozenset[int]) -> int:
+    """The stop token that the chat template writes after an assistant message."""
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text: str = tokenizer.apply_chat_template(turn, tokenize=False)
+    ends = [(text.rfind(tokenizer.convert_ids_to_tokens(stop)), stop) for stop in stop_ids]
+    return max(ends)[1]
+
+
+def _vocab_size(model_dir: str) -> int:
+    return int(json.loads((Path(model_dir) / "config.json").read_text()).get("vocab_size", 0))

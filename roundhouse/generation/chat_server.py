@@ -1,0 +1,157 @@
+"""The HTTP side of a replica, as a bare ASGI application.
+
+Invariant: every reply of `/v1/chat/completions` names the policy version that drew its tokens, in the body and in the
+`x-policy-version` header, and carries prompt and generation token IDs with log-probabilities in the message. Every failure is a
+JSON `error` with a stable `code`; 4xx means the request cannot be answered, 503 that this replica must not answer now.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.continuation import ContinuationBroken
+from roundhouse.generation.engine import AsgiApp, Generated
+from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
+from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+JSON_HEADER = (b"content-type", b"application/json")
+
+
+class ChatServer:
+    """Our routes; everything else goes to the engine's own OpenAI application."""
+
+    def __init__(self, policy: ServedPolicy, codec: ChatCodec, model: str) -> None:
+        self.policy = policy
+        self.codec = codec
+        self.model = model
+        self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] = self._only_this
+        self._routes: dict[tuple[str, str], Callable[[Receive, Send], Awaitable[None]]] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("GET", "/rh/status"): self._status,
+            ("GET", "/rh/replicas"): self._replicas,
+            ("GET", "/health"): self._health,
+        }
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        route = self._routes.get((scope.get("method", ""), scope["path"]))
+        if route is not None:
+            await route(receive, send)
+            return
+        app = self.policy.engine.openai_app()
+        if app is None:
+            await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
+            return
+        await self._through(app, scope, receive, send)
+
+    async def _through(self, app: AsgiApp, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """The engine's own routes hold the weights still like ours, where they use them."""
+        if scope.get("method") != "POST" or scope["path"] in ("/tokenize", "/detokenize"):
+            await app(scope, receive, send)
+            return
+        try:
+            async with self.policy.answering():
+                await app(scope, receive, send)
+        except PolicyUnavailable as error:
+            await reply_error(send, 503, "policy_unavailable", str(error))
+
+    async def _chat(self, receive: Receive, send: Send) -> None:
+        try:
+            request = read_request(_json(await read_body(receive)), self.model)
+            prompt = self.codec.prompt(request)
+            async with self.policy.answering() as version:
+                generated = await self.policy.engine.generate(prompt.token_ids, prompt.draw)
+        except BadRequest as error:
+            await reply_error(send, error.status, error.code, str(error), error.parameter)
+        except ContinuationBroken as error:
+            await reply_error(send, 400, "continuation_broken", str(error), "messages")
+        except PolicyUnavailable as error:
+            await reply_error(send, 503, "policy_unavailable", str(error))
+        except Exception as error:
+            logger.exception("a chat completion failed")
+            await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
+        else:
+            body = self._completion(request, prompt.token_ids, generated, version)
+            await reply(send, 200, body, (b"x-policy-version", str(version).encode()))
+
+    def _completion(
+        self, request: ChatRequest, prompt: list[int], generated: Generated, version: int
+    ) -> dict[str, Any]:
+        message, finish_reason = self.codec.message(generated, request.tools)
+        message["prompt_token_ids"] = prompt
+        message["generation_token_ids"] = generated.token_ids
+        message["generation_log_probs"] = generated.log_probs
+        drawn = len(generated.token_ids)
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": drawn, "total_tokens": len(prompt) + drawn},
+            "policy_version": version,
+        }
+
+    async def _status(self, receive: Receive, send: Send) -> None:
+        await reply(send, 200, self.policy.status())
+
+    async def _replicas(self, receive: Receive, send: Send) -> None:
+        await reply(send, 200, {"replicas": await self.replicas()})
+
+    async def _only_this(self) -> list[dict[str, Any]]:
+        return [self.policy.status()]
+
+    async def _health(self, receive: Receive, send: Send) -> None:
+        status = self.policy.status()
+        await reply(send, 200 if status["ready"] else 503, {"ready": status["ready"], "error": status["error"]})
+
+
+async def read_body(receive: Receive) -> bytes:
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    while message.get("more_body"):
+        message = await receive()
+        body += message.get("body", b"")
+    return body
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"The body is not JSON: {error}") from error
+
+
+async def reply(send: Send, status: int, body: Any, *headers: tuple[bytes, bytes]) -> None:
+    """Send a JSON reply."""
+    await send({"type": "http.response.start", "status": status, "headers": [JSON_HEADER, *headers]})
+    await send({"type": "http.response.body", "body": orjson.dumps(body)})
+
+
+async def reply_error(send: Send, status: int, code: str, text: str, parameter: str | None = None) -> None:
+    """Send an error in OpenAI's shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    await reply(send, status, {"error": {"message": text, "type": kind, "code": code, "param": parameter}})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Nothing to start or stop here: Serve owns the replica's life."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

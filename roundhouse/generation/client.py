@@ -1,0 +1,164 @@
+"""The served policy over HTTP, as a `PolicyClient`.
+
+Invariant: a call ends within its time limit, with a completion or with one of four typed errors; it never waits longer and never
+makes an answer up. The limit counts from when the call has a connection: waiting for one's own other calls is not the engine's
+fault. A call is never repeated here, since only the caller knows whether a repetition is welcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+
+from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.generation.protocol import (
+    TOKEN_FIELDS,
+    Completion,
+    ContextOverflow,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+)
+
+PATH = "/v1/chat/completions"
+JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+class HttpPolicyClient:
+    """Use as an asynchronous context manager.
+
+    async with HttpPolicyClient.of(config.generation, "http://127.0.0.1:8000", connections=128) as policy:
+        completion = await policy.complete(messages, tools, sampling, seed)
+    """
+
+    def __init__(
+        self, base_url: str, *, timeout_seconds: float = 60.0, connections: int = 128, model: str = "policy"
+    ) -> None:
+        self.url = base_url.rstrip("/") + PATH
+        self.timeout_seconds = timeout_seconds
+        self.model = model
+        self._connections = connections
+        self._slots = asyncio.Semaphore(connections)
+        self._session: aiohttp.ClientSession | None = None
+
+    @classmethod
+    def of(cls, config: GenerationConfig, base_url: str, *, connections: int = 128) -> HttpPolicyClient:
+        """A client with the time limit of a configuration."""
+        return cls(base_url, timeout_seconds=config.request_timeout_seconds, connections=connections)
+
+    async def __aenter__(self) -> HttpPolicyClient:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections),
+            timeout=aiohttp.ClientTimeout(total=self.timeout_seconds),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        """Answer a conversation; see `PolicyClient.complete`."""
+        body = orjson.dumps(request_body(messages, tools, sampling, seed, self.model))
+        async with self._slots:
+            started = time.perf_counter()
+            status, data = await self._post(body)
+            latency = time.perf_counter() - started
+        if status != 200:
+            raise error_of(status, data, self.url)
+        return read_completion(data, latency, self.url)
+
+    async def _post(self, body: bytes) -> tuple[int, bytes]:
+        if self._session is None:
+            raise RuntimeError("HttpPolicyClient is not open: use it in `async with`.")
+        try:
+            async with self._session.post(self.url, data=body, headers=JSON_HEADERS) as reply:
+                return reply.status, await reply.read()
+        except TimeoutError as error:
+            raise EngineTimeout(
+                f"{self.url} did not answer within {self.timeout_seconds:g} s (generation.request_timeout_seconds)."
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"{self.url} cannot be reached: {type(error).__name__}: {error}") from error
+
+
+def request_body(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int, model: str
+) -> dict[str, Any]:
+    """The request's JSON. Recorded tokens travel once, on the newest message that has them, so payloads stay linear."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": without_older_tokens(messages),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+    }
+    if tools:
+        body["tools"] = tools
+    if sampling.top_k is not None:
+        body["top_k"] = sampling.top_k
+    return body
+
+
+def without_older_tokens(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with token fields on none but the newest message that carries them."""
+    newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get(TOKEN_FIELDS[0])), -1)
+    return [
+        {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
+        if index != newest and not message.keys().isdisjoint(TOKEN_FIELDS)
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def error_of(status: int, data: bytes, url: str) -> Exception:
+    """The typed error of a reply that is not 200.
+
+    Only our server's own 4xx replies are the request's fault. Others, without our error body, come from a proxy that knows no
+    replica (404 while Serve starts) or is full (429), and pass by themselves.
+    """
+    try:
+        error = orjson.loads(data)["error"]
+        code, text = error["code"], error["message"]
+    except (ValueError, KeyError, TypeError):
+        code, text = None, data[:500].decode(errors="replace")
+    if code == "context_length_exceeded":
+        return ContextOverflow(text)
+    if code is not None and 400 <= status < 500:
+        return EngineRejected(f"The engine refuses the request ({status} {code}): {text}")
+    return EngineUnreachable(f"{url} answered {status}: {text}")
+
+
+def read_completion(data: bytes, latency: float, url: str) -> Completion:
+    """A chat completion's JSON as `Completion`.
+
+    Raises:
+        EngineUnreachable: it is not one of ours: something else answers at this URL.
+    """
+    try:
+        reply = orjson.loads(data)
+        choice = reply["choices"][0]
+        message = choice["message"]
+        prompt, generation, log_probs = (message.pop(key) for key in TOKEN_FIELDS)
+        return Completion(
+            message=message,
+            finish_reason=choice["finish_reason"],
+            prompt_token_ids=prompt,
+            generation_token_ids=generation,
+            generation_log_probs=log_probs,
+            policy_version=reply["policy_version"],
+            latency_seconds=latency,
+        )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise EngineUnreachable(
+            f"{url} answered with something else than a chat completion with token IDs ({type(error).__name__}: {error}). "
+            "Is it the policy's server?"
+        ) from error

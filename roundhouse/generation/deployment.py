@@ -1,0 +1,279 @@
+"""Deploy the policy and refit it, declaratively, through Serve's REST interface.
+
+Invariant: the wanted state (application, `user_config` with version and weights) is written to Serve in one PUT; after that the
+cluster brings itself there, also when this process dies. A function here returns only when every replica that Serve counts has
+said itself that it answers with the wanted version; otherwise it raises, with the replicas' or Serve's own words.
+
+Only `user_config` changes at a refit, so Serve calls `reconfigure` in the running replicas and restarts nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.generation import serve_app
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.03
+SERVE_STATUS_SECONDS = 0.3
+"""Serve's own status is asked for less often: it costs the dashboard some milliseconds."""
+CALL_TIMEOUT_SECONDS = 10.0
+
+
+class DeploymentFailed(RoundhouseError):
+    """The policy cannot be brought up or refitted; the text has the cause."""
+
+
+class ServeUnreachable(InfraError):
+    """Ray's dashboard does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeEndpoint:
+    """Where a Ray cluster's Serve is."""
+
+    dashboard_url: str
+    """Base URL of Ray's dashboard, e.g. http://127.0.0.1:8265."""
+    http_url: str
+    """Base URL where Serve answers, e.g. http://127.0.0.1:8000. Its port is used when the first deployment starts Serve."""
+    token: str | None = None
+    """Ray's authentication token (RAY_AUTH_TOKEN of the cluster); None where authentication is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A replica's own words, from `/rh/replicas`."""
+
+    replica_id: str
+    pid: int
+    ready: bool
+    policy_version: int | None
+    weights: str | None
+    refit_seconds: float
+    refits: int
+    error: str | None
+    wanted: dict[str, Any] | None
+
+    @classmethod
+    def parse(cls, status: dict[str, Any]) -> Replica:
+        fields: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
+        return cls(**fields)
+
+
+def ensure_deployed(
+    config: GenerationConfig,
+    model_dir: str,
+    serve: ServeEndpoint,
+    *,
+    weights: str | None = None,
+    version: int = 0,
+    digest: str | None = None,
+    wait: bool = True,
+) -> list[Replica]:
+    """Deploy the policy, or bring a running deployment to this state.
+
+    Args:
+        config: how to serve; a changed one replaces the replicas.
+        model_dir: directory with config.json and tokenizer files, on every node. Weights in it are not read.
+        serve: the cluster.
+        weights: directory or URI of the weights. None starts the engines without: they take no request until `refit`. On a
+            deployment that has weights already, None leaves them.
+        version: policy version of the weights.
+        digest: `roundhouse.generation.weights.digest_of` of the weights, to be checked by each replica.
+        wait: False returns when Serve has accepted the wanted state, before any replica is up.
+
+    Returns:
+        The replicas, all ready; empty without `wait`.
+
+    Raises:
+        DeploymentFailed: an engine cannot start, or weights cannot be loaded.
+        ServeUnreachable: the dashboard does not answer.
+    """
+    with _Serve(serve) as client:
+        current = client.application()
+        user_config = _user_config(version, weights, digest)
+        if weights is None and current is not None:
+            user_config = current["deployments"][0]["user_config"]
+        client.put_application(_application(config, model_dir, user_config))
+        if not wait:
+            return []
+        return client.wait(config.replicas, user_config, config.start_timeout_seconds)
+
+
+def refit(
+    config: GenerationConfig, serve: ServeEndpoint, *, weights: str, version: int, digest: str | None = None
+) -> list[Replica]:
+    """Bring all replicas of the running deployment to new weights, in place.
+
+    Raises:
+        DeploymentFailed: nothing is deployed, a replica refuses the weights, or not all of them answered with the new version
+            within `config.refit_timeout_seconds`.
+        ServeUnreachable: the dashboard does not answer.
+    """
+    with _Serve(serve) as client:
+        application = client.application()
+        if application is None:
+            raise DeploymentFailed(
+                "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
+            )
+        user_config = _user_config(version, weights, digest)
+        application["deployments"][0]["user_config"] = user_config
+        client.put_application(application)
+        return client.wait(config.replicas, user_config, config.refit_timeout_seconds)
+
+
+def replicas(serve: ServeEndpoint) -> list[Replica]:
+    """The running replicas, as they describe themselves; empty when none answers."""
+    with _Serve(serve) as client:
+        return client.replicas() or []
+
+
+def remove(serve: ServeEndpoint) -> None:
+    """Take the policy down. Other applications of the cluster stay."""
+    with _Serve(serve) as client:
+        client.put_application(None)
+
+
+def _user_config(version: int, weights: str | None, digest: str | None) -> dict[str, Any]:
+    # `request` is new each time: the same weights are tried again, and an older wish never overtakes a newer one.
+    return {"policy_version": version, "weights": weights, "digest": digest, "request": time.time_ns()}
+
+
+def _application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:
+    # `replicas` and time limits are none of an engine's business: changing them must not restart engines.
+    generation = config.model_dump(
+        mode="json",
+        exclude={"replicas", "sampling", "start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"},
+    )
+    return {
+        "name": serve_app.APPLICATION,
+        "route_prefix": "/",
+        "import_path": serve_app.IMPORT_PATH,
+        "args": {"generation": generation, "model_dir": model_dir},
+        "deployments": [
+            {"name": serve_app.DEPLOYMENT, "num_replicas": config.replicas, "user_config": user_config},
+        ],
+    }
+
+
+class _Serve:
+    """Serve's REST interface and our own status route."""
+
+    def __init__(self, serve: ServeEndpoint) -> None:
+        self._serve = serve
+        headers = {"Authorization": f"Bearer {serve.token}"} if serve.token else {}
+        self._dashboard = httpx.Client(base_url=serve.dashboard_url, headers=headers, timeout=CALL_TIMEOUT_SECONDS)
+        self._http = httpx.Client(base_url=serve.http_url, timeout=CALL_TIMEOUT_SECONDS)
+
+    def __enter__(self) -> _Serve:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._dashboard.close()
+        self._http.close()
+
+    def _call(self, method: str, body: Any = None) -> Any:
+        try:
+            reply = self._dashboard.request(method, "/api/serve/applications/", json=body)
+        except httpx.HTTPError as error:
+            raise ServeUnreachable(
+                f"Ray's dashboard at {self._serve.dashboard_url} does not answer: {error}. Is Ray up (`roundhouse doctor`)?"
+            ) from error
+        if reply.status_code == 401:
+            raise DeploymentFailed(
+                f"Ray's dashboard at {self._serve.dashboard_url} refuses the token (401). Pass the cluster's RAY_AUTH_TOKEN."
+            )
+        if reply.status_code >= 400:
+            raise DeploymentFailed(f"Serve refuses the deployment ({reply.status_code}): {reply.text[-2000:]}")
+        return reply.json() if method == "GET" else None
+
+    def application(self) -> dict[str, Any] | None:
+        """The policy's application as it was last wanted."""
+        found = self._call("GET")["applications"].get(serve_app.APPLICATION)
+        config: dict[str, Any] | None = None if found is None else found.get("deployed_app_config")
+        return config
+
+    def put_application(self, application: dict[str, Any] | None) -> None:
+        """Write the wanted state; other applications of the cluster keep theirs."""
+        details = self._call("GET")
+        kept = [
+            other["deployed_app_config"]
+            for name, other in details["applications"].items()
+            if name != serve_app.APPLICATION and other.get("deployed_app_config")
+        ]
+        wanted = kept if application is None else [*kept, application]
+        url = httpx.URL(self._serve.http_url)
+        http_options = {"host": url.host, "port": url.port or 80}
+        self._call("PUT", {"http_options": http_options, "applications": wanted})
+
+    def replicas(self) -> list[Replica] | None:
+        try:
+            reply = self._http.get("/rh/replicas")
+            if reply.status_code != 200:
+                return None
+            return [Replica.parse(status) for status in reply.json()["replicas"]]
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    def wait(self, count: int, user_config: dict[str, Any], timeout: float) -> list[Replica]:
+        """Until `count` replicas hold `user_config`, and no other one runs."""
+        deadline, next_look = time.monotonic() + timeout, 0.0
+        found: list[Replica] | None = None
+        while time.monotonic() < deadline:
+            found = self.replicas()
+            if found is not None and _all_there(found, count, user_config):
+                return found
+            if time.monotonic() >= next_look:
+                self._raise_what_serve_says()
+                next_look = time.monotonic() + SERVE_STATUS_SECONDS
+            time.sleep(POLL_SECONDS)
+        raise DeploymentFailed(
+            f"Not all {count} replicas answered with version {user_config['policy_version']} within {timeout:g} s. "
+            f"They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found or []]}"
+        )
+
+    def _raise_what_serve_says(self) -> None:
+        application = self._call("GET")["applications"].get(serve_app.APPLICATION)
+        if application is None:
+            return
+        if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise DeploymentFailed(f"The policy deployment failed: {_last_lines(_messages(application))}")
+        for deployment in application["deployments"].values():
+            if "Error" in (message := deployment.get("message") or ""):
+                raise DeploymentFailed(f"A replica of the policy cannot start: {_last_lines(message)}")
+
+
+def _messages(application: dict[str, Any]) -> str:
+    parts = [application.get("message") or "", *(d.get("message") or "" for d in application["deployments"].values())]
+    return "\n".join(part for part in parts if part)
+
+
+def _last_lines(text: str) -> str:
+    """The end of a traceback: where the cause stands."""
+    return "\n".join(text.strip().splitlines()[-8:])
+
+
+def _all_there(found: list[Replica], count: int, user_config: dict[str, Any]) -> bool:
+    """True when exactly the wanted replicas hold the wanted weights.
+
+    Raises:
+        DeploymentFailed: a replica says that it cannot have them.
+    """
+    for replica in found:
+        if replica.wanted is not None and replica.wanted["request"] == user_config["request"] and replica.error:
+            if user_config["weights"] is None:
+                continue
+            raise DeploymentFailed(f"Replica {replica.replica_id} cannot be refitted. {replica.error}")
+    if user_config["weights"] is None:
+        return len(found) == count
+    version, weights = user_config["policy_version"], user_config["weights"]
+    there = {r.replica_id for r in found if r.ready and r.policy_version == version and r.weights == weights}
+    return len(found) == len(there) == count

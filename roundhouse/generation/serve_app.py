@@ -1,0 +1,136 @@
+"""The Ray Serve application: chat completions on token IDs around one engine a replica.
+
+Invariant: what a replica answers with is decided by the deployment's `user_config` alone (`Wanted`). Serve hands it to every
+replica, also to one that starts later, and each brings itself to it in place; nobody tells a single replica anything.
+
+    POST /v1/chat/completions   ours, on token IDs (`chat.py`), with prefix continuation
+    GET  /rh/status             of the replica that answers
+    GET  /rh/replicas           of all replicas
+    GET  /health                200 when this replica may answer, 503 with the reason when not
+    everything else             the engine's own OpenAI routes: /v1/models, /tokenize, /detokenize, …
+
+A raw ASGI callable, no web framework: at a hundred short answers a second the framework would cost more than the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+    from roundhouse.generation.chat_server import ChatServer
+    from roundhouse.generation.served_policy import ServedPolicy
+
+APPLICATION = "policy"
+DEPLOYMENT = "policy"
+SERVED_MODEL = "policy"
+IMPORT_PATH = "roundhouse.generation.serve_app:build"
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyReplica:
+    """One replica; `build` makes the deployment of it."""
+
+    async def __init__(self, generation: dict[str, Any], model_dir: str) -> None:  # type: ignore[misc]
+        from ray import serve
+
+        config = GenerationConfig.model_validate(generation)
+        check_model_directory(model_dir)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self.policy, self.server = await start_policy(config, model_dir, replica_id)
+        self._deployment: Any = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        from roundhouse.generation.served_policy import Wanted
+
+        await self.policy.want(Wanted.parse(user_config))
+
+    async def check_health(self) -> None:
+        await self.policy.check_health()
+
+    async def status(self) -> dict[str, Any]:
+        return self.policy.status()
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        """The status of every running replica, asked for through Serve."""
+        from ray import serve
+
+        if self._deployment is None:
+            self._deployment = serve.get_deployment_handle(DEPLOYMENT, APPLICATION)
+        found: list[dict[str, Any]] = await self._deployment.broadcast("status").results_async(timeout_s=10)
+        return found
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Called by Serve once the constructor is done; the application answers HTTP from then on."""
+        self.server.replicas = self.replicas
+        return self.server
+
+
+async def start_policy(config: GenerationConfig, model_dir: str, replica_id: str) -> tuple[ServedPolicy, ChatServer]:
+    """An engine with its chat server, without weights yet."""
+    from roundhouse.generation.backends import make_engine, make_tool_parser
+    from roundhouse.generation.chat import ChatCodec
+    from roundhouse.generation.chat_server import ChatServer
+    from roundhouse.generation.served_policy import ServedPolicy
+
+    codec = ChatCodec(model_dir, config.max_model_len)
+    engine = make_engine(config, model_dir, SERVED_MODEL, codec)
+    await engine.start()
+    codec.parse_tool_calls = make_tool_parser(config, codec.tokenizer)
+    policy = ServedPolicy(engine, model_dir, replica_id)
+    return policy, ChatServer(policy, codec, SERVED_MODEL)
+
+
+def check_model_directory(model_dir: str) -> None:
+    """Refuse a directory that no engine could start from, in words, before an engine says it in a page of traceback.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise ConfigError(f"The model directory {model_dir} does not exist on this node.")
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"The model directory {model_dir} has no {name}. Name a Hugging Face model directory.")
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """The application, as Serve's `import_path` wants it.
+
+    Args:
+        arguments: `generation` (a `GenerationConfig` as JSON) and `model_dir`.
+    """
+    from ray import serve
+
+    config = GenerationConfig.model_validate(arguments["generation"])
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        max_ongoing_requests=1024,
+        max_queued_requests=-1,
+        health_check_period_s=2,
+        health_check_timeout_s=60,
+        graceful_shutdown_timeout_s=5,
+        ray_actor_options={
+            "num_cpus": 0.1,
+            "num_gpus": config.gpus_per_replica,
+            "runtime_env": {"env_vars": replica_environment(config)},
+        },
+    )(serve.ingress()(PolicyReplica))
+    return deployment.bind(arguments["generation"], arguments["model_dir"])
+
+
+def replica_environment(config: GenerationConfig) -> dict[str, str]:
+    """Environment variables of a replica."""
+    from roundhouse.generation.backends import environment
+
+    passed = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
+    return passed | environment(config)

@@ -1,0 +1,212 @@
+"""vLLM's asynchronous engine behind our `Engine` protocol: the only module that knows vLLM's inner names.
+
+Invariant: log-probabilities are those of the distribution sampled from (`processed_logprobs`), tokens are never detokenised
+here, and weights always come in through `load_weights`, the first ones too: the engine starts with dummy weights, so it can
+start before the starting policy exists.
+
+Pinned to vLLM 0.32. What else would go wrong silently is guarded here:
+  - seeded sampling of a prompt that is prefilled in chunks kills vLLM's CPU engine ("CPU Generator does not use offset"), so
+    prompts are prefilled whole on CPU;
+  - the prefix cache outlives weights unless it is cleared;
+  - more than one OpenMP thread a process makes small models several times slower on shared cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated
+from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+WORKER_EXTENSION = "roundhouse.generation.vllm_worker.RefitExtension"
+
+
+def environment(config: GenerationConfig) -> dict[str, str]:
+    """Environment variables of a process that runs the engine; they must be set before vLLM is imported."""
+    common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if config.gpus_per_replica > 0:
+        return common
+    return common | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]:
+    """vLLM's engine arguments for a configuration; `config.engine_args` wins."""
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "load_format": "dummy",
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if config.gpus_per_replica > 0:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments |= {
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, config.max_model_len),
+        }
+    return arguments | config.engine_args
+
+
+def sampling_params(draw: Draw, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """vLLM's parameters for one answer: token IDs and the sampled tokens' log-probabilities, all at once at the end."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=draw.temperature,
+        top_p=draw.top_p,
+        top_k=draw.top_k or 0,
+        max_tokens=draw.max_tokens,
+        seed=draw.seed,
+        stop_token_ids=list(stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def read_output(output: Any) -> Generated:
+    """vLLM's completion as ours.
+
+    Raises:
+        EnginePoisoned: a log-probability is not a number, which healthy weights never give.
+    """
+    ids, flat = list(output.token_ids), output.logprobs.logprobs
+    if not math.isfinite(math.fsum(flat)):
+        raise EnginePoisoned(
+            "The engine returned a log-probability that is not finite: the weights hold NaN or infinity."
+        )
+    return Generated(ids, list(flat), output.finish_reason or "length")
+
+
+class VllmEngine:
+    """`Engine` over `AsyncLLM`."""
+
+    def __init__(
+        self, config: GenerationConfig, model_dir: str, served_name: str, stop_token_ids: Sequence[int]
+    ) -> None:
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self._model_dir = model_dir
+        self._served_name = served_name
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._ids = itertools.count()
+        self._engine: AsyncLLM | None = None
+        self._app: AsgiApp | None = None
+
+    @property
+    def engine(self) -> AsyncLLM:
+        if self._engine is None:
+            raise EnginePoisoned("The engine was not started.")
+        return self._engine
+
+    async def start(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(self.config, self._model_dir)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(disable_log_stats=True, **arguments))
+        # The first step pays for lazy imports and allocations; better now than in the first rollout.
+        await self.generate([0, 1], Draw(max_tokens=2, seed=0))
+        self._app = await self._build_openai_app(arguments)
+
+    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        from vllm.inputs import tokens_input
+
+        final: RequestOutput | None = None
+        params = sampling_params(draw, self._stop_token_ids)
+        async for output in self.engine.generate(tokens_input(list(prompt_token_ids)), params, str(next(self._ids))):
+            final = output
+        if final is None:
+            raise EnginePoisoned("vLLM ended a request without an answer.")
+        return read_output(final.outputs[0])
+
+    async def load_weights(self, directory: str) -> None:
+        engine = self.engine
+        await engine.pause_generation(mode="wait", clear_cache=True)
+        await engine.collective_rpc("roundhouse_load", args=(directory,))
+        await engine.reset_prefix_cache()
+        await engine.resume_generation()
+
+    async def check_health(self) -> None:
+        await self.engine.check_health()
+
+    def openai_app(self) -> AsgiApp | None:
+        return self._app
+
+    def shutdown(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    async def _build_openai_app(self, arguments: dict[str, Any]) -> AsgiApp:
+        """vLLM's whole OpenAI server, around the engine that runs already."""
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        line = ["--model", self._model_dir, "--served-model-name", self._served_name, "--enable-auto-tool-choice"]
+        line += ["--tool-call-parser", self.config.tool_call_parser, "--max-model-len", str(self.max_model_len)]
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+        validate_parsed_serve_args(args)
+        tasks = await self.engine.get_supported_tasks()
+        app = build_app(args, tasks, self.engine.model_config)
+        await init_app_state(self.engine, app.state, args, tasks)
+        return app
+
+
+def tool_parser(name: str, tokenizer: Any) -> ToolParser:
+    """vLLM's tool-call parser of this name.
+
+    Raises:
+        KeyError: vLLM knows none of this name; the text lists those it knows.
+    """
+    from vllm.tool_parsers import ToolParserManager
+
+    parser_class = ToolParserManager.get_tool_parser(name)
+    # It logs a traceback for every call that is not JSON. A policy in training writes thousands of them.
+    logging.getLogger(parser_class.__module__).setLevel(logging.CRITICAL)
+    hermes = name == "hermes"
+
+    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str | None, ToolCalls]:
+        if hermes and TOOL_CALL_START not in text:
+            return text, []
+        request = _parser_request(b"[]" if hermes else orjson.dumps(tools))
+        found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [tool_call(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return (found.content or None, calls) if found.tools_called else (text, [])
+
+    return parse
+
+
+@lru_cache(maxsize=256)
+def _parser_request(tools: bytes) -> Any:
+    """What parsers read of the request: its tools."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    message = {"role": "user", "content": ""}
+    return ChatCompletionRequest.model_validate(
+        {"messages": [message], "model": "policy", "tools": orjson.loads(tools) or None}
+    )

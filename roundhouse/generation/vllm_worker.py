@@ -1,0 +1,174 @@
+"""What runs inside vLLM's worker at a refit: load the weights, repair what vLLM forgets, prove that they are in.
+
+Invariant: `roundhouse_load` returns only when the model computes with the new weights. Status codes prove nothing here: on CPU
+vLLM packs every linear layer into a oneDNN kernel and frees the weights, and its reload leaves the head of a model with
+tied embeddings on the old kernel without an error. So each packed layer is asked to multiply a random vector, and the
+product is compared with the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roundhouse.generation import weights
+
+PROBED_LAYERS = 2
+"""Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
+
+PARENT_WATCH_SECONDS = 1.0
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+"""Relative to the size of the product. A layer left on other weights is off by about 1."""
+
+
+def _end_with_parent() -> None:
+    """End this process when the replica that started it has died.
+
+    vLLM's engine process does not notice when its parent is killed, and would hold its memory for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(PARENT_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+_end_with_parent()
+
+
+class StaleWeights(RuntimeError):
+    """A layer does not compute with the weights that were loaded."""
+
+
+class RefitExtension:
+    """Mixed into vLLM's worker by `worker_extension_cls`."""
+
+    def roundhouse_load(self, directory: str) -> int:
+        """Load a Hugging Face directory into the running model.
+
+        Returns:
+            Number of parameters and layers proved to hold the new weights.
+
+        Raises:
+            StaleWeights: at least one does not.
+        """
+        path = Path(directory)
+        self.reload_weights(weights_iterator=weights.iterate(path))  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        _retie_head(model)
+        return probe(model, path)
+
+
+def _retie_head(model: Any) -> None:
+    """Pack the head anew from the tied embedding.
+
+    The head owns no tensor of the checkpoint, so vLLM's reload never reaches it.
+    """
+    from vllm.platforms import current_platform
+
+    embedding, head = getattr(getattr(model, "model", None), "embed_tokens", None), getattr(model, "lm_head", None)
+    if not current_platform.is_cpu() or embedding is None or head is None or not model.config.tie_word_embeddings:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head.weight = embedding.weight
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def probe(model: Any, directory: Path) -> int:
+    """Compare the running model with a checkpoint; see the module's docstring.
+
+    Raises:
+        StaleWeights: names the first part that differs.
+    """
+    import torch
+
+    checkpoint = _Checkpoint(directory)
+    with torch.inference_mode():
+        proved = sum(_prove_parameter(name, parameter, checkpoint) for name, parameter in model.named_parameters())
+        proved += sum(_prove_layer(name, layer, parts, checkpoint) for name, layer, parts in _packed_layers(model))
+    if proved == 0:
+        raise StaleWeights(f"No parameter of the running model could be compared with {directory}.")
+    return proved
+
+
+class _Checkpoint:
+    """Tensors by name, opened once and read when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import safe_open
+
+        self._where: dict[str, Any] = {}
+        for shard in weights.shards(directory):
+            file = safe_open(shard, "pt", device="cpu")
+            self._where.update(dict.fromkeys(file.keys(), file))
+
+    def get(self, name: str) -> Any | None:
+        file = self._where.get(name)
+        return None if file is None else file.get_tensor(name)
+
+
+def _prove_parameter(name: str, parameter: Any, checkpoint: _Checkpoint) -> bool:
+    """Parameters that vLLM keeps as they are (norms, embeddings) must equal the checkpoint's."""
+    import torch
+
+    if parameter.numel() == 0 or parameter.dim() == 0:
+        return False
+    tensor = checkpoint.get(name)
+    if tensor is None or tensor.shape[1:] != parameter.shape[1:] or tensor.shape[0] > parameter.shape[0]:
+        return False
+    if not torch.equal(parameter[: tensor.shape[0]].cpu(), tensor.to(parameter.dtype)):
+        raise StaleWeights(f"{name} does not hold the weights that were loaded.")
+    return True
+
+
+def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
+    """Layers whose weights vLLM stacks or packs, with the checkpoint's names of their parts."""
+    stacked: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    layers = getattr(model.config, "num_hidden_layers", PROBED_LAYERS)
+    wanted = {"0", str(layers - 1)}
+    for name, module in model.named_modules():
+        if (
+            getattr(module, "tp_size", 1) != 1
+            or type(getattr(module, "quant_method", None)).__name__ not in _UNQUANTIZED
+        ):
+            continue
+        if name == "lm_head":
+            tied = model.config.tie_word_embeddings
+            yield name, module, ["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        elif wanted.intersection(name.split(".")) and "embed_tokens" not in name:
+            parent, _, own = name.rpartition(".")
+            yield name, module, [f"{parent}.{part}.weight" for part in stacked.get(own, [own])]
+
+
+_UNQUANTIZED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+
+
+def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: _Checkpoint) -> bool:
+    import torch
+
+    tensors = [tensor for part in parts if (tensor := checkpoint.get(part)) is not None]
+    if len(tensors) != len(parts):
+        return False
+    weight = torch.cat(tensors)
+    reference = next((p for p in layer.parameters() if p.numel()), None)
+    dtype = getattr(layer, "params_dtype", None) or (reference.dtype if reference is not None else weight.dtype)
+    device = reference.device if reference is not None else "cpu"
+    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = x.float() @ weight.to(dtype).float().T
+    got = layer.quant_method.apply(layer, x.to(device))[..., : weight.shape[0]].float().cpu()
+    bound = TOLERANCE.get(str(dtype).removeprefix("torch."), 5e-2) * float(expected.abs().max() + 1e-6)
+    if not float((got - expected).abs().max()) <= bound:
+        raise StaleWeights(f"{name} does not compute with the weights that were loaded.")
+    return True

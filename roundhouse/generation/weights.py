@@ -1,0 +1,201 @@
+"""Weights on their way from the store into an engine: found, brought to this node, checked before anything is touched.
+
+Invariant: what `fetch` returns is a local directory whose safetensors files are complete; a download becomes visible under its
+final name only when it is whole, so a replica that dies half-way leaves nothing that a later one would trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roundhouse.generation.engine import WeightsRefused
+
+KEPT_DOWNLOADS = 2
+"""Downloads kept on a node: the current version and the one before, so that a replica that restarts finds it."""
+
+_SHAPING_KEYS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def local_path(uri: str) -> Path | None:
+    """The path of a local directory (plain or file://), None when the URI is remote."""
+    if uri.startswith("file://"):
+        return Path(uri[len("file://") :])
+    return None if "://" in uri else Path(uri)
+
+
+def fetch(uri: str, cache: Path | None = None) -> Path:
+    """A local directory with the weights of `uri`.
+
+    Raises:
+        WeightsRefused: there are no safetensors at `uri`.
+        OSError: the store cannot be reached; trying again may help.
+    """
+    path = local_path(uri)
+    if path is None:
+        return _download(uri, cache or Path(tempfile.gettempdir()) / "roundhouse-weights")
+    if not path.is_dir():
+        raise WeightsRefused(f"The weights directory {path} does not exist. Name a Hugging Face directory.")
+    return path
+
+
+def _filesystem(uri: str) -> tuple[Any, str]:
+    import fsspec
+
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if uri.startswith("s3://") and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
+        options["client_kwargs"] = {"endpoint_url": endpoint}
+    return fsspec.core.url_to_fs(uri, **options)
+
+
+def _download(uri: str, cache: Path) -> Path:
+    final = cache / hashlib.sha256(uri.encode()).hexdigest()[:24]
+    if final.is_dir():
+        os.utime(final)
+        return final
+    filesystem, root = _filesystem(uri)
+    names = [name for name in filesystem.ls(root, detail=False) if name.endswith((".safetensors", ".json"))]
+    if not any(name.endswith(".safetensors") for name in names):
+        raise WeightsRefused(f"There are no safetensors files at {uri}.")
+    partial = cache / f".{final.name}.{uuid.uuid4().hex}"
+    partial.mkdir(parents=True)
+    try:
+        for name in names:
+            filesystem.get_file(name, str(partial / name.rsplit("/", 1)[-1]))
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another replica of this node was quicker.
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _forget_old_downloads(cache, final)
+    return final
+
+
+def _forget_old_downloads(cache: Path, newest: Path) -> None:
+    downloads = sorted((d for d in cache.iterdir() if not d.name.startswith(".")), key=lambda d: -d.stat().st_mtime)
+    for old in [d for d in downloads if d != newest][KEPT_DOWNLOADS - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def shards(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face directory.
+
+    Raises:
+        WeightsRefused: there are none, or the index names one that is missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise WeightsRefused(f"{directory} lacks {missing[0]}, which its index names. The weights are incomplete.")
+        return [directory / name for name in names]
+    found = sorted(directory.glob("*.safetensors"))
+    if not found:
+        raise WeightsRefused(f"{directory} has no safetensors files. Name a Hugging Face directory with weights.")
+    return found
+
+
+def iterate(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the directory by its name, as torch tensors on the CPU."""
+    from safetensors import safe_open
+
+    for shard in shards(directory):
+        with safe_open(shard, "pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, from the files' headers.
+
+    Raises:
+        WeightsRefused: a file is damaged or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for shard in shards(directory):
+        try:
+            with safe_open(shard, "pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    found[name] = tuple(tensors.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise WeightsRefused(f"{shard} is damaged: {error}. Point to a complete checkpoint.") from error
+    return found
+
+
+def expected_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this config.json is made of; tied ones are counted once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # parameters are listed once even where two modules share one (tied embeddings)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=True)}
+
+
+def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]], digest: str | None = None) -> None:
+    """Refuse weights that are not whole or not of the served model, before the engine is touched.
+
+    Raises:
+        WeightsRefused: names the first thing that is wrong.
+    """
+    _check_config(directory, model_dir)
+    found = shapes(directory)
+    for name, shape in expected.items():
+        if name not in found:
+            raise WeightsRefused(
+                f"{directory} lacks the tensor {name}. The weights are incomplete or of another model."
+            )
+        if found[name] != shape:
+            raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
+    if digest is not None and (actual := digest_of(directory)) != digest:
+        raise WeightsRefused(f"The weights in {directory} have digest {actual}, wanted was {digest}.")
+
+
+def _check_config(directory: Path, model_dir: Path) -> None:
+    path = directory / "config.json"
+    if not path.is_file():
+        return
+    try:
+        new, served = json.loads(path.read_text()), json.loads((model_dir / "config.json").read_text())
+    except ValueError as error:
+        raise WeightsRefused(f"{path} is not JSON: {error}.") from error
+    for key in _SHAPING_KEYS:
+        if new.get(key) != served.get(key):
+            raise WeightsRefused(
+                f"{path} has {key}={new.get(key)}, the served model has {served.get(key)}. A refit replaces weights of the "
+                "same model; deploy another model with its own run."
+            )
+
+
+def digest_of(directory: Path) -> str:
+    """`sha256:` over names and contents of the safetensors files."""
+    whole = hashlib.sha256()
+    for shard in shards(directory):
+        with shard.open("rb") as file:
+            whole.update(f"{shard.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return f"sha256:{whole.hexdigest()}"
