@@ -1,0 +1,103 @@
+"""Is this directory a Hugging Face model that every stage can load?
+
+Invariant: `check_model_directory` returns only when configuration, weights, tokenizer and chat template are there and whole:
+JSON parses, and each safetensors file is exactly as long as its header says. It reads headers only, so it is quick for a
+model of any size, and it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from roundhouse.errors import ConfigError
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+def check_model_directory(path: str | Path) -> None:
+    """Refuse what is missing, cut short or unreadable, before an engine fails on it in its own words.
+
+    Raises:
+        ConfigError: names the file and the remedy.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ConfigError(
+            f"policy.path is {directory}: it {what}. Name a directory with config.json, *.safetensors and tokenizer files, "
+            "or set policy.kind to warm_start to make a small policy from nothing."
+        )
+    config = _read_json(directory / "config.json", "Every Hugging Face model has one")
+    if not config.get("model_type"):
+        raise _broken(directory / "config.json", "names no model_type", "Save the model again with save_pretrained")
+    _check_weights(directory)
+    _check_tokenizer(directory)
+
+
+def _check_weights(directory: Path) -> None:
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        _check_safetensors(directory / "model.safetensors")
+        return
+    weight_map = _read_json(index, "It lists the shards").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _broken(index, "has no weight_map", "Save the model again with save_pretrained")
+    for shard in sorted(set(weight_map.values())):
+        _check_safetensors(directory / shard)
+
+
+def _check_safetensors(file: Path) -> None:
+    if not file.is_file():
+        raise _broken(
+            file,
+            "is missing",
+            "Weights must be safetensors (convert others: model.save_pretrained(directory)); complete the copy or download",
+        )
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(length) if size >= 8 and length <= min(size, _MAX_HEADER_BYTES) else b""
+    try:
+        tensors = json.loads(header)
+        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise _broken(file, "has no readable safetensors header", "Copy or download it again") from error
+    expected = 8 + length + end
+    if size != expected:
+        raise _broken(file, f"has {size} bytes where its header says {expected}", "Copy or download it again")
+
+
+def _check_tokenizer(directory: Path) -> None:
+    tokenizer = directory / "tokenizer.json"
+    if tokenizer.exists():
+        _read_json(tokenizer, "It is the tokenizer")
+    elif not (directory / "tokenizer.model").exists() and not (directory / "vocab.json").exists():
+        raise _broken(
+            tokenizer, "is missing", "Copy the tokenizer files beside the weights (tokenizer.save_pretrained)"
+        )
+    settings = _read_json(directory / "tokenizer_config.json", "It says which tokenizer this is and how turns end")
+    if not (directory / "chat_template.jinja").exists() and not settings.get("chat_template"):
+        raise _broken(
+            directory / "chat_template.jinja",
+            "is missing and tokenizer_config.json has no chat_template",
+            "Conversations need one: use a chat model, or add the template of its family",
+        )
+
+
+def _read_json(file: Path, purpose: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise _broken(file, "is missing", f"{purpose}; complete the copy or download") from error
+    except (ValueError, OSError) as error:
+        raise _broken(file, f"cannot be read as JSON ({error})", "Copy or download it again") from error
+    if not isinstance(content, dict):
+        raise _broken(file, "holds no JSON object", "Copy or download it again")
+    return content
+
+
+def _broken(file: Path, what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"policy.path is {file.parent}: {file.name} {what}. {remedy}.")

@@ -1,0 +1,215 @@
+"""Make a starting policy from nothing: a tokenizer, a small Qwen3, supervised training on the environment's demonstrations.
+
+Invariants
+- No problem that the environment holds out is ever seen: all demonstrations are of the training split.
+- The loss covers exactly what the assistant says, its end of turn included; never the prompt or a tool's result.
+- The same (config, environment, seed) gives the same files, byte for byte, on one machine with one number of threads.
+- `directory` is complete or absent: the files are written beside it and moved into place at the end.
+
+The demonstrations mix right and wrong procedures (`good_fraction`), and the policy learns the mixture: it can do each step of
+the task, and takes the right ones about as often as they were shown. That is what makes it a starting point for training by
+reward. Measured recipes: docs/policies.md.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roundhouse.config.models import WarmStartPolicy
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.gym.environment import Environment
+from roundhouse.gym.environments.conversations import chat_tools
+from roundhouse.policy.model import make_model
+from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
+from roundhouse.trajectories.tokens import derive_seed
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+MIN_DEMONSTRATIONS, MAX_DEMONSTRATIONS = 2048, 8192
+"""As many demonstrations are made as training takes, within these bounds: the tokenizer needs the first, and longer training
+passes over the second again."""
+OPTIMIZER_WARMUP_STEPS = 30
+FINAL_LEARNING_RATE_SHARE = 0.05
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.01
+MAX_GRAD_NORM = 1.0
+
+OnProgress = Callable[[int, int, float], None]
+"""Told (step, steps, loss) after each optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartReport:
+    """What was made."""
+
+    parameters: int
+    vocabulary: int
+    demonstrations: int
+    steps: int
+    trained_tokens: int
+    """Tokens that the loss covered, over all steps."""
+    first_loss: float
+    final_loss: float
+    """Mean over the last tenth of the steps, in nats a token. Not near 0: the demonstrations' wrong guesses are random."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One demonstration as tokens; `trained` marks those that the loss covers."""
+
+    token_ids: list[int]
+    trained: list[bool]
+
+
+def make_starting_policy(
+    config: WarmStartPolicy,
+    environment: Environment,
+    seed: int,
+    directory: Path,
+    *,
+    on_progress: OnProgress | None = None,
+) -> WarmStartReport:
+    """Write a complete Hugging Face model directory. `config.seed`, where set, takes precedence over `seed`.
+
+    Raises:
+        ConfigError: the environment has no demonstrations.
+        StoreError: `directory` exists and is not empty.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise StoreError(
+            f"{directory} is not empty: a starting policy is written into a new directory. Remove it first."
+        )
+    started = time.monotonic()
+    seed = seed if config.seed is None else config.seed
+    tools = chat_tools(environment.tool_schemas())
+    conversations = _demonstrations(config, environment, seed)
+    blank = blank_tokenizer()
+    texts = [render(blank, conversation, tools) for conversation in conversations]
+    tokenizer = train_tokenizer(texts[:MIN_DEMONSTRATIONS])
+    model = make_model(config, tokenizer, derive_seed(seed, "weights"))
+    examples = encode(tokenizer, texts)
+    losses, trained_tokens = _train(model, examples, config, derive_seed(seed, "batches"), on_progress)
+    _write(model, tokenizer, directory)
+    tail = losses[-max(1, len(losses) // 10) :]
+    return WarmStartReport(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=len(tokenizer),
+        demonstrations=len(examples),
+        steps=len(losses),
+        trained_tokens=trained_tokens,
+        first_loss=losses[0],
+        final_loss=sum(tail) / len(tail),
+        seconds=time.monotonic() - started,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:
+    """Rendered conversations as tokens. Trained on: from behind `<|im_start|>assistant\\n` to `<|im_end|>`."""
+    end = tokenizer.convert_tokens_to_ids(TURN_END)
+    header = tokenizer(f"{TURN_START}assistant\n", add_special_tokens=False)["input_ids"]
+    examples = []
+    for token_ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]:
+        trained: list[bool] = []
+        speaking = False
+        for index, token in enumerate(token_ids):
+            trained.append(speaking)
+            if speaking:
+                speaking = token != end
+            elif token == header[-1]:
+                speaking = token_ids[index + 1 - len(header) : index + 1] == header
+        examples.append(Example(token_ids, trained))
+    return examples
+
+
+def _demonstrations(config: WarmStartPolicy, environment: Environment, seed: int) -> list[list[dict[str, Any]]]:
+    count = min(max(config.steps * config.batch_size, MIN_DEMONSTRATIONS), MAX_DEMONSTRATIONS)
+    try:
+        return environment.demonstrations("train", count, config.good_fraction, derive_seed(seed, "demos"))
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"policy.kind is warm_start, but the environment {environment.name} has no demonstrations to start on. Give it a "
+            "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
+        ) from error
+
+
+def _train(
+    model: Qwen3ForCausalLM, examples: list[Example], config: WarmStartPolicy, seed: int, on_progress: OnProgress | None
+) -> tuple[list[float], int]:
+    """Supervised training; the losses by step and how many tokens they cover."""
+    import torch
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    batches = _batches(examples, config.batch_size, random.Random(seed))
+    losses: list[float] = []
+    trained_tokens = 0
+    model.train()
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * learning_rate_share(step, config.steps)
+        loss, count = _loss(model, next(batches))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+        trained_tokens += count
+        if on_progress is not None:
+            on_progress(step + 1, config.steps, losses[-1])
+    model.eval()
+    return losses, trained_tokens
+
+
+def learning_rate_share(step: int, steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up, then linear to `FINAL_LEARNING_RATE_SHARE`."""
+    if step < OPTIMIZER_WARMUP_STEPS:
+        return (step + 1) / OPTIMIZER_WARMUP_STEPS
+    done = (step - OPTIMIZER_WARMUP_STEPS) / max(1, steps - OPTIMIZER_WARMUP_STEPS)
+    return 1 - (1 - FINAL_LEARNING_RATE_SHARE) * done
+
+
+def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator[list[Example]]:
+    """Batches without end: every example once, in random order, before any comes again."""
+    while True:
+        order = rng.sample(examples, len(examples))
+        for start in range(0, max(1, len(order) - size + 1), size):
+            yield order[start : start + size]
+
+
+def _loss(model: Qwen3ForCausalLM, batch: list[Example]) -> tuple[torch.Tensor, int]:
+    """Mean cross-entropy over the trained tokens, and how many they are.
+
+    Padding stands on the right, where causal attention cannot see it from the left: no attention mask is needed. Logits are
+    made only where the loss looks.
+    """
+    import torch
+
+    width = max(len(example.token_ids) for example in batch)
+    ids_BT = torch.zeros(len(batch), width, dtype=torch.long)
+    trained_BT = torch.zeros(len(batch), width, dtype=torch.bool)
+    for row, example in enumerate(batch):
+        ids_BT[row, : len(example.token_ids)] = torch.tensor(example.token_ids)
+        trained_BT[row, : len(example.trained)] = torch.tensor(example.trained)
+    targets_BT = trained_BT[:, 1:]
+    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+    logits_NV = model.lm_head(hidden_BTD[targets_BT])
+    return torch.nn.functional.cross_entropy(logits_NV, ids_BT[:, 1:][targets_BT]), len(logits_NV)
+
+
+def _write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial, safe_serialization=True)
+    tokenizer.save_pretrained(partial)
+    partial.replace(directory)

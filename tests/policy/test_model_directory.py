@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from roundhouse.config.models import WarmStartPolicy
+from roundhouse.errors import ConfigError
+from roundhouse.gym.environments import Sort
+from roundhouse.policy.model_directory import check_model_directory
+from roundhouse.policy.warm_start import make_starting_policy
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("policies") / "whole"
+    make_starting_policy(WarmStartPolicy(steps=1, batch_size=2), Sort(digits=3), 0, directory)
+    return directory
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in whole.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_model_directory(directory)
+    assert str(directory) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_made_policy_is_accepted(model: Path) -> None:
+    check_model_directory(model)
+    check_model_directory(str(model))
+
+
+def test_no_directory_or_a_file_in_its_place_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "nowhere")
+    assert "policy.kind to warm_start" in refused(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    assert "is a file" in refused(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_file_is_named(model: Path, name: str) -> None:
+    (model / name).unlink()
+    assert f"{name} is missing" in refused(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_file_cut_short_is_named(model: Path, name: str) -> None:
+    content = (model / name).read_text()
+    (model / name).write_text(content[: len(content) // 2])
+    assert f"{name} cannot be read as JSON" in refused(model)
+
+
+def test_weights_cut_short_are_noticed_by_a_single_byte(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "its header says" in refused(model)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"\xff" * 64, b"version https://git-lfs.github.com/spec/v1\noid sha256:0"]
+)
+def test_weights_that_are_no_safetensors_are_refused(model: Path, content: bytes) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    assert "no readable safetensors header" in refused(model)
+
+
+def test_a_shard_that_the_index_lists_must_be_there(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "model-00002-of-00002.safetensors is missing" in refused(model)
+
+
+def test_a_tokenizer_without_chat_template_is_refused(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert "no chat_template" in refused(model)
+
+
+def test_a_configuration_of_no_model_is_refused(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    assert "no model_type" in refused(model)
+    (model / "config.json").write_text("[]")
+    assert "no JSON object" in refused(model)
