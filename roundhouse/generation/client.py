@@ -1,8 +1,8 @@
 """The served policy over HTTP, as a `PolicyClient`.
 
-Invariant: a call ends within its time limit, with a completion or with one of four typed errors; it never waits longer and never
-makes an answer up. The limit counts from when the call has a connection: waiting for one's own other calls is not the engine's
-fault. A call is never repeated here, since only the caller knows whether a repetition is welcome.
+Invariant: a call ends within its time limit, with a completion or with one of four typed errors; it never waits longer and
+never makes an answer up. The limit counts from when the call has a connection: waiting for one's own other calls is not the
+engine's fault. A call is never repeated here, since only the caller knows whether a repetition is welcome.
 """
 
 from __future__ import annotations
@@ -31,24 +31,19 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 class HttpPolicyClient:
     """Use as an asynchronous context manager.
 
-    async with HttpPolicyClient.of(config.generation, "http://127.0.0.1:8000", connections=128) as policy:
+    async with HttpPolicyClient("http://127.0.0.1:8000", config.generation) as policy:
         completion = await policy.complete(messages, tools, sampling, seed)
     """
 
     def __init__(
-        self, base_url: str, *, timeout_seconds: float = 60.0, connections: int = 128, model: str = "policy"
+        self, base_url: str, config: GenerationConfig, *, connections: int = 128, model: str = "policy"
     ) -> None:
         self.url = base_url.rstrip("/") + PATH
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = config.request_timeout_seconds
         self.model = model
         self._connections = connections
         self._slots = asyncio.Semaphore(connections)
         self._session: aiohttp.ClientSession | None = None
-
-    @classmethod
-    def of(cls, config: GenerationConfig, base_url: str, *, connections: int = 128) -> HttpPolicyClient:
-        """A client with the time limit of a configuration."""
-        return cls(base_url, timeout_seconds=config.request_timeout_seconds, connections=connections)
 
     async def __aenter__(self) -> HttpPolicyClient:
         self._session = aiohttp.ClientSession(

@@ -65,8 +65,8 @@ def continue_prompt(
             break
     if turns == 0 or position < 0:
         raise ContinuationBroken(
-            f"The chat template does not end turns with {end_of_turn!r}, so a recorded turn cannot be continued. Use a template "
-            "that does, or send the messages without token fields."
+            f"The chat template does not end turns with {end_of_turn!r}, so a recorded turn cannot be continued. Use a "
+            "template that does, or send the messages without token fields."
         )
     if recorded[-1] == end_of_turn_id:
         position += len(end_of_turn)

@@ -172,8 +172,16 @@ def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]
             )
         if found[name] != shape:
             raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
+    if surplus := sorted(found.keys() - expected.keys() - _tied_names(model_dir)):
+        raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
     if digest is not None and (actual := digest_of(directory)) != digest:
         raise WeightsRefused(f"The weights in {directory} have digest {actual}, wanted was {digest}.")
+
+
+def _tied_names(model_dir: Path) -> set[str]:
+    """Tensors that a checkpoint may repeat although they are tied to another."""
+    tied = json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False)
+    return {"lm_head.weight"} if tied else set()
 
 
 def _check_config(directory: Path, model_dir: Path) -> None:
