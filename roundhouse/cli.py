@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Reinforcement learning as a durable workflow.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning as a durable workflow.",
+)
 runs_app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store.")
 app.add_typer(runs_app, name="runs")
 
@@ -266,6 +271,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

@@ -50,7 +50,7 @@ class RunView(logging.Handler):
 
     def say(self, text: str) -> None:
         """Write one lasting line."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def activity(self, what: str, done: float | None = None, total: float | None = None, note: str = "") -> None:
         """Show what is going on now."""
@@ -65,6 +65,9 @@ class RunView(logging.Handler):
 
     def _on_services(self, text: str) -> None:
         self.activity(f"services: {text}")
+
+    def _on_pages(self, prefect: str, mlflow: str) -> None:
+        self.say(f"  Prefect     {prefect}\n  MLflow      {mlflow}")
 
     def _on_warm_start(self, step: int, steps: int, loss: float) -> None:
         self.activity("making the starting policy", step, steps, f"loss {loss:.3f}")
@@ -102,7 +105,7 @@ def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -
         f"iteration {iteration:>3d}/{iterations}",
         f"reward {reward:.3f} {bar}",
         f"turns {metrics.get('rollout/turns_mean', 0):.2f}",
-        f"mismatch {metrics.get('mismatch/max_abs_difference', 0):.0e}",
+        f"mismatch {metrics.get('train/logprob_abs_diff_max', 0):.0e}",
         f"{metrics.get('seconds/iteration', 0):.1f} s",
     ]
     return "  ".join(parts)
