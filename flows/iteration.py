@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from prefect import flow, tags
 
 from roundhouse.config.models import RunConfig
@@ -23,7 +21,6 @@ from tasks.validate import validate
 )
 def iteration(config: RunConfig, k: int) -> Reference:
     """Refit, collect, validate, train, checkpoint, and every N iterations evaluate."""
-    started = time.monotonic()
     run = open_run(config)
     base = run.checkpoint(k - 1).reference()
     if base is None:
@@ -37,7 +34,7 @@ def iteration(config: RunConfig, k: int) -> Reference:
         published = checkpoint(run, update)
         if is_evaluated(config, k):
             evaluate(run, published)
-        report_iteration(run, k, seconds=time.monotonic() - started)
+        report_iteration(run, k)
     return published
 
 

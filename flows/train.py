@@ -25,7 +25,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         start = starting_policy(run)
         if not run.is_reported(0):
             evaluate(run, start)
-            report_iteration(run, 0, seconds=0.0)
+            report_iteration(run, 0)
         for k in range(next_iteration(run), config.iterations + 1):
             iteration(config, k)
         return finish_run(run)

@@ -48,9 +48,9 @@ def link_tracking(run: Run) -> str | None:
 
 
 @task(name="report", task_run_name="report {iteration}", **STAGE)
-def report_iteration(run: Run, iteration: int, seconds: float) -> Reference:
+def report_iteration(run: Run, iteration: int) -> Reference:
     """Close an iteration: its report in the store, its numbers in MLflow, artifacts in Prefect."""
-    reference = stage.report_iteration(run, iteration, seconds)
+    reference = stage.report_iteration(run, iteration)
     manifests = stage.iteration_manifests(run, iteration)
     tracker = _tracker(run)
     if tracker is not None:

@@ -9,6 +9,8 @@ environment and our agent loop together), outside the trainer's computation, and
 from __future__ import annotations
 
 import statistics
+import time
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,24 +19,36 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
 STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "report")
+_PROCESS = uuid.uuid4().hex
+"""Tells whether two reports were written by one process without a restart in between."""
 LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")
 
 
-def report_iteration(run: Run, iteration: int, seconds: float) -> Reference:
+def report_iteration(run: Run, iteration: int) -> Reference:
     """Commit the iteration's report: its wall time, and the overhead by stage.
 
-    Args:
-        seconds: wall time of the iteration up to now; 0 for iteration 0, which only evaluates.
+    The wall time runs from one report to the next, so that it holds everything in between: tracking, artifacts and the
+    workflow engine's own work too. For the first iteration after a start it runs from the first stage.
     """
     stage = run.stage(iteration, "report")
     if (done := stage.reference()) is not None:
         return done
     manifests = iteration_manifests(run, iteration)
     attempt = run.begin(stage, policy_version=iteration)
-    metrics = overhead_seconds(manifests, seconds) if iteration > 0 else {}
+    metrics = overhead_seconds(manifests, time.time() - _began(run, iteration, manifests)) if iteration > 0 else {}
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
-    return attempt.commit(inputs=inputs, metrics=metrics)
+    return attempt.commit(inputs=inputs, metrics=metrics, details={"process": _PROCESS})
+
+
+def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> float:
+    """When the iteration began, in seconds since the epoch."""
+    before = _reference(run, iteration - 1, "report")
+    if before is not None:
+        previous = read_manifest(before)
+        if previous.details.get("process") == _PROCESS:
+            return previous.finished_at
+    return min(manifest.started_at for manifest in manifests.values())
 
 
 def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
