@@ -24,6 +24,8 @@ from roundhouse.infra.state import StateDirectory
 RAY_SESSIONS_KEPT = 3
 RAY_OBJECT_STORE_BYTES = 100 * 2**20
 """Serve passes no objects of size; Ray refuses less than 75 MiB."""
+SOCKET_PATH_BYTES, RAY_SOCKET_BYTES = 103, 82
+"""Longest path of a Unix socket (107 on Linux, 103 on macOS), and the part of it that Ray and we add to a directory."""
 RAY_CPUS = 64
 """Only book-keeping: what really shares the cores is decided by the operating system and thread counts."""
 
@@ -152,13 +154,16 @@ def ray_token(state: StateDirectory) -> str:
     return path.read_text().strip()
 
 
-def _ray_directory(state: StateDirectory) -> Path:
-    """A short directory for Ray's sessions, with a link from the state directory.
+def ray_base_directory() -> Path:
+    """Where Ray's sockets go: the temporary directory, or /tmp where that one's path is too long for a socket."""
+    preferred = Path(tempfile.gettempdir())
+    return preferred if len(os.fsencode(preferred)) <= SOCKET_PATH_BYTES - RAY_SOCKET_BYTES else Path("/tmp")
 
-    A Unix socket's path may have 107 characters and Ray's own part takes about 70 of them.
-    """
+
+def _ray_directory(state: StateDirectory) -> Path:
+    """A short directory for Ray's sessions, with a link from the state directory."""
     digest = hashlib.sha256(str(state.path).encode()).hexdigest()[:8]
-    short = Path(tempfile.gettempdir()) / f"rh-{os.getuid()}-{digest}"
+    short = ray_base_directory() / f"rh-{os.getuid()}-{digest}"
     short.mkdir(mode=0o700, exist_ok=True)
     if short.stat().st_uid != os.getuid():
         raise OSError(f"{short} belongs to another user. Set TMPDIR to a directory of your own.")

@@ -1,0 +1,1 @@
+"""What `roundhouse doctor` looks at, one module a subject."""

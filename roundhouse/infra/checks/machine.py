@@ -1,0 +1,142 @@
+"""Cores, memory, shared memory, disk, and variables that commonly break things.
+
+Invariant: limits are the measured need of the quickstart (services 1.5 GiB, engine 2 GiB, trainer 1 GiB), with some room.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import psutil
+
+from roundhouse.infra.checks.finding import Finding, fail, ok, warn
+from roundhouse.infra.checks.packages import installed
+from roundhouse.infra.recipes import RAY_OBJECT_STORE_BYTES, ray_base_directory
+
+GIB = 2**30
+MEMORY_WANTED, MEMORY_NEEDED = 6 * GIB, 3 * GIB
+DISK_WANTED, DISK_NEEDED = 5 * GIB, 1 * GIB
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
+    """Cores this process may use, and the vector instructions that vLLM's CPU build wants."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if platform.machine() not in ("x86_64", "AMD64") or not cpuinfo.exists():
+        return [ok("processor", f"{cores} cores, {platform.machine()}")]
+    flags = next((line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), [])
+    if "avx2" not in flags:
+        return [
+            fail(
+                "processor",
+                f"{cores} cores without AVX2",
+                "vLLM's CPU build needs AVX2: use a newer machine, a GPU, or generation.backend=transformers.",
+            )
+        ]
+    kind = "AVX-512" if "avx512f" in flags else "AVX2 (AVX-512 would be faster)"
+    if cores < 2:
+        return [warn("processor", f"1 core, {kind}", "Two cores or more: engine and trainer take turns on one.")]
+    return [ok("processor", f"{cores} cores, {kind}")]
+
+
+def memory(available: int | None = None) -> list[Finding]:
+    """Memory that can be had now, within the container's limit."""
+    available = _available_memory() if available is None else available
+    text = f"{available / GIB:.1f} GiB available"
+    if available < MEMORY_NEEDED:
+        return [fail("memory", text, f"At least {MEMORY_NEEDED / GIB:.0f} GiB are needed: end other programs.")]
+    if available < MEMORY_WANTED:
+        return [warn("memory", text, f"{MEMORY_WANTED / GIB:.0f} GiB are comfortable: end other programs.")]
+    return [ok("memory", text)]
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> list[Finding]:
+    if not path.is_dir():
+        return [ok("shared memory", "not of this system; Ray uses the temporary directory")]
+    free = shutil.disk_usage(path).free
+    if free < 2 * RAY_OBJECT_STORE_BYTES:
+        return [
+            warn(
+                "shared memory",
+                f"{free / 2**20:.0f} MiB free in {path}",
+                "Ray falls back to the disk: give the container more, e.g. docker run --shm-size=1g.",
+            )
+        ]
+    return [ok("shared memory", f"{free / GIB:.1f} GiB free in {path}")]
+
+
+def disk(*directories: Path) -> list[Finding]:
+    """Free space where state and store are."""
+    findings = []
+    for name, directory in zip(("disk (state)", "disk (store)"), directories, strict=False):
+        place = nearest_existing(directory)
+        free = shutil.disk_usage(place).free
+        text = f"{free / GIB:.1f} GiB free in {place}"
+        if free < DISK_NEEDED:
+            findings.append(fail(name, text, "Free some space, or put infra.state and store elsewhere."))
+        elif free < DISK_WANTED:
+            findings.append(warn(name, text, f"{DISK_WANTED / GIB:.0f} GiB are comfortable for a run's checkpoints."))
+        else:
+            findings.append(ok(name, text))
+    return findings
+
+
+def temporary_directory() -> list[Finding]:
+    """Ray's sockets and object files go there."""
+    path = ray_base_directory()
+    if not os.access(path, os.W_OK | os.X_OK):
+        return [fail("temporary directory", f"{path} cannot be written", "Set TMPDIR to a short path of yours.")]
+    return [ok("temporary directory", str(path))]
+
+
+def variables(environment: dict[str, str] | None = None) -> list[Finding]:
+    """Environment variables that are known to spoil runs in ways that are hard to see."""
+    values = dict(os.environ) if environment is None else environment
+    findings = []
+    proxied = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if values.get(name)]
+    exempt = (values.get("no_proxy") or values.get("NO_PROXY") or "").split(",")
+    if proxied and not {"127.0.0.1", "*"} & set(exempt):
+        remedy = "Add 127.0.0.1,localhost to NO_PROXY; `roundhouse` does so for what it starts itself."
+        findings.append(warn("proxy", f"{proxied[0]} is set and NO_PROXY does not name 127.0.0.1", remedy))
+    threads, cores = values.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1
+    if threads.isdigit() and int(threads) > cores:
+        detail = f"OMP_NUM_THREADS={threads} on {cores} cores: threads will wait for each other"
+        findings.append(warn("threads", detail, "Unset it, or set it to 1."))
+    if values.get("PYTHONHOME"):
+        detail = f"PYTHONHOME={values['PYTHONHOME']} sends every Python to that library"
+        findings.append(warn("PYTHONHOME", detail, "Unset it."))
+    if values.get("RAY_AUTH_MODE", "token").lower() != "token":
+        detail = f"RAY_AUTH_MODE={values['RAY_AUTH_MODE']}: Ray clusters you start by hand obey anybody"
+        findings.append(warn("RAY_AUTH_MODE", detail, "Unset it; `roundhouse up` always uses a token."))
+    return findings or [ok("variables", "none that is known to do harm")]
+
+
+def gpu(devices: Path = Path("/dev")) -> list[Finding]:
+    """A GPU that the installed torch cannot use."""
+    present = sorted(entry.name for entry in devices.glob("nvidia[0-9]*"))
+    torch = installed().get("torch", "")
+    if not present:
+        return [ok("gpu", "none; everything runs on CPU")]
+    if torch.endswith("+cpu"):
+        return [
+            warn("gpu", f"{', '.join(present)}, but torch {torch} cannot use it", "rm -r .venv && make setup GPU=1")
+        ]
+    return [ok("gpu", f"{', '.join(present)} and torch {torch}")]
+
+
+def nearest_existing(path: Path) -> Path:
+    """The directory itself, or the closest one above that exists."""
+    path = path.resolve()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _available_memory() -> int:
+    available = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        available = min(available, int(text) - int(used.read_text()))
+    return available

@@ -1,0 +1,127 @@
+"""Are the services that run, or that a run is configured to use, answering?
+
+Invariant: a service that is not running is no fault, for a run starts what it needs; one that should answer and does not is.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx
+
+from roundhouse.config.models import PretrainedPolicy, RemoteEnvironment, RunConfig
+from roundhouse.infra import ports, processes
+from roundhouse.infra.checks.finding import Finding, fail, ok, warn
+from roundhouse.infra.services import Services, status
+from roundhouse.infra.state import ServiceRecord
+
+PROBE_SECONDS = 2.0
+ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/"}
+
+
+def services(state_dir: Path) -> list[Finding]:
+    """Each service of the state directory, the engine behind Ray, and what an earlier supervisor left."""
+    found = status(state_dir)
+    running = [record for record in found.records.values() if record.status != "stopped"]
+    findings = [_service(found, record) for record in running]
+    if found.is_ready("ray"):
+        findings.append(_engine(found))
+    if not running:
+        findings = [ok("services", "not running; a run starts them, or `roundhouse up`"), *_ports(found)]
+        if found.state.path.exists() and (orphans := processes.members(found.state)):
+            numbers = ", ".join(str(process.pid) for process in orphans[:5])
+            findings.append(
+                warn("services", f"{len(orphans)} processes without supervisor ({numbers})", "roundhouse down")
+            )
+    return findings
+
+
+def configured(config: RunConfig) -> list[Finding]:
+    """What the configuration points to outside the local services."""
+    findings = []
+    if config.tracking.enabled and (uri := config.tracking.uri or "").startswith("http"):
+        findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
+    if isinstance(config.environment, RemoteEnvironment):
+        remedy = "Start the resources server, or correct environment.url."
+        findings.append(_answers("environment", config.environment.url, remedy))
+    if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
+        findings.append(_model(Path(config.policy.path)))
+    return findings
+
+
+def foreign() -> list[Finding]:
+    """Servers that the shell points to; local runs use their own."""
+    findings = []
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        url = os.environ.get(name, "")
+        if url.startswith("http") and not _status(
+            url.removesuffix("/api") + ("/api/health" if "PREFECT" in name else "")
+        ):
+            findings.append(warn(name, f"{url} does not answer", f"Unset {name} or start that server."))
+    return findings
+
+
+def _service(found: Services, record: ServiceRecord) -> Finding:
+    if record.status in ("starting", "restarting", "stopping"):
+        return warn(record.name, f"{record.status} ({record.url})", f"Wait, or look at {record.log}.")
+    if record.status == "failed":
+        return fail(record.name, record.detail, f"Look at {record.log}, then `roundhouse up`.")
+    headers = {"Authorization": f"Bearer {found.ray_token}"} if record.name == "ray" else {}
+    code = _status(record.url + ROUTES[record.name], headers)
+    if code is None or code >= 500:
+        said = "no answer" if code is None else f"HTTP {code}"
+        return fail(
+            record.name, f"{record.url}: {said}", f"Look at {record.log}; `roundhouse down`, then `roundhouse up`."
+        )
+    again = f", restarted {record.restarts} times" if record.restarts else ""
+    return ok(record.name, f"{record.url} answers{again}")
+
+
+def _engine(found: Services) -> Finding:
+    code = _status(f"{found.serve_url}/v1/models")
+    if code is None:
+        return ok("engine endpoint", f"no engine is deployed at {found.serve_url}; a run does that")
+    if code >= 400:
+        remedy = f"Look at {found.state.path / 'ray' / 'session_latest' / 'logs' / 'serve'}."
+        return fail("engine endpoint", f"{found.serve_url}/v1/models: HTTP {code}", remedy)
+    return ok("engine endpoint", f"{found.serve_url} answers")
+
+
+def _ports(found: Services) -> list[Finding]:
+    """Remembered ports that somebody else has now: the pages will have another address."""
+    findings = []
+    for name in ("prefect", "mlflow"):
+        record = found.records.get(name)
+        port = record.ports.get("http") if record else None
+        if port and not ports.is_free(port):
+            owner = ports.describe_owner(port) or "another process"
+            findings.append(
+                warn(f"port of {name}", f"{port} is now used by {owner}", "Nothing: a free one will be taken.")
+            )
+    return findings
+
+
+def _model(path: Path) -> Finding:
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    missing += [] if any(path.glob("*.safetensors")) else ["*.safetensors"]
+    missing += [] if any(path.glob("tokenizer*")) else ["tokenizer files"]
+    if missing:
+        remedy = "Set policy.path to a Hugging Face model directory."
+        return fail("policy", f"{path} lacks {', '.join(missing)}", remedy)
+    return ok("policy", f"{path} is a model directory")
+
+
+def _answers(name: str, url: str, remedy: str) -> Finding:
+    code = _status(url)
+    if code is None or code >= 500:
+        return fail(name, f"{url}: {'no answer' if code is None else f'HTTP {code}'}", remedy)
+    return ok(name, f"{url} answers")
+
+
+def _status(url: str, headers: dict[str, str] | None = None) -> int | None:
+    """HTTP status, or None without an answer. No proxy is asked: what is probed here is meant to be reached directly."""
+    try:
+        return httpx.get(url, headers=headers, timeout=PROBE_SECONDS, trust_env=False).status_code
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None

@@ -1,0 +1,61 @@
+"""What is missing or unreachable on this machine, and what to do about it.
+
+Invariant: a diagnosis changes nothing and always ends: every check has its time limit, and one that breaks is a finding too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from roundhouse.config.models import RunConfig
+from roundhouse.infra.checks import machine, packages, reachability, storage
+from roundhouse.infra.checks.finding import Finding, fail
+
+__all__ = ["Finding", "diagnose"]
+
+Check = Callable[[], list[Finding]]
+
+
+def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse") -> list[Finding]:
+    """All checks, in a fixed order.
+
+    Args:
+        config: a run to check for: its store, policy, environment and tracking server. None: the defaults.
+        state: what `infra.state` of a run names; a configuration's own one wins. Services are in `<state>/services`.
+    """
+    state = Path(config.infra.state if config else state)
+    store = config.store if config else str(state / "store")
+    local_store = [] if store.startswith("s3://") else [Path(store.removeprefix("file://"))]
+    checks: list[Check] = [
+        packages.python,
+        packages.packages,
+        packages.engine,
+        machine.processor,
+        machine.gpu,
+        machine.memory,
+        machine.shared_memory,
+        partial(machine.disk, state, *local_store),
+        machine.temporary_directory,
+        machine.variables,
+        partial(storage.state, state),
+        partial(storage.store, store),
+        partial(reachability.services, state / "services"),
+        reachability.foreign,
+    ]
+    if config is not None:
+        checks.append(partial(reachability.configured, config))
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [finding for findings in pool.map(_guarded, checks) for finding in findings]
+
+
+def _guarded(check: Check) -> list[Finding]:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - one broken check must not hide the others
+        function = getattr(check, "func", check)
+        return [
+            fail(function.__name__, f"the check itself broke: {type(error).__name__}: {error}", "Please report this.")
+        ]

@@ -1,0 +1,47 @@
+"""A keeper gives up on a service that keeps dying, and leaves nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundhouse.infra import keeper, ports, processes
+from roundhouse.infra.keeper import Keeper
+from roundhouse.infra.recipes import RECIPES, Launch, Recipe
+from roundhouse.infra.state import ServiceRecord, StateDirectory
+
+SHORT_LIVED = """
+import http.server, subprocess, sys, threading
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler)
+threading.Timer(0.6, server.shutdown).start()
+server.serve_forever()
+sys.exit(3)
+"""
+
+
+async def test_a_service_that_keeps_dying_is_given_up_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(state: StateDirectory, numbers: dict[str, int]) -> Launch:
+        url = f"http://127.0.0.1:{numbers['http']}"
+        return Launch([sys.executable, "-c", SHORT_LIVED, str(numbers["http"])], url, "/")
+
+    monkeypatch.setitem(RECIPES, "short-lived", Recipe(("http",), launch))
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "RESTARTS", 2)
+    state = StateDirectory(tmp_path)
+    state.create()
+    record = ServiceRecord("short-lived", ports={"http": ports.choose(str(tmp_path), None, [])})
+    history: list[str] = []
+    one = Keeper(state, record, dict(os.environ), str(tmp_path), lambda: history.append(record.status))
+    await asyncio.wait_for(one.keep(), 60)
+    assert record.status == "failed"
+    assert "exit code 3" in record.detail
+    assert "restarted 2 times" in record.detail
+    assert history.count("ready") == 3
+    assert processes.members(state) == []
