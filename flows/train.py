@@ -11,6 +11,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate
 from tasks.policy import starting_policy
+from tasks.refit import start_engine
 from tasks.report import finish_run, link_tracking, report_iteration
 
 
@@ -22,6 +23,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         return summary
     with tags(f"run:{run.run_id}"):
         link_tracking(run)
+        if not run.is_reported(config.iterations):
+            start_engine(run)  # it loads while the starting policy is being made
         start = starting_policy(run)
         if not run.is_reported(0):
             evaluate(run, start)

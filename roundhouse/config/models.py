@@ -108,10 +108,11 @@ class WarmStartPolicy(Section):
     head_dim: PositiveInt = 32
     intermediate_size: PositiveInt = 192
     tie_word_embeddings: bool = True
-    steps: PositiveInt = 800
+    steps: PositiveInt = 400
     """Optimizer steps of supervised training on demonstrations."""
     batch_size: PositiveInt = 32
-    learning_rate: PositiveFloat = 8e-3
+    learning_rate: PositiveFloat = 1e-2
+    """Peak; linear warm-up, then linear decay."""
     good_fraction: Fraction = 0.25
     """Share of demonstrations that follow the right procedure. The rest show the wrong ones a policy must unlearn."""
 

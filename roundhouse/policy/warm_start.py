@@ -90,11 +90,7 @@ def make_starting_policy(
         )
     started = time.monotonic()
     seed = seed if config.seed is None else config.seed
-    tools = chat_tools(environment.tool_schemas())
-    conversations = _demonstrations(config, environment, seed)
-    blank = blank_tokenizer()
-    texts = [render(blank, conversation, tools) for conversation in conversations]
-    tokenizer = train_tokenizer(texts[:MIN_DEMONSTRATIONS])
+    tokenizer, texts = _tokenizer_and_texts(config, environment, seed)
     model = make_model(config, tokenizer, derive_seed(seed, "weights"))
     examples = encode(tokenizer, texts)
     losses, trained_tokens = _train(model, examples, config, derive_seed(seed, "batches"), on_progress)
@@ -110,6 +106,16 @@ def make_starting_policy(
         final_loss=sum(tail) / len(tail),
         seconds=time.monotonic() - started,
     )
+
+
+def write_engine_files(config: WarmStartPolicy, environment: Environment, seed: int, directory: Path) -> None:
+    """Write what an engine needs to start before the policy is trained: its config and tokenizer, as they will be."""
+    seed = seed if config.seed is None else config.seed
+    tokenizer, _ = _tokenizer_and_texts(config, environment, seed)
+    model = make_model(config, tokenizer, derive_seed(seed, "weights"))
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:
@@ -128,6 +134,16 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Exa
                 speaking = token_ids[index + 1 - len(header) : index + 1] == header
         examples.append(Example(token_ids, trained))
     return examples
+
+
+def _tokenizer_and_texts(
+    config: WarmStartPolicy, environment: Environment, seed: int
+) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The tokenizer, and the demonstrations as rendered text."""
+    tools = chat_tools(environment.tool_schemas())
+    blank = blank_tokenizer()
+    texts = [render(blank, conversation, tools) for conversation in _demonstrations(config, environment, seed)]
+    return train_tokenizer(texts[:MIN_DEMONSTRATIONS]), texts
 
 
 def _demonstrations(config: WarmStartPolicy, environment: Environment, seed: int) -> list[list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ from roundhouse.gym.environments import load
 from roundhouse.progress import announce
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import Reference, sha256
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_file, read_manifest
 
@@ -50,20 +50,54 @@ def vocabulary_size(run: Run) -> int:
 def engine_files(run: Run) -> Path:
     """A local directory with the policy's config and tokenizer, which is all that an engine needs to start.
 
-    It stays the same for the whole run: weights come by refit.
+    It is there before the starting policy is trained, and stays the same for the whole run: weights come by refit.
+
+    Raises:
+        StoreError: the directory is not the starting policy's; its tokenizer was made anew with another result.
     """
     target = checkpoint_cache(run.config) / f"engine-{run.uid}"
+    start = run.checkpoint(0).reference()
     if not target.is_dir():
-        start = run.checkpoint(0).reference()
-        if start is None:
-            raise StoreError(f"run {run.run_id} has no starting policy yet")
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=target.parent))
-        for entry in read_manifest(start).files:
-            if "/" not in entry.path and not entry.path.endswith(".safetensors"):
-                (staging / entry.path).write_bytes(read_file(start, entry))
+        if start is None:
+            _write_untrained(run, staging)
+        else:
+            _copy_without_weights(start, staging)
         staging.rename(target)
+    if start is not None:
+        _require_same_tokenizer(start, target)
     return target.resolve()
+
+
+def _write_untrained(run: Run, directory: Path) -> None:
+    policy = run.config.policy
+    if isinstance(policy, PretrainedPolicy):
+        source = Location(policy.path)
+        names = [name for name in source.tree() if "/" not in name and not name.endswith(".safetensors")]
+        source.download(names, directory)
+        return
+    from roundhouse.policy.warm_start import write_engine_files
+
+    write_engine_files(policy, load(run.config.environment), _policy_seed(run, policy), directory)
+
+
+def _copy_without_weights(start: Reference, directory: Path) -> None:
+    for entry in read_manifest(start).files:
+        if "/" not in entry.path and not entry.path.endswith(".safetensors"):
+            (directory / entry.path).write_bytes(read_file(start, entry))
+
+
+def _require_same_tokenizer(start: Reference, directory: Path) -> None:
+    for entry in read_manifest(start).files:
+        if entry.path == "tokenizer.json" and sha256((directory / entry.path).read_bytes()) != entry.sha256:
+            raise StoreError(
+                f"{directory}/tokenizer.json is not the one of {start.uri}. Delete {directory} and start again."
+            )
+
+
+def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
+    return run.config.seed if policy.seed is None else policy.seed
 
 
 def checkpoint_cache(config: RunConfig) -> Path:
@@ -89,6 +123,6 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
     def on_progress(step: int, steps: int, loss: float) -> None:
         announce("warm_start", step=step, steps=steps, loss=loss)
 
-    seed = run.config.seed if policy.seed is None else policy.seed
+    seed = _policy_seed(run, policy)
     report = make_starting_policy(policy, load(run.config.environment), seed, directory, on_progress=on_progress)
     return {"warm_start": {name: getattr(report, name) for name in report.__dataclass_fields__}}
