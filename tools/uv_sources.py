@@ -12,6 +12,7 @@ VALUED = {"index-url": "--default-index", "extra-index-url": "--index", "find-li
 HARMLESS = {
     "break-system-packages",
     "cache-dir",
+    "config-file",
     "default-timeout",
     "disable-pip-version-check",
     "no-cache-dir",

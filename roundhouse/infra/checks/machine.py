@@ -5,6 +5,7 @@ Invariant: limits are the measured need of the quickstart (services 1.5 GiB, eng
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -71,7 +72,10 @@ def disk(*directories: Path) -> list[Finding]:
     """Free space where state and store are."""
     findings = []
     for name, directory in zip(("disk (state)", "disk (store)"), directories, strict=False):
-        place = nearest_existing(directory)
+        try:
+            place = nearest_existing(directory)
+        except NotADirectoryError:
+            continue  # `storage` reports it
         free = shutil.disk_usage(place).free
         text = f"{free / GIB:.1f} GiB free in {place}"
         if free < DISK_NEEDED:
@@ -127,10 +131,16 @@ def gpu(devices: Path = Path("/dev")) -> list[Finding]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The directory itself, or the closest one above that exists."""
-    path = path.resolve()
-    while not path.is_dir():
+    """The directory itself, or the closest one above that exists.
+
+    Raises:
+        NotADirectoryError: a file is in the way.
+    """
+    path = path.expanduser().resolve()
+    while not path.exists():
         path = path.parent
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is where a directory must be", str(path))
     return path
 
 

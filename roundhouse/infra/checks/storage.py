@@ -21,13 +21,12 @@ STORE_SECONDS = 15.0
 
 
 def state(directory: Path) -> list[Finding]:
-    place = nearest_existing(directory)
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=nearest_existing(directory)):
             pass
     except OSError as error:
         remedy = "Make it writable, or set infra.state to a directory of yours."
-        return [fail("state", f"{place} cannot be written: {error.strerror}", remedy)]
+        return [fail("state", f"{directory} cannot be written: {error.strerror} ({error.filename})", remedy)]
     return [ok("state", f"{directory} can be written")]
 
 
@@ -64,8 +63,8 @@ def _probe(uri: str) -> Finding:
         finally:
             with suppress(RoundhouseError):
                 location.delete(name)
-    except RoundhouseError as error:
-        return fail("store", str(error), _remedy(uri))
+    except (RoundhouseError, NotADirectoryError) as error:
+        return fail("store", f"{uri}: {error}", _remedy(uri))
     return ok("store", f"{uri}: write, read, conditional create and delete work")
 
 

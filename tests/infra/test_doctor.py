@@ -1,0 +1,181 @@
+"""The doctor finds what is wrong, says what to do, and finds nothing wrong where nothing is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.infra import services
+from roundhouse.infra.checks import machine, packages, reachability, storage
+from roundhouse.infra.doctor import Finding, diagnose
+
+GYM = {"gym": ["--environment", "calculator"]}
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_this_machine_is_in_order_and_was_looked_at_quickly(tmp_path: Path) -> None:
+    began = time.process_time()
+    findings = diagnose(None, tmp_path / "state")
+    assert time.process_time() - began < 3
+    assert [finding for finding in findings if finding.status == "fail"] == []
+    assert {"python", "packages", "engine", "processor", "memory", "state", "store", "services"} <= set(
+        by_name(findings)
+    )
+    assert json.loads(findings[0].model_dump_json()).keys() == {"name", "status", "detail", "remedy"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whatever_is_not_ok_has_a_remedy() -> None:
+    config = parse_config({"run_id": "ill", "store": "/proc/nowhere", "infra": {"state": "/proc/nowhere"}})
+    findings = diagnose(config)
+    assert by_name(findings)["store"].status == by_name(findings)["state"].status == "fail"
+    assert all(finding.remedy for finding in findings if finding.status != "ok")
+
+
+def test_a_package_that_the_lock_names_and_is_not_there_is_found(tmp_path: Path) -> None:
+    lock = tmp_path / "requirements.lock"
+    lock.write_text("no-such-package==1.0\npsutil==0.0.1\nnot-here==1 ; sys_platform == 'never'\n")
+    (finding,) = packages.packages(lock)
+    assert (finding.status, finding.detail) == ("fail", "not installed: no-such-package")
+    lock.write_text("psutil==0.0.1\npydantic_core>=2\n")
+    (finding,) = packages.packages(lock)
+    assert finding.status == "warn"
+    assert finding.detail.endswith("instead of 0.0.1")
+
+
+def test_a_file_in_the_way_of_the_store_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (finding,) = storage.store(str(tmp_path / "file" / "store"))
+    assert finding.status == "fail"
+    assert "a file is where a directory must be" in finding.detail
+
+
+def test_a_store_that_keeps_its_promises_is_ok_and_nothing_stays_in_it(store_uri: str) -> None:
+    from roundhouse.store.location import Location
+
+    (finding,) = storage.store(store_uri)
+    assert finding.status == "ok", finding.detail
+    assert Location(store_uri).tree() == []
+
+
+def test_a_bucket_whose_host_does_not_answer_is_found_in_time() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        settings = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+        }
+        code = (
+            "from roundhouse.infra.checks import storage\n"
+            "(finding,) = storage.store('s3://bucket/store', time_limit=3)\n"
+            "print(finding.model_dump_json())"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **settings}, capture_output=True, text=True, timeout=60
+        )
+    finding = Finding.model_validate_json(result.stdout)
+    assert finding.status == "fail"
+    assert "did not answer within 3 s" in finding.detail
+    assert settings["AWS_ENDPOINT_URL"] in finding.remedy
+
+
+def test_a_service_that_hangs_is_found_and_one_that_answers_is_ok(state_dir: Path) -> None:
+    running = services.up(state_dir, ["gym"], arguments=GYM)
+    assert by_name(reachability.services(state_dir))["gym"].status == "ok"
+    pid = running.records["gym"].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        finding = by_name(reachability.services(state_dir))["gym"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (finding.status, finding.detail) == ("fail", f"{running.gym_url}: no answer")
+    assert "gym.log" in finding.remedy
+
+
+def test_processes_that_a_killed_supervisor_left_are_found(state_dir: Path) -> None:
+    running = services.up(state_dir, ["gym"], arguments=GYM)
+    os.kill(running.records["gym"].pid, signal.SIGSTOP)  # it cannot follow the signal of its supervisor's death
+    os.kill(running.state.running().supervisor_pid, signal.SIGKILL)
+    while running.state.supervised():
+        time.sleep(0.05)
+    finding = reachability.services(state_dir)[-1]
+    assert finding.status == "warn"
+    assert str(running.records["gym"].pid) in finding.detail
+    assert finding.remedy == "roundhouse down"
+
+
+def test_what_a_configuration_points_to_is_looked_at(tmp_path: Path) -> None:
+    config = parse_config(
+        {
+            "run_id": "remote",
+            "environment": {"kind": "remote", "url": "http://127.0.0.1:9", "train_tasks": "tasks.jsonl"},
+            "policy": {"kind": "pretrained", "path": str(tmp_path)},
+            "tracking": {"uri": "http://127.0.0.1:9"},
+        }
+    )
+    findings = by_name(reachability.configured(config))
+    assert {name: finding.status for name, finding in findings.items()} == dict.fromkeys(
+        ("environment", "policy", "tracking"), "fail"
+    )
+    assert "lacks config.json, *.safetensors, tokenizer files" in findings["policy"].detail
+
+
+@pytest.mark.parametrize(
+    ("available", "status"), [(1 * machine.GIB, "fail"), (4 * machine.GIB, "warn"), (64 * machine.GIB, "ok")]
+)
+def test_memory_is_judged_by_what_a_run_needs(available: int, status: str) -> None:
+    (finding,) = machine.memory(available)
+    assert finding.status == status
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="vector instructions of x86")
+@pytest.mark.parametrize(("flags", "status"), [("fpu sse4_2", "fail"), ("fpu avx2", "ok"), ("avx2 avx512f", "ok")])
+def test_a_processor_without_avx2_cannot_run_the_engine(tmp_path: Path, flags: str, status: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
+    (finding,) = machine.processor(cpuinfo)
+    assert finding.status == status or (len(os.sched_getaffinity(0)) < 2 and finding.status == "warn")
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"HTTP_PROXY": "http://proxy:3128", "NO_PROXY": "example.org"}, "proxy"),
+        ({"OMP_NUM_THREADS": "4096"}, "threads"),
+        ({"PYTHONHOME": "/opt/python"}, "PYTHONHOME"),
+        ({"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE"),
+    ],
+)
+def test_variables_that_spoil_runs_are_named(variables: dict[str, str], name: str) -> None:
+    (finding,) = machine.variables(variables)
+    assert (finding.name, finding.status) == (name, "warn")
+
+
+def test_harmless_variables_are_not() -> None:
+    harmless = {"HTTP_PROXY": "http://proxy:3128", "NO_PROXY": "localhost,127.0.0.1", "OMP_NUM_THREADS": "1"}
+    (finding,) = machine.variables(harmless)
+    assert finding.status == "ok"
+
+
+def test_a_check_that_breaks_is_a_finding_and_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu() -> list[Finding]:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(machine, "gpu", gpu)
+    findings = by_name(diagnose(None, tmp_path))
+    assert "the driver is gone" in findings["gpu"].detail
+    assert findings["memory"].status in ("ok", "warn")
