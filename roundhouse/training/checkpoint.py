@@ -66,6 +66,12 @@ def load_model(directory: Path, *, packed: bool, device: torch.device) -> PreTra
                 f"The weights in {directory} do not fit its config.json: {problem.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}. The files are incomplete or from another model."
             )
+    output = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and output.weight is not model.get_input_embeddings().weight:
+        raise DataError(
+            f"{directory} holds an lm_head.weight of its own although config.json ties it to the embedding: engine and trainer "
+            "would use different ones. Set tie_word_embeddings to false in config.json, or remove the tensor."
+        )
     if packed:
         check_packable(model)
     torch.nn.Module.to(model, device)  # transformers' own `to` hides its types and adds nothing here

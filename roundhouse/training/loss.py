@@ -38,8 +38,8 @@ class Tokens:
     """The trained tokens of a microbatch; every tensor is [M] float32."""
 
     cur: torch.Tensor
-    old: torch.Tensor | None
-    """None when the update is the only one of the iteration: then old is cur, and the ratio is 1 with a gradient."""
+    old: torch.Tensor
+    """A constant. In an iteration's first update it equals cur, and the ratio is 1 with a gradient."""
     gen: torch.Tensor
     advantages: torch.Tensor
     policy_weights: torch.Tensor
@@ -56,11 +56,10 @@ def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tupl
 
     Statistics over tokens go to `sums`.
     """
-    old = tokens.cur.detach() if tokens.old is None else tokens.old
-    ratio = torch.exp(tokens.cur - old)
+    ratio = torch.exp(tokens.cur - tokens.old)
     policy = clipped_policy_loss(ratio, tokens.advantages, settings)
     weights = tokens.scale * tokens.policy_weights
-    correction = correction_weights(old, tokens.gen, settings.mismatch_correction, settings.mismatch_bounds)
+    correction = correction_weights(tokens.old, tokens.gen, settings.mismatch_correction, settings.mismatch_bounds)
     if correction is not None:
         weights = weights * correction
     policy_term = (weights * policy).sum()

@@ -23,7 +23,7 @@ from roundhouse.errors import DataError
 from roundhouse.training.algorithm import Algorithm, Stamp
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.forward import predict, recompute_log_probs, sequences_with
+from roundhouse.training.forward import Prediction, predict, recompute_log_probs, sequences_with
 from roundhouse.training.loss import Tokens, sequence_scale, token_loss
 from roundhouse.training.metrics import MetricSums
 from roundhouse.training.mismatch import add_mismatch
@@ -74,7 +74,6 @@ class _TokenTensors:
     policy_weights: torch.Tensor
     kl_weights: torch.Tensor
     entropy_weights: torch.Tensor
-    old: torch.Tensor | None = None
     ref: torch.Tensor | None = None
 
     @classmethod
@@ -113,18 +112,15 @@ class Step:
         )
         self.measured = self.trained if self.batches else sequences.loss_mask
         self.tokens = _TokenTensors.of(sequences, self.stamp, self.device)
-        self.old = np.zeros(len(sequences.token_ids), dtype=np.float32)
+        self.old = torch.zeros(len(sequences.token_ids), device=self.device)
         self.sums = MetricSums()
         self.seconds = {"forward_old": 0.0, "forward_reference": 0.0, "updates": 0.0}
         self.computed = {"microbatches": 0, "real": 0, "positions": 0}
 
     def run(self) -> StepReport:
         begun, learner = time.perf_counter(), self.learner
-        if len(self.batches) != 1:  # the log-probabilities of a single update are those from before it
-            with self._timed("forward_old"):
-                self.old = learner.log_probs(self.model, self.sequences, self.measured)
-                self._require_finite("old log-probability", float(self.old.sum()), 0)
-                self.tokens.old = torch.from_numpy(self.old).to(self.device)
+        with self._timed("forward_old"):
+            self._compute_old()
         if learner.reference is not None and self.batches:
             with self._timed("forward_reference"):
                 ref = learner.log_probs(learner.reference, self.sequences, self.trained)
@@ -137,10 +133,19 @@ class Step:
         self.seconds["total"] = time.perf_counter() - begun
         return self._report()
 
+    def _compute_old(self) -> None:
+        """`old` of all but the first update's sequences: those are computed by that update itself, on the same weights."""
+        first = self.batches[0] if self.batches else []
+        ahead = self.measured & ~np.isin(self.sequences.sequence_of_token, first)
+        if ahead.any():
+            old = self.learner.log_probs(self.model, self.sequences, ahead)
+            self._require_finite("old log-probability", float(old.sum()), 0)
+            self.old += torch.from_numpy(old).to(self.device)
+
     def _update(self, indices: Sequence[int], number: int) -> None:
         """One optimizer step on the sequences with these indices."""
         learner, model = self.learner, self.model
-        loss, policy_loss = self._accumulate(indices)
+        loss, policy_loss = self._accumulate(indices, first=number == 0)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.max_grad_norm)
         self._require_finite("loss", float(loss), number)
         self._require_finite("grad_norm", float(norm), number)
@@ -151,7 +156,7 @@ class Step:
         for name, value in (("loss", loss), ("policy_loss", policy_loss), ("grad_norm", norm), ("grad_norm_max", norm)):
             self.sums.add(name, value)
 
-    def _accumulate(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _accumulate(self, indices: Sequence[int], *, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the update's gradient up over its microbatches; return its loss and policy loss."""
         config = self.config
         microbatches = build_microbatches(
@@ -168,12 +173,13 @@ class Step:
                 dtype=config.dtype,
                 with_entropy=bool(self.stamp.columns.entropy_weights.any()),
             )
-            tokens = self._tokens_of(microbatch, prediction.log_probs, prediction.entropy, scale)
+            source = torch.from_numpy(microbatch.source).to(self.device)
+            if first:
+                self.old[source] = prediction.log_probs.detach()
+            tokens = self._tokens_of(source, prediction, scale)
             loss, policy_loss = token_loss(tokens, self.learner.algorithm.loss, self.sums)
             loss.backward()
             losses += torch.stack([loss.detach(), policy_loss])
-            if self.tokens.old is None:
-                self.old[microbatch.source] = prediction.log_probs.detach().cpu().numpy()
             self._count(microbatch)
         return losses[0], losses[1]
 
@@ -184,21 +190,18 @@ class Step:
         scale[list(indices)] = sequence_scale(torch.from_numpy(counts), self.learner.algorithm.loss.aggregation)
         return scale.to(self.device)
 
-    def _tokens_of(
-        self, microbatch: Microbatch, cur: torch.Tensor, entropy: torch.Tensor | None, scale: torch.Tensor
-    ) -> Tokens:
-        source = torch.from_numpy(microbatch.source).to(self.device)
+    def _tokens_of(self, source: torch.Tensor, prediction: Prediction, scale: torch.Tensor) -> Tokens:
         every = self.tokens
         return Tokens(
-            cur=cur,
-            old=None if every.old is None else every.old[source],
+            cur=prediction.log_probs,
+            old=self.old[source],
             gen=every.gen[source],
             advantages=every.advantages[source],
             policy_weights=every.policy_weights[source],
             scale=scale[every.owner[source]],
             ref=None if every.ref is None else every.ref[source],
             kl_weights=every.kl_weights[source],
-            entropy=entropy,
+            entropy=prediction.entropy,
             entropy_weights=every.entropy_weights[source],
         )
 
@@ -208,7 +211,7 @@ class Step:
         owner = np.unique(self.sequences.sequence_of_token[source], return_inverse=True)[1]
         add_mismatch(
             self.sums,
-            torch.from_numpy(self.old[source]),
+            self.old.cpu()[source],
             torch.from_numpy(self.sequences.gen_logprobs[source]),
             torch.from_numpy(owner),
             self.learner.algorithm.loss.mismatch_bounds,
@@ -249,7 +252,7 @@ class Step:
                 "generated": int(sequences.loss_mask.sum()),
                 "trained": trained,
             },
-            columns=sequence_rows(sequences, self.stamp, self.measured, self.old),
+            columns=sequence_rows(sequences, self.stamp, self.measured, self.old.cpu().numpy()),
         )
 
     def _counts(self, trained: int) -> dict[str, float]:

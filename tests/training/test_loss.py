@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,11 +121,13 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     torch.testing.assert_close(loss, torch.tensor([6.0, -2.4]))
 
 
-def test_a_single_update_has_ratio_one_and_the_policy_gradient() -> None:
+def test_a_first_update_has_ratio_one_and_the_policy_gradient() -> None:
     cur = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([0.5, -1.5])
     ones = torch.ones(2)
-    tokens = Tokens(cur=cur, old=None, gen=cur.detach(), advantages=advantages, policy_weights=ones, scale=ones / 2)
+    tokens = Tokens(
+        cur=cur, old=cur.detach(), gen=cur.detach(), advantages=advantages, policy_weights=ones, scale=ones / 2
+    )
     sums = MetricSums()
     loss, _ = token_loss(tokens, LossSettings(), sums)
     loss.backward()
@@ -207,3 +210,10 @@ def test_sums_over_uneven_parts_give_the_mean_of_the_whole() -> None:
 
 def test_every_metric_declares_its_denominator() -> None:
     assert all(isinstance(metric.denominator, Denominator) and metric.meaning for metric in METRICS.values())
+
+
+def test_the_documentation_explains_every_metric_as_the_code_does() -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | " in page
+        assert f"| {metric.meaning} | {metric.healthy} |" in page

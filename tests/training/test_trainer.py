@@ -111,7 +111,10 @@ def test_several_updates_equal_a_plain_loop_with_old_log_probabilities_from_the_
     model = plain_model(model_dir)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(BETA, 0.95), weight_decay=0.0)
     given = reference.advantages(rows, normalize=True, leave_one_out=False)
-    old = {row["sequence_id"]: {p: float(v) for p, v in reference.log_probs(model, row)[0].items()} for row in rows}
+    old = {
+        row["sequence_id"]: {p: float(v.detach()) for p, v in reference.log_probs(model, row)[0].items()}
+        for row in rows
+    }
     trained = [s for s, advantage in enumerate(given) if advantage is not None]
     for indices in plan_updates(trained, updates, epochs, seed, iteration):
         loss = reference.loss(model, [rows[i] for i in indices], [given[i] for i in indices], old=old)

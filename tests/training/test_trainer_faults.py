@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
 from roundhouse.errors import ConfigError, DataError
@@ -96,14 +98,26 @@ def test_a_missing_or_damaged_model_is_refused_with_its_path(model_dir: Path, tm
 
 def test_weights_that_lack_a_tensor_are_refused_instead_of_made_up(model_dir: Path, tmp_path: Path) -> None:
     """transformers would initialise the missing tensor at random and only warn."""
-    from safetensors.torch import load_file, save_file
-
     directory = make_model(tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DataError, match=r"missing keys model.layers.1.mlp.up_proj.weight"):
         Trainer.load(directory, CONFIG)
+
+
+def test_an_lm_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    """transformers would untie the two and only warn, while the engine ties them: a silent mismatch."""
+    directory = make_model(tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    for shift, refused in ((0.0, False), (0.1, True)):
+        head = tensors["model.embed_tokens.weight"] + shift
+        save_file({**tensors, "lm_head.weight": head}, directory / "model.safetensors", metadata={"format": "pt"})
+        if refused:
+            with pytest.raises(DataError, match="tie_word_embeddings"):
+                Trainer.load(directory, CONFIG)
+        else:
+            Trainer.load(directory, CONFIG)
 
 
 def test_trainer_state_that_is_damaged_or_of_another_model_is_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -140,8 +154,6 @@ def test_cuda_without_a_gpu_is_refused(model_dir: Path) -> None:
 
 def test_retention_may_delete_the_directory_that_a_trainer_was_loaded_from(tmp_path: Path) -> None:
     """The trainer stays in memory between iterations, longer than the checkpoint it began with."""
-    import shutil
-
     source = make_model(tmp_path / "source")
     trainer = Trainer.load(source, CONFIG)
     shutil.rmtree(source)
