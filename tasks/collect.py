@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prefect import task
-from roundhouse.stages.refit import engine_url
 
 from roundhouse.progress import announce
 from roundhouse.stages.collect import collect_dataset as collect_offline
 from roundhouse.stages.collect import collect_iteration
+from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from tasks.options import STAGE
@@ -18,7 +18,9 @@ def collect(run: Run, iteration: int, weights: Reference) -> Reference:
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=iteration, finished=finished, planned=planned)
 
-    return collect_iteration(run, iteration, weights, engine_url(run.config), progress)
+    if (done := run.stage(iteration, "collect").reference()) is not None:
+        return done
+    return collect_iteration(run, iteration, weights, engine_at(run, weights.policy_version), progress)
 
 
 @task(name="collect-dataset", task_run_name="collect {name}", **STAGE)
@@ -26,4 +28,4 @@ def collect_dataset(run: Run, name: str, iteration: int, checkpoint: Reference) 
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=iteration, finished=finished, planned=planned)
 
-    return collect_offline(run, name, iteration, checkpoint, engine_url(run.config), progress)
+    return collect_offline(run, name, iteration, checkpoint, engine_at(run, checkpoint.policy_version), progress)

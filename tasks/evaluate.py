@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from prefect import task
-from roundhouse.stages.refit import engine_url, ensure_version
 
 from roundhouse.progress import announce
 from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -18,11 +18,11 @@ def evaluate(run: Run, checkpoint: Reference) -> Reference:
     version = checkpoint.policy_version
     if (done := run.stage(version, "evaluate").reference()) is not None:
         return done
-    ensure_version(run, checkpoint)
+    engine_url = engine_at(run, version)
 
     def progress(finished: int, planned: int) -> None:
         announce("evaluate", version=version, finished=finished, planned=planned)
 
-    reference = evaluate_version(run, version, engine_url(run.config), progress)
+    reference = evaluate_version(run, version, engine_url, progress)
     announce("evaluation", version=version, metrics=read_manifest(reference).metrics)
     return reference

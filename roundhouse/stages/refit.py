@@ -10,6 +10,7 @@ rollouts it is for are complete is there nothing to do.
 from __future__ import annotations
 
 from roundhouse.config.models import RunConfig
+from roundhouse.errors import StoreError
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.infra.services import state_directory, status
@@ -29,9 +30,19 @@ def serve_endpoint(config: RunConfig) -> ServeEndpoint:
     return ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token)
 
 
-def engine_url(config: RunConfig) -> str:
-    """Base URL of the engine's HTTP interface."""
-    return serve_endpoint(config).http_url
+def engine_at(run: Run, version: int) -> str:
+    """Base URL of the engine, once every replica answers with the version.
+
+    After a refit that is a matter of one call. When a replica has died since, it waits for the one that takes its place.
+    """
+    serve = serve_endpoint(run.config)
+    ready = [replica for replica in deployment.replicas(serve) if replica.ready and replica.policy_version == version]
+    if len(ready) != run.config.generation.replicas:
+        checkpoint = run.checkpoint(version).reference()
+        if checkpoint is None:
+            raise StoreError(f"run {run.run_id} has no checkpoint of version {version}")
+        ensure_version(run, checkpoint)
+    return serve.http_url
 
 
 def start_engine(run: Run) -> None:

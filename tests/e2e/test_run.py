@@ -1,0 +1,276 @@
+"""A run as a person meets it: the real command, Prefect, MLflow, Ray Serve and vLLM, interrupted twice and continued.
+
+The scenario happens once (`story`); each test is a claim about what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pyarrow.dataset as ds
+import pytest
+import yaml
+
+from roundhouse.config.loading import load_config
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_manifest, read_table
+
+pytestmark = pytest.mark.timeout(900)
+
+ITERATIONS = 4
+CONFIG = {
+    "run_id": "story",
+    "iterations": ITERATIONS,
+    "policy": {"kind": "warm_start", "steps": 60},
+    "generation": {"max_model_len": 256},
+    "rollout": {"tasks": 4, "group_size": 4},
+    "train": {"updates": 2},
+    "evaluation": {"every": 2, "tasks": 8},
+    "checkpoint": {"keep_last": 2},
+}
+ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
+
+
+@dataclass
+class Story:
+    """What was seen."""
+
+    directory: Path
+    run: Run
+    interrupted_code: int = 0
+    interrupted_output: str = ""
+    left_after_interrupt: list[str] = field(default_factory=list)
+    reported_at_interrupt: int = 0
+    left_after_kill: list[str] = field(default_factory=list)
+    finished_output: str = ""
+    again_output: str = ""
+    again_seconds: float = 0.0
+    summary: dict = field(default_factory=dict)
+    mlflow_uri: str = ""
+    prefect_api: str = ""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    directory = tmp_path_factory.mktemp("story")
+    settings = CONFIG | {
+        "store": str(directory / "store"),
+        "infra": {"kind": "local", "state": str(directory / "state")},
+    }
+    (directory / "run.yaml").write_text(yaml.safe_dump(settings))
+    told = Story(directory, open_run(load_config(directory / "run.yaml")))
+    try:
+        _interrupt(told)
+        _kill(told)
+        _finish(told)
+        _again(told)
+        yield told
+    finally:
+        _command(told, "down", "--state", str(directory / "state"), check=False)
+        for process in _left(told):
+            psutil.Process(int(process.split()[0])).kill()
+
+
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(story: Story) -> None:
+    assert story.interrupted_code == 130
+    assert "goes on where" in story.interrupted_output
+    assert story.left_after_interrupt == []
+
+
+def test_the_services_of_a_killed_run_end_by_themselves(story: Story) -> None:
+    assert story.left_after_kill == []
+
+
+def test_a_continued_run_does_no_complete_stage_again(story: Story) -> None:
+    assert story.reported_at_interrupt >= 1
+    for iteration in range(1, story.reported_at_interrupt + 1):
+        for kind in ("collect", "validate", "train"):
+            reference = story.run.stage(iteration, kind).reference()
+            assert reference is not None
+            assert read_manifest(reference).attempt == 1, (iteration, kind)
+
+
+def test_every_iteration_is_complete_and_its_ledger_balances(story: Story) -> None:
+    for iteration in range(1, ITERATIONS + 1):
+        for kind in ("refit", "collect", "validate", "train", "report"):
+            assert story.run.stage(iteration, kind).reference() is not None, (iteration, kind)
+        reference = story.run.stage(iteration, "validate").reference()
+        counts = read_manifest(reference).counts
+        outcomes = sum(counts[name] for name in ("completed", "truncated", "failed", "masked", "omitted"))
+        assert counts["requested"] == outcomes == 16
+        ids = read_table(story.run.stage(iteration, "collect").reference(), "rollouts").column("rollout_id").to_pylist()
+        assert len(ids) == len(set(ids)) == 16
+    assert story.run.checkpoint_versions() == [0, 3, 4]
+
+
+def test_each_iteration_was_answered_by_the_version_before_it(story: Story) -> None:
+    for iteration in range(1, ITERATIONS + 1):
+        turns = read_table(story.run.stage(iteration, "collect").reference(), "turns")
+        assert set(turns.column("policy_version").to_pylist()) == {iteration - 1}
+
+
+def test_engine_and_trainer_agree_on_log_probabilities(story: Story) -> None:
+    for iteration in range(1, ITERATIONS + 1):
+        metrics = read_manifest(story.run.stage(iteration, "train").reference()).metrics
+        assert metrics["train/logprob_abs_diff_max"] < 1e-4
+
+
+def test_the_summary_tells_what_was_reached_and_what_it_took(story: Story) -> None:
+    summary = story.summary
+    assert summary["iterations"] == ITERATIONS
+    for moment in ("before", "after"):
+        assert 0 <= summary["evaluation"][moment]["reward_mean"] <= 1
+        assert summary["evaluation"][moment]["ledger"]["requested"] == 8
+    assert [evaluation["version"] for evaluation in summary["evaluation"]["all"]] == [0, 2, 4]
+    assert summary["wall_seconds"] > 0
+    assert {"refit", "collect", "validate", "train", "checkpoint"} <= summary["stage_seconds"].keys()
+    assert summary["ledger"]["requested"] == 16 * ITERATIONS
+    assert "Held-out reward" in story.finished_output
+    assert (story.directory / "store/runs/story/learning-curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_starting_a_finished_run_shows_the_summary_at_once(story: Story) -> None:
+    assert "is finished" in story.again_output
+    assert "Held-out reward" in story.again_output
+    assert story.again_seconds < 10
+
+
+def test_the_stores_files_are_plain_parquet(story: Story) -> None:
+    place = story.directory / "store/runs/story/iterations/000001/collect"
+    rollouts = ds.dataset([str(path) for path in place.glob("rollouts-*.parquet")]).to_table()
+    assert {"rollout_id", "reward", "messages", "status"} <= set(rollouts.column_names)
+    assert '"function_call"' in "".join(rollouts.column("messages").to_pylist())
+
+
+def test_mlflow_has_one_run_with_each_iteration_once(story: Story) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(story.mlflow_uri)
+    experiment = client.get_experiment_by_name("roundhouse")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "train/reward")
+    assert sorted(point.step for point in history) == list(range(1, ITERATIONS + 1))
+    assert {"evaluation/reward_mean", "seconds/collect", "overhead/total"} <= run.data.metrics.keys()
+    assert run.data.params["rollout.group_size"] == "4"
+    inputs = {each.dataset.name for each in run.inputs.dataset_inputs}
+    assert {"rollouts-000001", "sequences-000004"} <= inputs
+    artifacts = {each.path for each in client.list_artifacts(run.info.run_id)}
+    assert {"learning-curve.png", "config.yaml", "conversations"} <= artifacts
+
+
+def test_prefect_shows_named_runs_and_artifacts(story: Story) -> None:
+    import httpx
+
+    def ask(what: str, body: dict) -> list[dict]:
+        return httpx.post(f"{story.prefect_api}/{what}/filter", json=body, timeout=30).raise_for_status().json()
+
+    flow_runs = {each["name"]: each for each in ask("flow_runs", {"limit": 50})}
+    assert flow_runs["story iteration 0004"]["state_type"] == "COMPLETED"
+    assert "run:story" in flow_runs["story iteration 0004"]["tags"]
+    task_runs = {each["name"] for each in ask("task_runs", {"limit": 200})}
+    assert {"collect 4", "validate 4", "train 4", "checkpoint 4", "refit to version 3"} <= task_runs
+    keys = {each["key"] for each in ask("artifacts", {"limit": 200})}
+    assert {"story-progress", "story-rollouts", "story-mlflow", "story-summary"} <= keys
+
+
+def _interrupt(told: Story) -> None:
+    """Ctrl-C in iteration 2 or later."""
+    process = _start(told)
+    _wait(lambda: told.run.is_reported(1), process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    told.interrupted_code, told.interrupted_output = process.returncode, output
+    told.left_after_interrupt = _gone(told)
+    told.reported_at_interrupt = max(k for k in range(ITERATIONS) if told.run.is_reported(k))
+
+
+def _kill(told: Story) -> None:
+    """SIGKILL of the flow's process in the iteration after that."""
+    process = _start(told)
+    following = told.reported_at_interrupt + 1
+    _wait(lambda: told.run.stage(following, "validate").reference() is not None, process)
+    process.kill()
+    process.communicate(timeout=30)
+    told.left_after_kill = _gone(told)
+
+
+def _finish(told: Story) -> None:
+    process = _start(told)
+    told.finished_output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, told.finished_output
+    told.summary = json.loads(
+        _command(told, "runs", "show", "story", "--store", str(told.directory / "store"), "--json")
+    )
+    told.mlflow_uri = re.search(r"MLflow +(http://\S+?)(/#\S*)?$", told.finished_output, re.M)[1]
+    told.prefect_api = re.search(r"Prefect +(http://\S+)", told.finished_output)[1] + "/api"
+
+
+def _again(told: Story) -> None:
+    began = time.monotonic()
+    told.again_output = _command(told, "train", str(told.directory / "run.yaml"))
+    told.again_seconds = time.monotonic() - began
+
+
+def _start(told: Story) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [ROUNDHOUSE, "train", str(told.directory / "run.yaml")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=_environment(),
+        start_new_session=True,
+    )
+
+
+def _command(told: Story, *arguments: str, check: bool = True) -> str:
+    done = subprocess.run(
+        [ROUNDHOUSE, *arguments], capture_output=True, text=True, env=_environment(), timeout=120, check=check
+    )
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
+
+
+def _wait(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended early with {process.returncode}:\n{process.communicate()[0]}")
+        if time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"not there after {seconds} s:\n{process.communicate()[0]}")
+        time.sleep(0.1)
+
+
+def _gone(told: Story, seconds: float = 45) -> list[str]:
+    """What is still there after a while."""
+    deadline = time.monotonic() + seconds
+    while (left := _left(told)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
+
+
+def _left(told: Story) -> list[str]:
+    """Processes whose environment or command line names the story's directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+        except (psutil.Error, OSError):
+            continue
+        if process.pid != os.getpid() and any(str(told.directory / "state") in word for word in words):
+            found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+    return found
