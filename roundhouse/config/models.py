@@ -252,7 +252,7 @@ class TrainConfig(Section):
     algorithm: GRPO = GRPO()
     optimizer: OptimizerConfig = OptimizerConfig()
     updates: PositiveInt = 4
-    """Optimizer steps an iteration; the batch is split into as many parts."""
+    """Optimizer steps an epoch; the sequences that teach are split into as many parts."""
     epochs: PositiveInt = 1
     """Passes over the iteration's sequences."""
     tokens_per_microbatch: PositiveInt = 4096
