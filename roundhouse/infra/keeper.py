@@ -51,6 +51,8 @@ class Keeper:
     directory: str
     publish: Callable[[], None]
     """Called after every change of the record."""
+    asked: int = 0
+    """Number of the newest request; the record takes it over once the service has been seen to be healthy since."""
 
     async def keep(self) -> None:
         """Runs until the service has failed for good or the task is cancelled."""
@@ -71,6 +73,7 @@ class Keeper:
             if cancelled:
                 self._set("stopping")
             await self._end()
+            self.record.answered = self.asked
             self._set("stopped" if cancelled else "failed")
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -109,6 +112,7 @@ class Keeper:
                 return False
             if await probe(self._launch):
                 self.record.ready_seconds = round(time.monotonic() - began, 2)
+                self.record.answered = self.asked
                 self._set("ready")
                 return True
             await asyncio.sleep(0.1)
@@ -124,11 +128,15 @@ class Keeper:
             if self.record.restarts and now - ready > STEADY_SECONDS:
                 self.record.restarts = 0
                 self._set("ready")
-            if now - probed < PROBE_INTERVAL_SECONDS:
+            asked, due = self.asked, now - probed > PROBE_INTERVAL_SECONDS
+            if not due and asked == self.record.answered:
                 continue
             probed = now
             if await probe(self._launch):
                 answered = now
+                if asked > self.record.answered:
+                    self.record.answered = asked
+                    self._set("ready")
             elif now - answered > UNRESPONSIVE_SECONDS:
                 self.record.detail = f"It was alive but answered nothing for {UNRESPONSIVE_SECONDS:.0f} s."
                 return

@@ -1,7 +1,7 @@
 """What a client says to the supervisor: I want these services, I want them no longer.
 
-Invariant: `request` either returns with every service ready, or leaves the leases as it found them. Whatever happens, the
-caller waits no longer than its time limit.
+Invariant: `request` either returns with every service seen to be healthy after the request, or gives back the leases that it
+took. Whatever happens, the caller waits no longer than its time limit.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def withdraw(state: StateDirectory, services: Collection[str] | None) -> list[st
         dropped = [name for name in wanted.services if services is None or name in services]
         wanted.services = {name: lease for name, lease in wanted.services.items() if name not in dropped}
         state.write_wanted(wanted)
+        (state.path / "handover.json").unlink(missing_ok=True)
     await_ended(state, dropped if services is None else list(services))
     return dropped
 

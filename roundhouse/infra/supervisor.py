@@ -38,6 +38,7 @@ class Supervisor:
     running: Running
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
+    keepers: dict[str, Keeper] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def serve(self, supervision: TextIO) -> None:
@@ -84,6 +85,9 @@ class Supervisor:
                     log.error("%s: the keeper failed", name, exc_info=error)
             elif name not in wanted.services and not task.cancelling():
                 task.cancel()
+        # At every request, also one that starts nothing: what was handed over holds secrets and must not lie about.
+        if handed := self.state.take_over():
+            self.environment, self.directory = handed
         for name, lease in wanted.services.items():
             record = self.running.services.setdefault(name, ServiceRecord(name))
             if record.answered >= lease.asked:
@@ -91,12 +95,9 @@ class Supervisor:
             if name not in self.tasks:
                 self._begin(record, lease)
             elif not self.tasks[name].cancelling():
-                record.answered = lease.asked
-                self.publish()
+                self.keepers[name].asked = lease.asked
 
     def _begin(self, record: ServiceRecord, lease: Lease) -> None:
-        if handed := self.state.take_over():
-            self.environment, self.directory = handed
         others = {
             port for other in self.running.services.values() if other is not record for port in other.ports.values()
         }
@@ -109,7 +110,8 @@ class Supervisor:
             )
         record.ports, record.arguments, record.answered = chosen, lease.arguments, lease.asked
         record.status, record.detail, record.restarts = "starting", "", 0
-        keeper = Keeper(self.state, record, self.environment, self.directory, self.publish)
+        keeper = Keeper(self.state, record, self.environment, self.directory, self.publish, lease.asked)
+        self.keepers[record.name] = keeper
         self.tasks[record.name] = asyncio.create_task(keeper.keep())
 
     def _retire(self, supervision: TextIO) -> bool:

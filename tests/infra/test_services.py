@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ def running() -> Iterator[Services]:
         patch.delenv("HTTP_PROXY")
         yield found
         services.down(path)
+        shutil.rmtree((path / "ray").resolve())
 
 
 pytestmark = pytest.mark.timeout(TIME_LIMIT + 60)
@@ -39,6 +41,7 @@ pytestmark = pytest.mark.timeout(TIME_LIMIT + 60)
 def test_every_service_answers_and_ray_only_those_who_have_its_token(running: Services) -> None:
     assert httpx.get(f"{running.prefect_api_url}/health").json() is True
     assert httpx.get(running.prefect_ui_url).status_code == 200
+    assert httpx.get(f"{running.prefect_ui_url}/ui-settings").json()["api_url"] in (running.prefect_api_url, "/api")
     assert httpx.get(f"{running.mlflow_url}/health").text == "OK"
     applications = f"{running.ray_dashboard_url}/api/serve/applications/"
     assert httpx.get(applications).status_code == 401

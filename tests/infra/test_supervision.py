@@ -203,8 +203,18 @@ def test_what_runs_is_on_record_and_the_environment_is_not(state_dir: Path, monk
     assert record["url"] == running.gym_url == f"http://127.0.0.1:{record['ports']['http']}"
     assert Path(record["log"]).read_text().count("--- started") == 1
     assert psutil.Process(record["pid"]).environ()["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-caller"
+    up(state_dir)  # one that starts nothing
     texts = [path.read_text() for path in state_dir.rglob("*") if path.is_file()]
     assert not any("a-secret-of-the-caller" in text for text in texts)
+
+
+def test_up_does_not_take_a_service_that_hangs_for_a_running_one(state_dir: Path) -> None:
+    running = up(state_dir)
+    os.kill(running.records["gym"].pid, signal.SIGSTOP)
+    with pytest.raises(InfraError, match=r"Not ready within 2 s: gym"):
+        up(state_dir, time_limit=2)
+    os.kill(running.records["gym"].pid, signal.SIGCONT)
+    assert up(state_dir).records["gym"].pid == running.records["gym"].pid
 
 
 def test_an_unknown_service_or_port_is_refused(state_dir: Path) -> None:
