@@ -329,15 +329,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        grpo, rollout = self.train.algorithm, self.rollout
+        rollout = self.rollout
         if rollout.group_size < 2:
             raise ValueError(
                 f"rollout.group_size is {rollout.group_size}: a group of one has no baseline. Set it to 2 or more."
-            )
-        if grpo.leave_one_out and grpo.normalize_by_std and rollout.group_size < 3:
-            raise ValueError(
-                "train.algorithm.leave_one_out with normalize_by_std needs rollout.group_size >= 3: of two rollouts, "
-                "one is left and has no spread. Enlarge the group or switch one of them off."
             )
         if self.validation.min_group_size > rollout.group_size:
             raise ValueError(

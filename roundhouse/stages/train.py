@@ -69,6 +69,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
         trainer_state=state if state.is_dir() else None,
         reference_dir=reference_model,
         seed=run.config.seed,
+        temperature=run.config.generation.sampling.temperature,
     )
 
 

@@ -46,7 +46,6 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
     ("tree", "names"),
     [
         ({"rollout": {"group_size": 1}}, "rollout.group_size"),
-        ({"train": {"algorithm": {"leave_one_out": True}}, "rollout": {"group_size": 2}}, "leave_one_out"),
         ({"validation": {"min_group_size": 9}}, "validation.min_group_size"),
         ({"generation": {"sampling": {"max_new_tokens": 512}}}, "max_new_tokens"),
         ({"generation": {"sampling": {"temperature": 0}}}, "temperature"),
