@@ -60,6 +60,8 @@ class Replica:
     refit_seconds: float
     refits: int
     error: str | None
+    failed_request: int | None
+    """`request` of the wish that `error` is about."""
     wanted: dict[str, Any] | None
 
     @classmethod
@@ -268,9 +270,7 @@ def _all_there(found: list[Replica], count: int, user_config: dict[str, Any]) ->
         DeploymentFailed: a replica says that it cannot have them.
     """
     for replica in found:
-        if replica.wanted is not None and replica.wanted["request"] == user_config["request"] and replica.error:
-            if user_config["weights"] is None:
-                continue
+        if replica.failed_request == user_config["request"]:
             raise DeploymentFailed(f"Replica {replica.replica_id} cannot be refitted. {replica.error}")
     if user_config["weights"] is None:
         return len(found) == count

@@ -149,7 +149,7 @@ def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[in
     Raises:
         ValueError: a row is empty or not right-padded.
     """
-    lengths = attention_mask.sum(dim=1).tolist()
+    lengths = attention_mask.sum(dim=1).long().tolist()
     rows = []
     for row, (ids, length) in enumerate(zip(input_ids.tolist(), lengths, strict=True)):
         if length == 0 or not bool(attention_mask[row, :length].all()):

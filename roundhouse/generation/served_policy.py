@@ -106,6 +106,7 @@ class ServedPolicy:
         self._wanted: Wanted | None = None
         self._held: Wanted | None = None
         self._error: str | None = "No weights were given yet."
+        self._failed_request: int | None = None
         self._poisoned = False
         self._refits = 0
         self._refit_seconds = 0.0
@@ -156,7 +157,7 @@ class ServedPolicy:
         await self._gate.close()
         try:
             await self.engine.load_weights(str(directory))
-            self._held, self._error = wanted, None
+            self._held, self._error, self._failed_request = wanted, None, None
             self._refits += 1
             self._refit_seconds = time.perf_counter() - started
         except BaseException:
@@ -177,6 +178,7 @@ class ServedPolicy:
 
     def _refuse(self, wanted: Wanted, error: Exception, pause: float) -> None:
         self._error = f"Version {wanted.policy_version} cannot be loaded from {wanted.weights}: {error}"
+        self._failed_request = wanted.request
         logger.error("%s", self._error)
 
         async def again() -> None:
@@ -191,6 +193,7 @@ class ServedPolicy:
         self._error = (
             f"Loading version {wanted.policy_version} from {wanted.weights} failed: {type(error).__name__}: {error}"
         )
+        self._failed_request = wanted.request
         logger.exception("%s", self._error)
 
     async def check_health(self) -> None:
@@ -211,6 +214,8 @@ class ServedPolicy:
             "digest": None if held is None else held.digest,
             "wanted": None if self._wanted is None else asdict(self._wanted),
             "error": self._error,
+            # The error may be of the wish before, while the newest is being fulfilled.
+            "failed_request": self._failed_request,
             "poisoned": self._poisoned,
             "refits": self._refits,
             "refit_seconds": self._refit_seconds,

@@ -1,0 +1,107 @@
+"""A private Ray head for the tests, on free ports, ended with everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+from roundhouse.generation.deployment import ServeEndpoint
+from roundhouse.generation.serve_head import REPLICA_PORTS, head_environment
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now, below the kernel's own range."""
+    found: list[int] = []
+    port = 20_000 + int.from_bytes(secrets.token_bytes(2), "big") % 9_000
+    while len(found) < count:
+        port += 1
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                found.append(port)
+    return found
+
+
+@contextlib.contextmanager
+def ray_head() -> Iterator[ServeEndpoint]:
+    """Start a head with dashboard; yields where its Serve is (not started before the first deployment)."""
+    directory = Path(tempfile.mkdtemp(prefix="rhg", dir="/tmp"))
+    token = secrets.token_hex(16)
+    gcs, dashboard, serve, stats, client, agent, agent_grpc, env_agent, metrics, *replica_ports = free_ports(
+        9 + REPLICA_PORTS
+    )
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    options = {
+        "port": gcs,
+        "node-ip-address": "127.0.0.1",
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": dashboard,
+        "dashboard-agent-listen-port": agent,
+        "dashboard-agent-grpc-port": agent_grpc,
+        "runtime-env-agent-port": env_agent,
+        "metrics-export-port": metrics,
+        "ray-client-server-port": client,
+        "min-worker-port": 0,
+        "max-worker-port": 0,
+        "num-cpus": 4,
+        "object-store-memory": 100_000_000,
+        "include-log-monitor": "false",
+        "temp-dir": directory,
+    }
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    environment = os.environ | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "OMP_NUM_THREADS": "1",
+        **head_environment(directory / "hap", stats_port=stats, first_replica_port=replica_ports[0]),
+    }
+    with (directory / "head.log").open("w") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    endpoint = ServeEndpoint(f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{serve}", token)
+    try:
+        _wait_until_up(endpoint, head, directory / "head.log")
+        yield endpoint
+    finally:
+        _end(head)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_until_up(endpoint: ServeEndpoint, head: subprocess.Popen[bytes], log: Path) -> None:
+    headers = {"Authorization": f"Bearer {endpoint.token}"}
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and head.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            reply = httpx.get(f"{endpoint.dashboard_url}/api/serve/applications/", headers=headers, timeout=5)
+            if reply.status_code == 200:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"Ray's head did not come up: {log.read_text()[-2000:]}")
+
+
+def _end(head: subprocess.Popen[bytes]) -> None:
+    """End the head and everything below it: Ray titles its processes anew, so they are known by descent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(head.pid).children(recursive=True)
+        # SIGTERM would let Ray take half a minute for an orderly end of something that keeps nothing.
+        head.kill()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=10)
+    head.wait(10)

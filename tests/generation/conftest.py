@@ -1,0 +1,65 @@
+"""One deployment of real vLLM on CPU under real Ray Serve, shared by all tests of this directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.generation import deployment
+from roundhouse.generation.deployment import ServeEndpoint
+from tests.generation import tiny
+from tests.generation.cluster import ray_head
+
+
+@pytest.fixture(scope="session")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model directories by name: two random ones with tied embeddings, one untied, one that calls the tool."""
+    root = tmp_path_factory.mktemp("policies")
+    return {
+        "first": tiny.make_model(root / "first", seed=1),
+        "second": tiny.make_model(root / "second", seed=2),
+        "untied": tiny.make_model(root / "untied", seed=3, tie=False),
+        "untied-second": tiny.make_model(root / "untied-second", seed=4, tie=False),
+        "caller": tiny.teach_tool_call(root / "caller", seed=5),
+    }
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[ServeEndpoint]:
+    with ray_head() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def config() -> GenerationConfig:
+    return GenerationConfig(
+        replicas=2, kv_cache_gib=0.125, max_model_len=512, request_timeout_seconds=30, refit_timeout_seconds=60
+    )
+
+
+@pytest.fixture(scope="session")
+def deployed(
+    ray: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], tmp_path_factory
+) -> ServeEndpoint:
+    """Two replicas of vLLM, started from a directory without any weights, then refitted to version 1."""
+    bare = tmp_path_factory.mktemp("bare")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_bytes((policies["first"] / name).read_bytes())
+    started = deployment.ensure_deployed(config, str(bare), ray)
+    assert len(started) == 2
+    assert not any(replica.ready for replica in started)
+    deployment.refit(config, ray, weights=str(policies["first"]), version=1)
+    return ray
+
+
+@pytest.fixture
+def refit(deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]) -> Callable[[str, int], list]:
+    """Bring the shared deployment to a policy by name."""
+
+    def to(name: str, version: int) -> list[deployment.Replica]:
+        return deployment.refit(config, deployed, weights=str(policies[name]), version=version)
+
+    return to

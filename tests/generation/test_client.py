@@ -1,0 +1,109 @@
+"""The client's errors are typed by who is at fault, and no call outlives its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.generation.client import HttpPolicyClient, error_of, without_older_tokens
+from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
+from tests.generation import tiny
+from tests.generation.servers import serve, transformers_server
+
+CONFIG = GenerationConfig(request_timeout_seconds=5)
+SAMPLING = Sampling(max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def url(policies: dict[str, Path]) -> Iterator[str]:
+    with transformers_server(policies["first"]) as url:
+        yield url
+
+
+async def test_it_completes_and_keeps_the_tokens_out_of_the_message(url):
+    async with HttpPolicyClient(url, CONFIG) as policy:
+        completion = await policy.complete(tiny.TOOL_MESSAGES, [tiny.ADD_TOOL], SAMPLING, seed=1)
+    assert set(completion.message) == {"role", "content"}
+    assert len(completion.generation_token_ids) == 4
+    assert completion.policy_version == 1
+    assert completion.latency_seconds > 0
+
+
+async def test_a_conversation_that_does_not_fit_is_a_context_overflow(url):
+    async with HttpPolicyClient(url, CONFIG) as policy:
+        with pytest.raises(ContextOverflow, match="maximum context length is 512"):
+            await policy.complete([{"role": "user", "content": "hello " * 600}], [], SAMPLING, seed=1)
+
+
+async def test_a_request_that_is_wrong_is_rejected(url):
+    async with HttpPolicyClient(url, CONFIG, model="other") as policy:
+        with pytest.raises(EngineRejected, match="not served here"):
+            await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
+
+
+async def test_a_closed_port_is_unreachable():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with HttpPolicyClient(f"http://127.0.0.1:{port}", CONFIG) as policy:
+        with pytest.raises(EngineUnreachable):
+            await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
+
+
+async def test_an_engine_that_never_answers_is_a_timeout_within_the_limit():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with HttpPolicyClient(url, GenerationConfig(request_timeout_seconds=0.5)) as policy:
+            started = time.monotonic()
+            with pytest.raises(EngineTimeout, match="request_timeout_seconds"):
+                await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
+            assert time.monotonic() - started < 3
+
+
+async def test_waiting_for_ones_own_other_calls_does_not_count_as_a_timeout(url):
+    config = GenerationConfig(request_timeout_seconds=4)
+    async with HttpPolicyClient(url, config, connections=1) as policy:
+        calls = [policy.complete(tiny.TOOL_MESSAGES, [], Sampling(max_new_tokens=60), seed) for seed in range(12)]
+        assert len(await asyncio.gather(*calls)) == 12
+
+
+async def test_something_else_at_the_url_is_unreachable_not_a_crash():
+    async def other(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"hello": 1}'})
+
+    async def make():
+        return other
+
+    with serve(make) as url:
+        async with HttpPolicyClient(url, CONFIG) as policy:
+            with pytest.raises(EngineUnreachable, match="Is it the policy's server"):
+                await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
+
+
+def test_a_404_of_a_proxy_without_replicas_passes_by_itself_and_ours_does_not():
+    assert isinstance(error_of(404, b"Path '/v1/chat/completions' not found.", "u"), EngineUnreachable)
+    assert isinstance(error_of(404, b'{"error": {"code": "model_not_found", "message": "m"}}', "u"), EngineRejected)
+    assert isinstance(
+        error_of(503, b'{"error": {"code": "policy_unavailable", "message": "m"}}', "u"), EngineUnreachable
+    )
+
+
+def test_recorded_tokens_travel_once():
+    def assistant(text: str) -> dict:
+        tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
+        return {"role": "assistant", "content": text} | tokens
+
+    user = {"role": "user", "content": "u"}
+    older, newer = assistant("a"), assistant("b")
+    sent = without_older_tokens([user, older, user, newer, user])
+    assert sent == [user, {"role": "assistant", "content": "a"}, user, newer, user]
+    assert older["prompt_token_ids"] == [1]

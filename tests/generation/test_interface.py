@@ -1,0 +1,93 @@
+"""The batch interface and its backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.errors import ConfigError
+from roundhouse.generation.interface import GenerationInterface, configure_generation_config, create_backend
+from roundhouse.generation.vllm_engine import engine_arguments
+from tests.generation import tiny
+
+CONFIG = GenerationConfig(kv_cache_gib=0.125, max_model_len=256, sampling=Sampling(max_new_tokens=10))
+PROMPTS = [[1, 40, 50, 60], list(range(30, 180)), [7]]
+
+
+@pytest.fixture(scope="module")
+def tokenized(policies: dict[str, Path]):
+    return configure_generation_config(CONFIG, AutoTokenizer.from_pretrained(policies["first"]))
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def backend(request, tokenized, policies) -> GenerationInterface:
+    made = create_backend(tokenized, str(policies["untied"]), request.param)
+    made.prepare_for_generation()
+    made.prepare_for_generation()
+    return made
+
+
+def batch(seeds=(1, 2, 3)) -> dict:
+    longest = max(map(len, PROMPTS))
+    ids, mask = torch.zeros(len(PROMPTS), longest, dtype=torch.long), torch.zeros(len(PROMPTS), longest)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
+    return {"input_ids": ids, "attention_mask": mask, "seeds": list(seeds)}
+
+
+def assert_true_of(policy_dir: Path, output) -> None:
+    for row, prompt in enumerate(PROMPTS):
+        length, total = int(output["generation_lengths"][row]), int(output["unpadded_sequence_lengths"][row])
+        assert total == len(prompt) + length
+        ids = output["output_ids"][row].tolist()
+        assert ids[: len(prompt)] == prompt
+        expected = tiny.reference_logprobs(policy_dir, prompt, ids[len(prompt) : total])
+        assert output["logprobs"][row, len(prompt) : total].tolist() == pytest.approx(expected, abs=1e-4)
+        assert not output["logprobs"][row, : len(prompt)].any()
+        assert not output["logprobs"][row, total:].any()
+
+
+def test_rows_come_back_whole_with_true_log_probabilities(backend, policies):
+    """Untied embeddings, so the head is a tensor of its own."""
+    assert_true_of(policies["untied"], backend.generate(batch(), greedy=False))
+
+
+def test_a_rows_tokens_depend_on_its_seed_alone(backend):
+    first = backend.generate(batch((5, 6, 7)), greedy=False)["output_ids"]
+    other = backend.generate(batch((9, 6, 8)), greedy=False)["output_ids"]
+    assert torch.equal(first[1], other[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_new_weights_are_in_after_loading(backend, policies):
+    backend.load_weights(str(policies["untied-second"]))
+    assert_true_of(policies["untied-second"], backend.generate(batch(), greedy=False))
+    backend.load_weights(str(policies["untied"]))
+    assert_true_of(policies["untied"], backend.generate(batch(), greedy=False))
+
+
+def test_finishing_and_preparing_again_changes_nothing(backend):
+    before = backend.generate(batch(), greedy=True)["output_ids"]
+    backend.finish_generation()
+    backend.finish_generation()
+    backend.prepare_for_generation()
+    assert torch.equal(before, backend.generate(batch(), greedy=True)["output_ids"])
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(tokenized, policies):
+    with pytest.raises(ConfigError, match="transformers, vllm"):
+        create_backend(tokenized, str(policies["first"]), "sglang")
+
+
+def test_a_gpu_is_a_matter_of_configuration():
+    config = GenerationConfig(gpus_per_replica=1, dtype="bfloat16", engine_args={"tensor_parallel_size": 2})
+    arguments = engine_arguments(config, "/m")
+    assert arguments["dtype"] == "bfloat16"
+    assert arguments["gpu_memory_utilization"] == 0.85
+    assert arguments["tensor_parallel_size"] == 2
+    assert "enforce_eager" not in arguments
+    assert "kv_cache_memory_bytes" not in arguments

@@ -1,0 +1,139 @@
+"""A replica answers with the wanted version or not at all. Faults are planted in the engine, which is a fake here."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from roundhouse.generation import served_policy
+from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
+from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy, Wanted
+
+
+class FaultyEngine:
+    """Does nothing; fails on loading when told to."""
+
+    max_model_len = 64
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.fault: Exception | None = None
+        self.slow = asyncio.Event()
+        self.slow.set()
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt_token_ids, draw: Draw) -> Generated:
+        await self.slow.wait()
+        return Generated([1], [-0.1], "stop")
+
+    async def load_weights(self, directory: str) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.loaded.append(directory)
+
+    async def check_health(self) -> None: ...
+
+    def openai_app(self):
+        return None
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture
+def engine() -> FaultyEngine:
+    return FaultyEngine()
+
+
+@pytest.fixture
+def policy(engine: FaultyEngine, policies: dict[str, Path]) -> ServedPolicy:
+    return ServedPolicy(engine, str(policies["first"]), "r1")
+
+
+async def version_of(policy: ServedPolicy) -> int:
+    async with policy.answering() as version:
+        await policy.engine.generate([1], Draw(max_tokens=1))
+        return version
+
+
+async def test_without_weights_nobody_answers(policy):
+    await policy.want(Wanted(policy_version=0, request=1))
+    with pytest.raises(PolicyUnavailable, match="No weights"):
+        await version_of(policy)
+    await policy.check_health()
+
+
+async def test_a_refit_waits_for_requests_inside_and_those_that_come_wait_for_it(policy, engine, policies):
+    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    engine.slow.clear()
+    inside = asyncio.create_task(version_of(policy))
+    await asyncio.sleep(0.01)
+    refit = asyncio.create_task(policy.want(Wanted(2, str(policies["second"]), request=2)))
+    while policy._gate._open.is_set():  # noqa: ASYNC110 (a look inside, without a hook for it)
+        await asyncio.sleep(0.01)
+    later = asyncio.create_task(version_of(policy))
+    await asyncio.sleep(0.05)
+    assert not refit.done()
+    assert not later.done()
+    engine.slow.set()
+    await refit
+    assert (await inside, await later) == (1, 2)
+
+
+async def test_a_refit_that_breaks_off_makes_the_replica_unhealthy(policy, engine, policies):
+    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    engine.fault = RuntimeError("half of it")
+    await policy.want(Wanted(2, str(policies["second"]), request=2))
+    with pytest.raises(PolicyUnavailable, match="half of it"):
+        await version_of(policy)
+    with pytest.raises(EnginePoisoned):
+        await policy.check_health()
+
+
+async def test_an_os_error_in_the_middle_of_loading_is_not_taken_for_a_missing_file(policy, engine, policies):
+    engine.fault = OSError("device lost")
+    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    with pytest.raises(EnginePoisoned):
+        await policy.check_health()
+
+
+async def test_refused_weights_leave_the_engine_untouched_and_healthy(policy, engine, policies, tmp_path):
+    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    await policy.want(Wanted(2, str(tmp_path / "nowhere"), request=2))
+    with pytest.raises(PolicyUnavailable, match="does not exist"):
+        await version_of(policy)
+    await policy.check_health()
+    assert len(engine.loaded) == 1
+    await policy.want(Wanted(3, str(policies["first"]), request=3))
+    assert await version_of(policy) == 3
+
+
+async def test_weights_that_appear_later_are_picked_up_without_a_new_wish(policy, policies, tmp_path, monkeypatch):
+    monkeypatch.setattr(served_policy, "FIRST_RETRY_SECONDS", 0.05)
+    late = tmp_path / "late"
+    await policy.want(Wanted(1, str(late), request=1))
+    shutil.copytree(policies["first"], late)
+    async with asyncio.timeout(10):
+        while not policy.status()["ready"]:  # noqa: ASYNC110 (seen from outside, as /rh/status is)
+            await asyncio.sleep(0.05)
+    assert await version_of(policy) == 1
+
+
+async def test_an_older_wish_that_arrives_late_is_ignored(policy, policies):
+    await policy.want(Wanted(2, str(policies["second"]), request=20))
+    await policy.want(Wanted(1, str(policies["first"]), request=10))
+    assert await version_of(policy) == 2
+
+
+async def test_the_same_wish_again_loads_nothing(policy, engine, policies):
+    for request in (1, 2):
+        await policy.want(Wanted(1, str(policies["first"]), request=request))
+    assert len(engine.loaded) == 1
+
+
+def test_an_unknown_key_of_user_config_is_refused():
+    with pytest.raises(ValueError, match="policy_version"):
+        Wanted.parse({"policy_version": 1, "wieghts": "x"})
