@@ -24,7 +24,7 @@ from roundhouse.infra.state import StateDirectory
 RAY_SESSIONS_KEPT = 3
 RAY_OBJECT_STORE_BYTES = 100 * 2**20
 """Serve passes no objects of size; Ray refuses less than 75 MiB."""
-SOCKET_PATH_BYTES, RAY_SOCKET_BYTES = 103, 82
+SOCKET_PATH_BYTES, RAY_SOCKET_BYTES = 103, 84
 """Longest path of a Unix socket (107 on Linux, 103 on macOS), and the part of it that Ray and we add to a directory."""
 RAY_CPUS = 64
 """Only book-keeping: what really shares the cores is decided by the operating system and thread counts."""
@@ -161,19 +161,24 @@ def ray_base_directory() -> Path:
 
 
 def _ray_directory(state: StateDirectory) -> Path:
-    """A short directory for Ray's sessions, with a link from the state directory."""
+    """A short directory for Ray's sessions, with a link from the state directory.
+
+    Ray opens its directory to everybody, so it gets one inside of one that is ours alone.
+    """
     digest = hashlib.sha256(str(state.path).encode()).hexdigest()[:8]
-    short = ray_base_directory() / f"rh-{os.getuid()}-{digest}"
-    short.mkdir(mode=0o700, exist_ok=True)
-    if short.stat().st_uid != os.getuid():
-        raise OSError(f"{short} belongs to another user. Set TMPDIR to a directory of your own.")
+    private = ray_base_directory() / f"rh-{os.getuid()}-{digest}"
+    private.mkdir(mode=0o700, exist_ok=True)
+    if private.is_symlink() or private.stat().st_uid != os.getuid():
+        raise OSError(f"{private} belongs to another user. Set TMPDIR to a directory of your own.")
+    private.chmod(0o700)
+    directory = private / "r"
     link = state.path / "ray"
     link.unlink(missing_ok=True)
-    link.symlink_to(short)
-    sessions = sorted(entry for entry in short.glob("session_2*") if entry.is_dir() and not entry.is_symlink())
+    link.symlink_to(directory)
+    sessions = sorted(entry for entry in directory.glob("session_2*") if entry.is_dir() and not entry.is_symlink())
     for session in sessions[: -RAY_SESSIONS_KEPT + 1]:
         shutil.rmtree(session, ignore_errors=True)
-    return short
+    return directory
 
 
 def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:

@@ -32,7 +32,7 @@ def running() -> Iterator[Services]:
         patch.delenv("HTTP_PROXY")
         yield found
         services.down(path)
-        shutil.rmtree((path / "ray").resolve())
+        shutil.rmtree((path / "ray").resolve().parent)
 
 
 pytestmark = pytest.mark.timeout(TIME_LIMIT + 60)
@@ -71,6 +71,7 @@ def test_all_data_lies_under_the_state_directory(running: Services) -> None:
     assert (running.state.path / "prefect" / "prefect.db").exists()
     assert (running.state.path / "mlflow" / "mlflow.db").exists()
     assert (running.state.path / "ray" / "session_latest" / "logs").exists()
+    assert (running.state.path / "ray").resolve().parent.stat().st_mode & 0o077 == 0
     assert (running.state.path / "ray_token").stat().st_mode & 0o077 == 0
 
 
