@@ -54,6 +54,8 @@ class Replica:
 
     replica_id: str
     pid: int
+    application: str
+    """`application_digest` of the arguments it was started with."""
     ready: bool
     policy_version: int | None
     weights: str | None
@@ -96,18 +98,21 @@ def ensure_deployed(
         The replicas, all ready; empty without `wait`.
 
     Raises:
+        ConfigError: the model directory lacks files.
         DeploymentFailed: an engine cannot start, or weights cannot be loaded.
         ServeUnreachable: the dashboard does not answer.
     """
+    if httpx.URL(serve.http_url).host in ("127.0.0.1", "localhost"):
+        # Serve is on this machine: what no replica could start from need not take the running ones down first.
+        serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
         current = client.application()
         user_config = _user_config(version, weights, digest)
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
-        client.put_application(_application(config, model_dir, user_config))
-        if not wait:
-            return []
-        return client.wait(config.replicas, user_config, config.start_timeout_seconds)
+        application = _application(config, model_dir, user_config)
+        client.put_application(application)
+        return client.wait(application, config.start_timeout_seconds) if wait else []
 
 
 def refit(
@@ -129,7 +134,7 @@ def refit(
         user_config = _user_config(version, weights, digest)
         application["deployments"][0]["user_config"] = user_config
         client.put_application(application)
-        return client.wait(config.replicas, user_config, config.refit_timeout_seconds)
+        return client.wait(application, config.refit_timeout_seconds)
 
 
 def replicas(serve: ServeEndpoint) -> list[Replica]:
@@ -225,13 +230,16 @@ class _Serve:
         except (httpx.HTTPError, ValueError):
             return None
 
-    def wait(self, count: int, user_config: dict[str, Any], timeout: float) -> list[Replica]:
-        """Until `count` replicas hold `user_config`, and no other one runs."""
+    def wait(self, application: dict[str, Any], timeout: float) -> list[Replica]:
+        """Until the application's replicas, and no others, hold its `user_config`."""
+        deployment = application["deployments"][0]
+        count, user_config = deployment["num_replicas"], deployment["user_config"]
+        digest = serve_app.application_digest(application["args"])
         deadline, next_look = time.monotonic() + timeout, 0.0
         found: list[Replica] | None = None
         while time.monotonic() < deadline:
             found = self.replicas()
-            if found is not None and _all_there(found, count, user_config):
+            if found is not None and _all_there(found, count, digest, user_config):
                 return found
             if time.monotonic() >= next_look:
                 self._raise_what_serve_says()
@@ -263,7 +271,7 @@ def _last_lines(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-8:])
 
 
-def _all_there(found: list[Replica], count: int, user_config: dict[str, Any]) -> bool:
+def _all_there(found: list[Replica], count: int, digest: str, user_config: dict[str, Any]) -> bool:
     """True when exactly the wanted replicas hold the wanted weights.
 
     Raises:
@@ -272,8 +280,10 @@ def _all_there(found: list[Replica], count: int, user_config: dict[str, Any]) ->
     for replica in found:
         if replica.failed_request == user_config["request"]:
             raise DeploymentFailed(f"Replica {replica.replica_id} cannot be refitted. {replica.error}")
+    if len(found) != count or any(replica.application != digest for replica in found):
+        return False
     if user_config["weights"] is None:
-        return len(found) == count
+        return True
     version, weights = user_config["policy_version"], user_config["weights"]
     there = {r.replica_id for r in found if r.ready and r.policy_version == version and r.weights == weights}
-    return len(found) == len(there) == count
+    return len(there) == count

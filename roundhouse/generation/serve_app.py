@@ -14,6 +14,8 @@ A raw ASGI callable, no web framework: at a hundred short answers a second the f
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from pathlib import Path
@@ -45,7 +47,8 @@ class PolicyReplica:
         config = GenerationConfig.model_validate(generation)
         check_model_directory(model_dir)
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self.policy, self.server = await start_policy(config, model_dir, replica_id)
+        application = application_digest({"generation": generation, "model_dir": model_dir})
+        self.policy, self.server = await start_policy(config, model_dir, replica_id, application)
         self._deployment: Any = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -74,7 +77,9 @@ class PolicyReplica:
         return self.server
 
 
-async def start_policy(config: GenerationConfig, model_dir: str, replica_id: str) -> tuple[ServedPolicy, ChatServer]:
+async def start_policy(
+    config: GenerationConfig, model_dir: str, replica_id: str, application: str = ""
+) -> tuple[ServedPolicy, ChatServer]:
     """An engine with its chat server, without weights yet."""
     from roundhouse.generation.backends import make_engine, make_tool_parser
     from roundhouse.generation.chat import ChatCodec
@@ -85,8 +90,13 @@ async def start_policy(config: GenerationConfig, model_dir: str, replica_id: str
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
     await engine.start()
     codec.parse_tool_calls = make_tool_parser(config, codec.tokenizer)
-    policy = ServedPolicy(engine, model_dir, replica_id)
+    policy = ServedPolicy(engine, model_dir, replica_id, application)
     return policy, ChatServer(policy, codec, SERVED_MODEL)
+
+
+def application_digest(arguments: dict[str, Any]) -> str:
+    """Tells replicas of the wanted arguments from those of earlier ones, which Serve replaces one by one."""
+    return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_model_directory(model_dir: str) -> None:

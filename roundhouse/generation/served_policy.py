@@ -95,9 +95,10 @@ class Gate:
 class ServedPolicy:
     """The engine of a replica together with the version it holds."""
 
-    def __init__(self, engine: Engine, model_dir: str, replica_id: str) -> None:
+    def __init__(self, engine: Engine, model_dir: str, replica_id: str, application: str = "") -> None:
         self.engine = engine
         self.replica_id = replica_id
+        self.application = application
         self._model_dir = Path(model_dir)
         self._expected: dict[str, tuple[int, ...]] | None = None
         self._gate = Gate()
@@ -208,6 +209,7 @@ class ServedPolicy:
         return {
             "replica_id": self.replica_id,
             "pid": os.getpid(),
+            "application": self.application,
             "ready": self._error is None,
             "policy_version": None if held is None else held.policy_version,
             "weights": None if held is None else held.weights,

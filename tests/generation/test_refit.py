@@ -194,12 +194,6 @@ def test_weights_with_the_right_digest_are_taken(deployed, config, policies):
     assert {replica.policy_version for replica in found} == {60}
 
 
-def test_weights_come_from_an_object_store(deployed, config, policies, s3_server):
-    """The replicas read the endpoint from their own environment, which here was set too late: they refuse, in words."""
-    with pytest.raises(DeploymentFailed, match="s3://"):
-        deployment.refit(config, deployed, weights="s3://nowhere/policy", version=61)
-
-
 def test_a_killed_replica_comes_back_at_the_wanted_version(deployed, config, policies, refit):
     before = refit("second", 70)
     os.kill(before[0].pid, signal.SIGKILL)
@@ -212,8 +206,3 @@ def test_a_killed_replica_comes_back_at_the_wanted_version(deployed, config, pol
     assert {replica.policy_version for replica in found} == {70}
     for completion in replies(deployed, config, 8):
         assert_agrees(policies["second"], completion)
-
-
-def test_a_model_directory_that_cannot_be_served_fails_in_words(deployed, config, tmp_path):
-    with pytest.raises(DeploymentFailed, match="does not exist"):
-        deployment.ensure_deployed(config, str(tmp_path / "nowhere"), deployed)

@@ -1,0 +1,47 @@
+"""An engine that cannot start says why, within seconds. Last of the tests with the shared deployment: it ends broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import pytest
+
+from roundhouse.errors import ConfigError
+from roundhouse.generation import deployment
+from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint, ServeUnreachable
+
+
+def test_a_missing_model_directory_is_refused_before_the_running_one_is_touched(deployed, config, tmp_path):
+    before = deployment.replicas(deployed)
+    with pytest.raises(ConfigError, match="does not exist"):
+        deployment.ensure_deployed(config, str(tmp_path / "nowhere"), deployed)
+    assert [r.pid for r in deployment.replicas(deployed)] == [r.pid for r in before]
+
+
+def test_a_dashboard_that_is_not_there_is_unreachable(config, policies):
+    nowhere = ServeEndpoint("http://127.0.0.1:9", "http://127.0.0.1:9")
+    with pytest.raises(ServeUnreachable, match="Is Ray up"):
+        deployment.refit(config, nowhere, weights=str(policies["first"]), version=1)
+
+
+def test_a_wrong_token_is_named(deployed, config, policies):
+    stranger = ServeEndpoint(deployed.dashboard_url, deployed.http_url, "wrong" * 8)
+    with pytest.raises(DeploymentFailed, match="token"):
+        deployment.refit(config, stranger, weights=str(policies["first"]), version=1)
+
+
+def test_a_model_that_the_engine_does_not_know_fails_with_the_engines_words(deployed, config, policies, tmp_path):
+    strange = tmp_path / "strange"
+    shutil.copytree(policies["first"], strange)
+    model = json.loads((strange / "config.json").read_text()) | {
+        "architectures": ["Nonsense"],
+        "model_type": "nonsense",
+    }
+    (strange / "config.json").write_text(json.dumps(model))
+    started = time.monotonic()
+    with pytest.raises(DeploymentFailed, match="nonsense"):
+        deployment.ensure_deployed(config, str(strange), deployed)
+    # Most of it is importing vLLM on a busy machine.
+    assert time.monotonic() - started < 120

@@ -1,0 +1,65 @@
+"""Weights are whole before an engine sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roundhouse.generation import weights
+from roundhouse.generation.engine import WeightsRefused
+
+
+@pytest.fixture(scope="module")
+def bucket(s3_server: str) -> str:
+    import s3fs
+
+    s3fs.S3FileSystem(client_kwargs={"endpoint_url": s3_server}).call_s3("create_bucket", Bucket="weights")
+    return "s3://weights"
+
+
+def upload(source: Path, uri: str, s3_server: str) -> None:
+    import s3fs
+
+    filesystem = s3fs.S3FileSystem(client_kwargs={"endpoint_url": s3_server})
+    for file in source.iterdir():
+        filesystem.put_file(str(file), f"{uri}/{file.name}")
+
+
+def test_weights_come_from_an_object_store_once_a_node(policies, bucket, s3_server, tmp_path):
+    upload(policies["first"], f"{bucket}/000001", s3_server)
+    fetched = weights.fetch(f"{bucket}/000001", tmp_path)
+    assert weights.digest_of(fetched) == weights.digest_of(policies["first"])
+    stamp = (fetched / "model.safetensors").stat().st_mtime_ns
+    assert weights.fetch(f"{bucket}/000001", tmp_path) == fetched
+    assert (fetched / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_only_the_newest_downloads_are_kept(policies, bucket, s3_server, tmp_path):
+    for version in range(4):
+        upload(policies["first"], f"{bucket}/v{version}", s3_server)
+        newest = weights.fetch(f"{bucket}/v{version}", tmp_path)
+    kept = list(tmp_path.iterdir())
+    assert newest in kept
+    assert len(kept) == weights.KEPT_DOWNLOADS
+
+
+def test_an_empty_prefix_is_refused_by_name(bucket, tmp_path):
+    with pytest.raises((WeightsRefused, FileNotFoundError), match="nothing-here"):
+        weights.fetch(f"{bucket}/nothing-here", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["first", "untied"])
+def test_the_expected_tensors_are_those_of_the_checkpoint(policies, name):
+    assert weights.expected_shapes(policies[name]) == weights.shapes(policies[name])
+
+
+def test_an_index_that_names_a_missing_file_is_refused(policies, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+    with pytest.raises(WeightsRefused, match="model-00001"):
+        weights.shards(tmp_path)
+
+
+def test_a_digest_changes_with_the_weights(policies):
+    assert weights.digest_of(policies["first"]) != weights.digest_of(policies["second"])
+    assert weights.digest_of(policies["first"]) == weights.digest_of(policies["first"])
