@@ -17,6 +17,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,7 @@ def write_engine_files(config: WarmStartPolicy, environment: Environment, seed: 
     seed = seed if config.seed is None else config.seed
     tokenizer, _ = _tokenizer_and_texts(config, environment, seed)
     model = make_model(config, tokenizer, derive_seed(seed, "weights"))
+    model.config.architectures = [type(model).__name__]  # save_pretrained of a model would set it
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -226,6 +228,21 @@ def _write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, director
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial, safe_serialization=True)
+    with _no_progress_bars():
+        model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.replace(directory)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws one to write half a megabyte; the caller has its own display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,11 +1,13 @@
-"""Find a hidden number with few guesses: the search has to be discovered, the demonstrations do not show it.
+"""Find a hidden number with few guesses: the search has to be discovered, the demonstrations need not show it.
 
 Invariant: the reward is 1 exactly when one of the allowed guesses hit the number, else 0. The tool, not the policy's words,
 decides that.
 
     Guess my number from 1 to 7.  ->  guess(4) = higher  ->  guess(6) = lower  ->  guess(5) = correct  ->  Done.
 
-With `upper` = 7 and 3 guesses, halving always finds the number; guessing blindly without repeating finds 3 of 7.
+With `upper` = 7 and 3 guesses, halving always finds the number; guessing at random within what the answers leave finds 68 %,
+guessing blindly without repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and half, and
+no halving: that the middle is the best guess is then found by reward alone.
 
 Train and held-out differ in nothing but their ids: both draw from the same `upper` hidden numbers (there are no others) and
 the prompt is the same for all. A held-out reward here measures how well the policy searches, not what it does with anything
@@ -75,26 +77,26 @@ class GuessNumber(Environment):
         return Verdict(reward=float(session.found), metrics={"guesses": float(session.guesses)})
 
     def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
-        """`good_fraction` of them halve the range; the rest guess blindly, never the same number twice."""
+        """`good_fraction` of them halve the range. Of the rest, half guess at random within it, half blindly."""
         rng = random.Random(seed)
-        return [
-            list(self._demonstration(halving=kind == "halving", rng=rng))
-            for kind in deal({"halving": good_fraction, "blind": 1 - good_fraction}, count, rng)
-        ]
+        other = (1 - good_fraction) / 2
+        procedures = deal({"halving": good_fraction, "in_range": other, "blind": other}, count, rng)
+        return [list(self._demonstration(procedure, rng)) for procedure in procedures]
 
-    def _demonstration(self, halving: bool, rng: random.Random) -> Iterator[Message]:
+    def _demonstration(self, procedure: str, rng: random.Random) -> Iterator[Message]:
         yield user(self.question())
         hidden = rng.randint(1, self.upper)
         low, high = 1, self.upper
         blind = rng.sample(range(1, self.upper + 1), self.upper)
         for turn in range(min(self.guesses, self.upper)):
-            number = (low + high) // 2 if halving else blind[turn]
+            number = {"halving": (low + high) // 2, "in_range": rng.randint(low, high), "blind": blind[turn]}[procedure]
             answer = compare(number, hidden)
             yield calls("guess", f"call_{turn + 1}", number=number)
             yield returns(f"call_{turn + 1}", answer)
             if answer == "correct":
                 break
-            low, high = (number + 1, high) if answer == "higher" else (low, number - 1)
+            if procedure != "blind":
+                low, high = (number + 1, high) if answer == "higher" else (low, number - 1)
         yield says(CLOSING)
 
 

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -55,11 +56,17 @@ async def test_halving_always_finds_one_of_seven_in_three() -> None:
     assert rewards == [1.0] * 200
 
 
-async def test_the_blind_demonstrations_find_three_of_seven_and_never_repeat_a_guess() -> None:
+async def test_without_good_ones_demonstrations_are_random_in_range_or_blind_and_never_repeat_a_guess() -> None:
     demonstrations = GAME.demonstrations("train", 2000, 0.0, seed=0)
     rewards = [await outcome(shown) for shown in demonstrations]
-    assert abs(sum(rewards) / 2000 - 3 / 7) < 0.04
+    assert abs(sum(rewards) / 2000 - (3 / 7 + 0.678) / 2) < 0.04
     assert all(len(set(numbers(shown))) == len(numbers(shown)) for shown in demonstrations)
+
+
+def test_without_good_ones_demonstrations_do_not_prefer_the_middle() -> None:
+    first = Counter(numbers(shown)[0] for shown in GAME.demonstrations("train", 7000, 0.0, seed=0))
+    assert set(first) == set(range(1, 8))
+    assert all(abs(count - 1000) < 150 for count in first.values())
 
 
 def numbers(conversation: list[dict[str, Any]]) -> list[int]:
