@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.generation import tiny
 from tests.generation.servers import transformers_server
 
-LONG = [{"role": "user", "content": "Tell me about " + "12345 hello world " * 16}]
+LONG = [{"role": "user", "content": "Tell me about " + "12345 hello world " * 64}]
 """More than 128 tokens: vLLM's CPU cache works in blocks of 128, so shorter prompts never meet the prefix cache."""
 
 
@@ -60,6 +60,7 @@ def test_a_reply_carries_tokens_log_probabilities_and_the_version(url, tokenizer
 
 
 def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(url):
+    assert len(chat(url, LONG)["choices"][0]["message"]["prompt_token_ids"]) > 128
     first, again, other = (chat(url, LONG, seed=seed)["choices"][0]["message"] for seed in (3, 3, 4))
     assert first["generation_token_ids"] == again["generation_token_ids"]
     assert first["generation_token_ids"] != other["generation_token_ids"]

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer
 
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import ConfigError
+from roundhouse.generation import vllm_worker
 from roundhouse.generation.interface import GenerationInterface, configure_generation_config, create_backend
+from roundhouse.generation.offline import VllmGeneration
 from roundhouse.generation.vllm_engine import engine_arguments
 from tests.generation import tiny
 
@@ -68,6 +70,18 @@ def test_new_weights_are_in_after_loading(backend, policies):
     assert_true_of(policies["untied-second"], backend.generate(batch(), greedy=False))
     backend.load_weights(str(policies["untied"]))
     assert_true_of(policies["untied"], backend.generate(batch(), greedy=False))
+
+
+def test_weights_that_did_not_get_in_are_noticed(backend, policies, monkeypatch):
+    """Planted: vLLM is handed the old tensors under the new name, as its own reload does with a tied head."""
+    if not isinstance(backend, VllmGeneration):
+        pytest.skip("transformers copies tensor by tensor; there is nothing to go stale")
+    iterate = vllm_worker.weights.iterate
+    monkeypatch.setattr(vllm_worker.weights, "iterate", lambda _: iterate(policies["untied"]))
+    with pytest.raises(vllm_worker.StaleWeights):
+        backend.load_weights(str(policies["untied-second"]))
+    monkeypatch.undo()
+    backend.load_weights(str(policies["untied"]))
 
 
 def test_finishing_and_preparing_again_changes_nothing(backend):

@@ -22,7 +22,7 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.weights import digest_of
 from tests.generation import tiny
 
-LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 16}]
+LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 64}]
 
 
 def ask(serve: ServeEndpoint, config: GenerationConfig, messages: list[dict[str, Any]], seed: int = 0) -> Completion:
@@ -57,6 +57,7 @@ def test_after_a_refit_every_replica_computes_with_the_new_weights(deployed, con
     after = refit("second", 11)
     assert {replica.policy_version for replica in after} == {11}
     for completion in replies(deployed, config, 8):
+        assert len(completion.prompt_token_ids) > 128
         assert completion.policy_version == 11
         assert_agrees(policies["second"], completion)
 
