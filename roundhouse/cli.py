@@ -260,15 +260,21 @@ def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
         announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
 
     with local_services(state_directory(config), keep=("prefect", "mlflow"), on_progress=on_progress) as services:
-        os.environ.update(services.environment())
+        own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
+        os.environ.update(services.environment() | own_tracking)
         _quiet_libraries()
         announce("pages", prefect=services.prefect_ui_url, mlflow=services.mlflow_url)
-        return work()
+        from flows.delivery import deliver_queued_records
+
+        try:
+            return work()
+        finally:
+            deliver_queued_records()
 
 
 def _quiet_libraries() -> None:
     """Their logs go to Prefect and to files; the terminal shows the run."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")

@@ -1,0 +1,16 @@
+"""Sends what Prefect's client still has queued while its server is up.
+
+At the end of a process Prefect waits for a server that may be gone by then; a run that stops its own services has to let the
+queued states and logs go first.
+"""
+
+from __future__ import annotations
+
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
+
+
+def deliver_queued_records(seconds: float = 10.0) -> None:
+    """Deliver queued events and logs; give up after the time limit each."""
+    EventsWorker.drain_all(timeout=seconds)
+    APILogWorker.drain_all(timeout=seconds)
