@@ -129,6 +129,8 @@ def build(arguments: dict[str, Any]) -> Application:
         health_check_period_s=2,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=5,
+        # A line for each of thousands of short answers tells nobody anything and costs what the tokenizer costs.
+        logging_config={"enable_access_log": False},
         ray_actor_options={
             "num_cpus": 0.1,
             "num_gpus": config.gpus_per_replica,
