@@ -1,7 +1,8 @@
 """How each local service is started: its ports, command, environment and how to tell that it is healthy.
 
 Invariant: a recipe is a pure function of the state directory and the ports. Everything a service writes lies under the
-state directory, and every server listens on the loopback interface only.
+state directory, and every server listens on the loopback interface only (but for the statistics page of Serve's HAProxy, whose
+address Ray does not let one choose).
 
 The settings, each with its measured reason, are from runs of Prefect 3.7, MLflow 3.17 and Ray 2.60.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roundhouse.generation.serve_head import REPLICA_PORTS, head_environment
 from roundhouse.infra.ports import LOOPBACK
 from roundhouse.infra.state import StateDirectory
 
@@ -26,6 +28,7 @@ RAY_OBJECT_STORE_BYTES = 100 * 2**20
 """Serve passes no objects of size; Ray refuses less than 75 MiB."""
 SOCKET_PATH_BYTES, RAY_SOCKET_BYTES = 103, 84
 """Longest path of a Unix socket (107 on Linux, 103 on macOS), and the part of it that Ray and we add to a directory."""
+FIRST_REPLICA_PORT, REPLICA_PORT_RANGES = 12_000, 100
 RAY_CPUS = 64
 """Only book-keeping: what really shares the cores is decided by the operating system and thread counts."""
 
@@ -94,6 +97,7 @@ def _mlflow(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
 
 
 def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    directory = _ray_directory(state)
     command = [_tool("ray"), "start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
     options = {
         "node-ip-address": LOOPBACK,
@@ -111,12 +115,15 @@ def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
         "num-cpus": RAY_CPUS,
         "object-store-memory": RAY_OBJECT_STORE_BYTES,
         "include-log-monitor": "false",
-        "temp-dir": _ray_directory(state),
+        "temp-dir": directory / "r",
     }
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     environment = {
         **ray_client(state, ports["gcs"]),
+        **head_environment(
+            directory / "h", stats_port=ports["proxy_stats"], first_replica_port=_first_replica_port(state)
+        ),
         "DASHBOARD_METRIC_PORT": str(ports["dashboard_metrics"]),
         # Workers of a node with 64 nominal cores are started when needed, not in advance.
         "RAY_prestart_worker_first_driver": "0",
@@ -161,12 +168,11 @@ def ray_base_directory() -> Path:
 
 
 def _ray_directory(state: StateDirectory) -> Path:
-    """A short directory for Ray's sessions, with a link from the state directory.
+    """A short directory for the sockets of Ray and its proxy, with a link from the state directory to Ray's sessions.
 
-    Ray opens its directory to everybody, so it gets one inside of one that is ours alone.
+    Ray opens its own directory (`r`) to everybody, so it gets one inside of one that is ours alone.
     """
-    digest = hashlib.sha256(str(state.path).encode()).hexdigest()[:8]
-    private = ray_base_directory() / f"rh-{os.getuid()}-{digest}"
+    private = ray_base_directory() / f"rh-{os.getuid()}-{_digest(state)[:8]}"
     private.mkdir(mode=0o700, exist_ok=True)
     if private.is_symlink() or private.stat().st_uid != os.getuid():
         raise OSError(f"{private} belongs to another user. Set TMPDIR to a directory of your own.")
@@ -178,7 +184,16 @@ def _ray_directory(state: StateDirectory) -> Path:
     sessions = sorted(entry for entry in directory.glob("session_2*") if entry.is_dir() and not entry.is_symlink())
     for session in sessions[: -RAY_SESSIONS_KEPT + 1]:
         shutil.rmtree(session, ignore_errors=True)
-    return directory
+    return private
+
+
+def _first_replica_port(state: StateDirectory) -> int:
+    """Where the range of ports begins from which Serve gives replicas theirs: below all others that are given out here."""
+    return FIRST_REPLICA_PORT + REPLICA_PORTS * (int(_digest(state), 16) % REPLICA_PORT_RANGES)
+
+
+def _digest(state: StateDirectory) -> str:
+    return hashlib.sha256(str(state.path).encode()).hexdigest()
 
 
 def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
@@ -203,6 +218,7 @@ RECIPES: dict[str, Recipe] = {
             "runtime_env",
             "metrics",
             "dashboard_metrics",
+            "proxy_stats",
         ),
         _ray,
         # It keeps nothing that would need an orderly end, and takes half a minute for one.
