@@ -108,7 +108,7 @@ class WarmStartPolicy(Section):
     head_dim: PositiveInt = 32
     intermediate_size: PositiveInt = 192
     tie_word_embeddings: bool = True
-    steps: PositiveInt = 400
+    steps: PositiveInt = 600
     """Optimizer steps of supervised training on demonstrations."""
     batch_size: PositiveInt = 32
     learning_rate: PositiveFloat = 1e-2
