@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from prefect import flow, tags
+from prefect import flow
 
+from flows.economy import untagged_tasks
 from roundhouse.config.models import RunConfig
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
@@ -16,7 +17,7 @@ from tasks.refit import refit_to
 def collect(config: RunConfig, name: str = "offline", iteration: int = 1) -> Reference:
     """Collect rollouts into `datasets/<name>/v<version>-i<iteration>` without training on them."""
     run = open_run(config)
-    with tags(f"run:{run.run_id}", f"dataset:{name}"):
+    with untagged_tasks():
         start = starting_policy(run)
         checkpoint = run.latest_checkpoint() or start
         refit_to(run, checkpoint)

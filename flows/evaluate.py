@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from prefect import flow, tags
+from prefect import flow
 
+from flows.economy import untagged_tasks
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.store.manifest import Reference
@@ -16,7 +17,7 @@ from tasks.policy import starting_policy
 def evaluate(config: RunConfig, version: int | None = None) -> Reference:
     """Evaluate a version, by default the newest."""
     run = open_run(config)
-    with tags(f"run:{run.run_id}"):
+    with untagged_tasks():
         start = starting_policy(run)
         checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
         if checkpoint is None:

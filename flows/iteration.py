@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from prefect import flow, tags
+from prefect import flow
 
+from flows.economy import untagged_tasks
 from roundhouse.config.models import RunConfig
+from roundhouse.errors import StoreError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from tasks.checkpoint import checkpoint
@@ -24,9 +26,9 @@ def iteration(config: RunConfig, k: int) -> Reference:
     run = open_run(config)
     base = run.checkpoint(k - 1).reference()
     if base is None:
-        raise ValueError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
+        raise StoreError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
 
-    with tags(f"run:{run.run_id}", f"iteration:{k}"):
+    with untagged_tasks():
         weights = refit(run, k, base)
         rollouts = collect(run, k, weights)
         sequences = validate(run, k, rollouts)
@@ -39,6 +41,6 @@ def iteration(config: RunConfig, k: int) -> Reference:
 
 
 def is_evaluated(config: RunConfig, k: int) -> bool:
-    """Whether version k is evaluated: the first and last always, others every `evaluation.every`."""
+    """Whether version k is evaluated: the last always, others every `evaluation.every`."""
     every = config.evaluation.every
-    return k in (0, config.iterations) or (every > 0 and k % every == 0)
+    return k == config.iterations or (every > 0 and k % every == 0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow, tags
+from prefect import flow
 
 from flows.iteration import iteration
+from flows.economy import tagged, untagged_tasks, without_heartbeats
 from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate
@@ -21,7 +22,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     run = open_run(config)
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
         return summary
-    with tags(f"run:{run.run_id}"):
+    with untagged_tasks(), without_heartbeats():
         link_tracking(run)
         if not run.is_reported(config.iterations):
             start_engine(run)  # it loads while the starting policy is being made
@@ -30,7 +31,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             evaluate(run, start)
             report_iteration(run, 0)
         for k in range(next_iteration(run), config.iterations + 1):
-            iteration(config, k)
+            tagged(iteration, f"run:{run.run_id}", f"iteration:{k}")(config, k)
         return finish_run(run)
 
 

@@ -86,8 +86,9 @@ def collect(
 
     def work() -> None:
         from flows.collect import collect as flow
+        from flows.economy import tagged
 
-        reference = flow(resolved, name, iteration)
+        reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(resolved, name, iteration)
         _out(f"{reference.uri}\n{json.dumps(read_manifest(reference).metrics, indent=1)}")
 
     _with_services(resolved, work)
@@ -104,9 +105,11 @@ def evaluate(
 
     def work() -> None:
         from flows.evaluate import evaluate as flow
+        from flows.economy import tagged
         from roundhouse.store.stage import read_manifest
 
-        _out(json.dumps(read_manifest(flow(resolved, version)).metrics, indent=1))
+        reference = tagged(flow, f"run:{resolved.run_id}")(resolved, version)
+        _out(json.dumps(read_manifest(reference).metrics, indent=1))
 
     _with_services(resolved, work)
 
@@ -238,9 +241,10 @@ def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
             view.say(f"[bold]{config.run_id}[/]: {config.iterations} iterations, store {run.location.uri}")
 
             def work() -> dict[str, Any]:
+                from flows.economy import tagged
                 from flows.train import train as flow
 
-                return flow(config)
+                return tagged(flow, f"run:{config.run_id}")(config)
 
             summary = _with_services(config, work)
     else:
