@@ -6,8 +6,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.iteration import iteration
 from flows.economy import tagged, untagged_tasks, without_heartbeats
+from flows.iteration import iteration
 from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate

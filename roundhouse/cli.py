@@ -104,8 +104,8 @@ def evaluate(
     resolved = _load(config, overrides)
 
     def work() -> None:
-        from flows.evaluate import evaluate as flow
         from flows.economy import tagged
+        from flows.evaluate import evaluate as flow
         from roundhouse.store.stage import read_manifest
 
         reference = tagged(flow, f"run:{resolved.run_id}")(resolved, version)

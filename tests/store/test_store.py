@@ -148,7 +148,9 @@ def test_a_scheme_that_is_not_supported_is_named() -> None:
         Location("gopher://x/y")
 
 
-def test_a_write_that_fails_leaves_the_old_object_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_object_and_no_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Location(str(tmp_path))
     place.write("a", b"old")
 

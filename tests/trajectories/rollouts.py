@@ -25,7 +25,9 @@ def turn(index: int, before: Sequence[int], new: Sequence[int], generated: Seque
     )
 
 
-def rollout(group: str = "g", sample: int = 0, reward: float | None = 1.0, status: Status = Status.COMPLETED) -> Rollout:
+def rollout(
+    group: str = "g", sample: int = 0, reward: float | None = 1.0, status: Status = Status.COMPLETED
+) -> Rollout:
     """Two turns: [1,2]→[3,4], then [5]→[6]."""
     first = turn(0, [], [1, 2], [3, 4])
     second = turn(1, [1, 2, 3, 4], [5], [6])

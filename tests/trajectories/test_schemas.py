@@ -35,7 +35,9 @@ def test_a_failed_rollout_has_a_null_reward_in_the_dataset() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 99), min_size=1), st.lists(st.integers(0, 99))), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 99), min_size=1), st.lists(st.integers(0, 99))), min_size=1, max_size=6)
+)
 def test_whole_prompts_come_back_from_the_stored_parts(parts: list[tuple[list[int], list[int]]]) -> None:
     history: list[int] = []
     turns, prompts = [], []
