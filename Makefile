@@ -7,7 +7,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check format lock clean
+.PHONY: help setup quickstart up down test check bench-train format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ check: setup ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench-train: setup ## seconds and tokens of a training step: packed, padded, naive
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/train_step.py
 
 format: setup ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .

@@ -81,9 +81,6 @@ class RunView(logging.Handler):
     def _on_collect(self, iteration: int, finished: int, planned: int) -> None:
         self.activity(f"iteration {iteration}: rollouts", finished, planned)
 
-    def _on_training(self, iteration: int) -> None:
-        self.activity(f"iteration {iteration}: training")
-
     def _on_evaluate(self, version: int, finished: int, planned: int) -> None:
         self.activity(f"evaluating version {version}", finished, planned)
 

@@ -1,4 +1,4 @@
-"""A run as a person meets it: the real command, Prefect, MLflow, Ray Serve and vLLM, interrupted twice and continued.
+"""A run as a person meets it: the real command, Prefect, MLflow, Ray Serve and vLLM; interrupted, killed, its engine killed.
 
 The scenario happens once (`story`); each test is a claim about what was seen.
 """
@@ -52,6 +52,7 @@ class Story:
     left_after_interrupt: list[str] = field(default_factory=list)
     reported_at_interrupt: int = 0
     left_after_kill: list[str] = field(default_factory=list)
+    killed_engines: int = 0
     finished_output: str = ""
     again_output: str = ""
     again_seconds: float = 0.0
@@ -98,6 +99,11 @@ def test_a_continued_run_does_no_complete_stage_again(story: Story) -> None:
             reference = story.run.stage(iteration, kind).reference()
             assert reference is not None
             assert read_manifest(reference).attempt == 1, (iteration, kind)
+
+
+def test_a_killed_engine_comes_back_and_the_run_goes_on(story: Story) -> None:
+    assert story.killed_engines >= 1
+    assert story.summary["iterations"] == ITERATIONS
 
 
 def test_every_iteration_is_complete_and_its_ledger_balances(story: Story) -> None:
@@ -206,14 +212,27 @@ def _kill(told: Story) -> None:
 
 
 def _finish(told: Story) -> None:
+    """To the end, although the engine is killed on the way."""
     process = _start(told)
-    told.finished_output, _ = process.communicate(timeout=400)
+    _wait(lambda: told.run.stage(told.reported_at_interrupt + 2, "refit").reference() is not None, process)
+    told.killed_engines = _kill_engine(told)
+    told.finished_output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, told.finished_output
     told.summary = json.loads(
         _command(told, "runs", "show", "story", "--store", str(told.directory / "store"), "--json")
     )
     told.mlflow_uri = re.search(r"MLflow +(http://\S+?)(/#\S*)?$", told.finished_output, re.M)[1]
     told.prefect_api = re.search(r"Prefect +(http://\S+)", told.finished_output)[1] + "/api"
+
+
+def _kill_engine(told: Story) -> int:
+    """SIGKILL of the replica and of the engine's own process; how many there were."""
+    names = ("ray::ServeReplica", "VLLM::EngineCore")
+    ours = [psutil.Process(int(line.split()[0])) for line in _left(told)]
+    engines = [process for process in ours if " ".join(process.cmdline()).startswith(names)]
+    for process in engines:
+        process.kill()
+    return len(engines)
 
 
 def _again(told: Story) -> None:
