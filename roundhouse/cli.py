@@ -43,6 +43,9 @@ StoreOption = Annotated[str, typer.Option("--store", help="The store: a path, fi
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for a program.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 DEFAULT_STATE = Path(".roundhouse")
 DEFAULT_STORE = ".roundhouse/store"
 
@@ -206,15 +209,12 @@ def doctor(
 def main() -> None:
     """Entry point: errors that a person can act on are shown without a traceback."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # an exit, also that of Ctrl-C, comes back as its number
     except RoundhouseError as error:
         _error_console().print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(1)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        _error_console().print("\ninterrupted; the same command goes on where this one stopped")
-        sys.exit(130)
+        code = 1
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
     except Exception as error:
         import click
 
@@ -222,6 +222,9 @@ def main() -> None:
             error.show()
             sys.exit(error.exit_code)
         raise
+    if code == INTERRUPTED:
+        _error_console().print("\ninterrupted; the same command goes on where this one stopped")
+    sys.exit(code or 0)
 
 
 def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:

@@ -88,6 +88,8 @@ def test_down_with_nothing_running_says_so(tmp_path: Path) -> None:
 
 
 def test_doctor_reports_for_programs(tmp_path: Path) -> None:
-    findings = json.loads(roundhouse("doctor", "--state", str(tmp_path), "--json").stdout)
+    done = roundhouse("doctor", "--state", str(tmp_path), "--json")
+    findings = json.loads(done.stdout)
+    assert done.returncode == int(any(finding["status"] == "fail" for finding in findings))
     assert {"name", "status", "detail", "remedy"} <= findings[0].keys()
     assert {finding["status"] for finding in findings} <= {"ok", "warn", "fail"}

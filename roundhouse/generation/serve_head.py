@@ -17,12 +17,13 @@ REPLICA_PORTS = 64
 """Size of the port range that replicas take their HTTP ports from."""
 
 
-def head_environment(directory: Path, *, stats_port: int, first_replica_port: int) -> dict[str, str]:
+def head_environment(directory: Path, *, stats_port: int, metrics_port: int, first_replica_port: int) -> dict[str, str]:
     """Environment variables of `ray start --head` (and of every `ray start` that joins).
 
     Args:
         directory: for HAProxy's configuration and socket; short, see `SOCKET_PATH_BYTES`.
         stats_port: HAProxy's statistics page.
+        metrics_port: HAProxy's own metrics, which it serves whether they are asked for or not.
         first_replica_port: `REPLICA_PORTS` ports from here on, apart from Ray's worker ports.
 
     Raises:
@@ -36,6 +37,7 @@ def head_environment(directory: Path, *, stats_port: int, first_replica_port: in
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),

@@ -1,8 +1,8 @@
 """How each local service is started: its ports, command, environment and how to tell that it is healthy.
 
 Invariant: a recipe is a pure function of the state directory and the ports. Everything a service writes lies under the
-state directory, and every server listens on the loopback interface only (but for the statistics page of Serve's HAProxy, whose
-address Ray does not let one choose).
+state directory, and every server listens on the loopback interface only (but for statistics and metrics of Serve's HAProxy,
+whose address Ray does not let one choose).
 
 The settings, each with its measured reason, are from runs of Prefect 3.7, MLflow 3.17 and Ray 2.60.
 """
@@ -122,7 +122,10 @@ def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     environment = {
         **ray_client(state, ports["gcs"]),
         **head_environment(
-            directory / "h", stats_port=ports["proxy_stats"], first_replica_port=_first_replica_port(state)
+            directory / "h",
+            stats_port=ports["proxy_stats"],
+            metrics_port=ports["proxy_metrics"],
+            first_replica_port=_first_replica_port(state),
         ),
         "DASHBOARD_METRIC_PORT": str(ports["dashboard_metrics"]),
         # Workers of a node with 64 nominal cores are started when needed, not in advance.
@@ -219,6 +222,7 @@ RECIPES: dict[str, Recipe] = {
             "metrics",
             "dashboard_metrics",
             "proxy_stats",
+            "proxy_metrics",
         ),
         _ray,
         # It keeps nothing that would need an orderly end, and takes half a minute for one.

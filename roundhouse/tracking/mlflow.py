@@ -63,9 +63,11 @@ class Tracker:
             return
         values = iteration_metrics(manifests) | {ITERATION_METRIC: float(iteration)}
         stamp = int(max(manifest.finished_at for manifest in manifests.values()) * 1000)
-        points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
-        self._client.log_batch(self.mlflow_run_id, metrics=points)
         self._log_datasets(iteration, manifests)
+        points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
+        self._client.log_batch(
+            self.mlflow_run_id, metrics=points
+        )  # last: the mark that the iteration is logged is in it
         self._logged.add(iteration)
 
     def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:

@@ -190,9 +190,10 @@ def test_a_step_does_not_touch_or_depend_on_global_random_state_or_thread_count_
         np.random.seed(seed)
         before = torch.get_rng_state()
         torch.set_num_threads(2)
+        threads = torch.get_num_threads()  # 1 where another library of this process keeps OpenMP to one
         trainer = Trainer.load(model_dir, _config(updates=3))
         trainer.step(batch, 1)
-        assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == threads
         assert torch.equal(torch.get_rng_state(), before)
         weights.append({name: p.detach() for name, p in trainer.model.named_parameters()})
     assert _relative(*weights) == 0
