@@ -61,7 +61,8 @@ prepare_uv() {
     local sources line
     sources=$("$venv/bin/python" tools/uv_sources.py 2>>"$log") || return 0
     "$venv/bin/python" -m pip install --quiet "uv==$uv_version" >>"$log" 2>&1 || return 0
-    uv=("$venv/bin/uv" pip install --python "$venv/bin/python")
+    # Compiled now: else the first run's processes would compile the same modules all at once, while somebody waits.
+    uv=("$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python")
     while read -r line; do
         case $line in
             SSL_CERT_FILE=*) uv_env+=("$line") ;;
