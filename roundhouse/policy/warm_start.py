@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environment import Environment
-from roundhouse.gym.environments.conversations import chat_tools
+from roundhouse.gym.responses import chat_tools
 from roundhouse.policy.model import make_model
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.trajectories.tokens import derive_seed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundhouse.gym.environment import Environment
 from roundhouse.gym.environments import Calculator, GuessNumber, Sort
-from roundhouse.gym.environments.conversations import chat_tools
+from roundhouse.gym.responses import chat_tools
 from roundhouse.policy.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, blank_tokenizer, render, train_tokenizer
 
 ENVIRONMENTS = [Calculator(), Sort(digits=4), GuessNumber()]

@@ -11,7 +11,7 @@ from roundhouse.config.models import WarmStartPolicy
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environment import Environment
 from roundhouse.gym.environments import Calculator, GuessNumber, Sort
-from roundhouse.gym.environments.conversations import chat_tools
+from roundhouse.gym.responses import chat_tools
 from roundhouse.policy.tokenizer import blank_tokenizer, render, train_tokenizer
 from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, encode, make_starting_policy
 

@@ -6,7 +6,6 @@ Invariant: an answer counts only when the rollout ended with it. Text beside a t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from roundhouse.gym.environment import final_text
@@ -44,11 +43,3 @@ def closing_text(response: dict[str, Any]) -> str | None:
     if not output or output[-1].get("type") != "message":
         return None
     return final_text(response)
-
-
-def chat_tools(schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Responses API function tools in the shape of chat completions."""
-    return [
-        {"type": "function", "function": {key: schema[key] for key in ("name", "description", "parameters")}}
-        for schema in schemas
-    ]
