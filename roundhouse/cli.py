@@ -209,22 +209,14 @@ def doctor(
 def main() -> None:
     """Entry point: errors that a person can act on are shown without a traceback."""
     try:
-        code = app(standalone_mode=False)  # an exit, also that of Ctrl-C, comes back as its number
+        app()
     except RoundhouseError as error:
         _error_console().print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        code = 1
-    except (typer.Abort, KeyboardInterrupt):
-        code = INTERRUPTED
-    except Exception as error:
-        import click
-
-        if isinstance(error, click.ClickException):
-            error.show()
-            sys.exit(error.exit_code)
+        sys.exit(1)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            _error_console().print("\ninterrupted; the same command goes on where this one stopped")
         raise
-    if code == INTERRUPTED:
-        _error_console().print("\ninterrupted; the same command goes on where this one stopped")
-    sys.exit(code or 0)
 
 
 def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:

@@ -63,6 +63,13 @@ def test_a_wrong_key_is_one_clear_line_and_exit_code_1() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_argument_is_told_without_a_traceback() -> None:
+    done = roundhouse("train")
+    assert done.returncode == 2
+    assert "CONFIG" in done.stderr.upper()
+    assert "Traceback" not in done.stderr
+
+
 def test_runs_are_listed_and_shown_for_people_and_programs(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     run = open_run(parse_config({"run_id": "one", "store": store}))
