@@ -21,7 +21,7 @@ while read -r line; do
 done < <(.venv/bin/python tools/uv_sources.py)
 
 cp requirements.lock "$work/lock.txt"
-env ${environment[@]+"${environment[@]}"} .venv/bin/uv pip compile pyproject.toml --extra cpu --extra dev --python-version 3.11 \
+env ${environment[@]+"${environment[@]}"} .venv/bin/uv pip compile pyproject.toml --extra cpu --extra dev --extra tinker --python-version 3.11 \
     --override "$work/override.txt" --no-header --no-annotate ${UPGRADE:+--upgrade} "${arguments[@]}" \
     --quiet -o "$work/lock.txt"
 grep -vE '^(nvidia-|cuda-|triton==)' "$work/lock.txt" | sed 's/^\(torch==[0-9.]*\)+cpu$/\1/' >"$work/new.txt"

@@ -2,7 +2,7 @@
 
 Invariant: what comes out is complete and typed; nothing that the file or the command line said was ignored.
 Precedence: defaults < file < overrides, the later the stronger. `${VAR}` and `${VAR:-default}` in the file are taken from
-the environment.
+the environment; `${CONFIG_DIR}` is the file's own directory.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def _parse_value(text: str) -> Any:
 def _expand_variables(text: str, file: Path) -> str:
     def replace(match: re.Match[str]) -> str:
         name, default = match.group(1), match.group(2)
+        if name == "CONFIG_DIR":
+            return str(file.parent)
         if name in os.environ:
             return os.environ[name]
         if default is not None:

@@ -1,0 +1,40 @@
+"""The `roundhouse` command. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from roundhouse.cli import gym, gym_data, runs, services, store, training
+from roundhouse.cli.options import error_console
+from roundhouse.errors import RoundhouseError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning as a durable workflow.",
+)
+app.add_typer(training.app)
+app.add_typer(services.app)
+app.add_typer(runs.app, name="runs")
+app.add_typer(store.app, name="store")
+app.add_typer(gym.app, name="gym")
+app.add_typer(gym_data.export_app)
+
+
+def main() -> None:
+    """Entry point: errors that a person can act on are shown without a traceback."""
+    try:
+        app()
+    except RoundhouseError as error:
+        error_console().print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            error_console().print("\ninterrupted; the same command goes on where this one stopped")
+        raise

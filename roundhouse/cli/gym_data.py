@@ -1,0 +1,250 @@
+"""`roundhouse gym collect | profile | collate | import` and `roundhouse export`: NeMo Gym's files on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundhouse.cli.gym_sources import OpenPlace, Place, open_place
+from roundhouse.cli.options import DEFAULT_STORE, StoreOption, console, out
+from roundhouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from roundhouse.gym.exchange.collection import Summary
+    from roundhouse.gym.exchange.files import CollectionFiles
+    from roundhouse.gym.exchange.resume import Remaining
+    from roundhouse.gym.exchange.task_rows import Materialization
+
+app = typer.Typer()
+export_app = typer.Typer()
+
+
+@app.command()
+def collect(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Rollouts file to write (JSON lines).")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="+responses_create_params.x=…, +num_repeats_add_seed=true", show_default=False),
+    ] = None,
+    inputs: Annotated[str | None, typer.Option("--input", "-i", help="Task rows (JSON lines).")] = None,
+    head: Annotated[str | None, typer.Option(help="Base URL of a head server that knows the agents.")] = None,
+    agent_url: Annotated[str | None, typer.Option(help="Base URL of one agent server for all rows.")] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="NeMo Gym configuration that has been started.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Environment to run here: a kind, or module:Class.")] = None,
+    parameters: Annotated[str, typer.Option(help="The environment's parameters (JSON).")] = "{}",
+    engine_url: Annotated[str | None, typer.Option(help="Base URL of a running policy, with --environment.")] = None,
+    agent: Annotated[str | None, typer.Option("--agent", "-a", help="Agent for rows that name none.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Rows to take.", min=1)] = None,
+    num_repeats: Annotated[str, typer.Option(help="Rollouts a row: 4, or {agent: 4, _default: 1}.")] = "1",
+    concurrency: Annotated[int, typer.Option(help="Rollouts in flight.", min=1)] = 64,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output lacks.")] = False,
+    prompt_config: Annotated[str | None, typer.Option(help="Prompt templates (YAML) that make the input.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    disable_aggregation: Annotated[bool, typer.Option("--disable-aggregation", help="No aggregate metrics.")] = False,
+    max_turns: Annotated[int, typer.Option(help="Model calls a rollout, with --environment.", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens a rollout, with --environment.", min=1)] = 32_768,
+    timeout: Annotated[float, typer.Option(help="Seconds for one rollout.", min=0.001)] = 3600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling, with --environment.")] = 0,
+) -> None:
+    """Collect rollouts of task rows from agent servers, or from a running policy and an environment."""
+    from roundhouse.gym.exchange.files import CollectionFiles
+
+    place = open_place(
+        Place(
+            head, agent_url, config, environment, parameters, engine_url, agent, timeout, concurrency, max_turns, max_tokens,
+            max_output_tokens, seed,
+        )
+    )  # fmt: skip
+    sampling = {"temperature": temperature, "top_p": top_p, "max_output_tokens": max_output_tokens}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    how = materialization(place.agent, limit, num_repeats, prompt_config, given, overrides or [])
+    files = CollectionFiles(output)
+    summary = _collect(files, _left(files, inputs, place, how, resume), place, concurrency, not disable_aggregation)
+    terminal = console()
+    terminal.print(summary.line(), highlight=False, soft_wrap=True)
+    if summary.not_run:
+        terminal.print(f"{summary.outage} Run the command again with --resume.", highlight=False, soft_wrap=True)
+    terminal.print(f"{files.rollouts}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def profile(
+    rollouts: Annotated[Path, typer.Option(help="Rollouts file; its materialized inputs lie beside it.")],
+    inputs: Annotated[Path | None, typer.Option(help="Materialized inputs, if they lie elsewhere.")] = None,
+    allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Profile what there is.")] = False,
+) -> None:
+    """Statistics of each task's rollouts and of each agent's, as files beside the rollouts."""
+    from roundhouse.gym.exchange.files import CollectionFiles
+    from roundhouse.gym.exchange.profile import write_profile
+
+    files = CollectionFiles(rollouts)
+    found = write_profile(files, inputs or files.materialized_inputs, allow_partial=allow_partial)
+    out(f"{found.completed} of {found.expected} rollouts, {len(found.tasks)} tasks")
+    for metrics in found.agents:
+        out(f"{metrics['agent_ref']['name']}: mean reward {metrics.get('mean/reward', float('nan')):.3f}")
+    out(f"{files.reward_profile}\n{files.agent_metrics}")
+
+
+@app.command()
+def collate(
+    config: Annotated[list[Path], typer.Argument(help="NeMo Gym configuration whose agents have datasets.")],
+    output_dir: Annotated[Path, typer.Option(help="Directory of the collated files.")],
+    mode: Annotated[str, typer.Option(help="train_preparation or example_validation")] = "train_preparation",
+    search_dir: Annotated[list[Path] | None, typer.Option(help="Where data files are looked for.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace metrics that differ.")] = False,
+) -> None:
+    """Collate the datasets of a configuration into train.jsonl, validation.jsonl, … with their metrics."""
+    from roundhouse.gym.exchange.collate import TYPES, AgentDataset
+    from roundhouse.gym.exchange.collate import collate as collate_datasets
+    from roundhouse.gym.nemo.resolve import resolve
+    from roundhouse.gym.nemo.sources import SearchRoots
+
+    if mode not in TYPES:
+        raise ConfigError(f"--mode is {mode}; it is one of {', '.join(TYPES)}.")
+    roots = SearchRoots.of(search_dir or [])
+    resolution = resolve([str(path) for path in config], roots=roots, choose_ports=False)
+    if not resolution.instances:
+        resolution.raise_problems()
+    datasets = [
+        AgentDataset(instance.name, entry)
+        for instance in resolution.instances
+        if instance.type == "responses_api_agents"
+        for entry in instance.fields.datasets or ()
+    ]
+    for file in collate_datasets(datasets, output_dir, roots, mode=mode, overwrite=overwrite):
+        out(f"{file.rows:>8} rows  {file.path}  {file.metrics_path.name}")
+
+
+@app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(help="Rollouts file; inputs and failures beside it are read, too.")],
+    name: Annotated[str, typer.Option(help="Name of the dataset.")],
+    version: Annotated[str, typer.Option(help="Version of the dataset.")] = "v000001",
+    store: StoreOption = DEFAULT_STORE,
+    policy_version: Annotated[int, typer.Option(help="Version of the weights that made foreign rollouts.", min=0)] = 0,
+) -> None:
+    """Import rollouts of NeMo Gym as a Parquet dataset that validation and training read."""
+    from roundhouse.gym.exchange.files import CollectionFiles
+    from roundhouse.gym.exchange.to_store import import_rollouts
+
+    reference = import_rollouts(CollectionFiles(file), store, name, version, policy_version=policy_version)
+    counts = ", ".join(f"{count} {kind}" for kind, count in reference.counts.items() if count)
+    out(f"{counts}\n{reference.uri}")
+
+
+@export_app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="A run's id, or <name>/<version> of a dataset.")],
+    output: Annotated[Path, typer.Option(help="Directory to write to.")],
+    iteration: Annotated[int | None, typer.Option(help="Iteration of a run.", min=1)] = None,
+    stage: Annotated[str, typer.Option(help="Stage of the iteration: collect or evaluate.")] = "collect",
+    form: Annotated[
+        str, typer.Option("--format", help="nemo-gym: rollouts, inputs, failures as JSON lines.")
+    ] = "nemo-gym",
+    agent: Annotated[str | None, typer.Option(help="Agent for rows whose task names none.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Write collected rollouts as NeMo Gym's files."""
+    from roundhouse.errors import StoreError
+    from roundhouse.gym.exchange.to_files import export_rollouts
+    from roundhouse.store.location import Location
+    from roundhouse.store.stage import Stage
+
+    if form != "nemo-gym":
+        raise ConfigError(f"--format is {form}; nemo-gym is what there is.")
+    path = f"datasets/{run}" if iteration is None else f"runs/{run}/iterations/{iteration:06d}/{stage}"
+    reference = Stage(Location(store) / path, kind=stage, run_id=run, iteration=iteration or 0).reference()
+    if reference is None:
+        raise StoreError(
+            f"{path} in {store} is not there, or not complete. Give a run and its --iteration, or a dataset's <name>/<version>."
+        )
+    written = export_rollouts(reference, output, agent=agent)
+    out(f"{written.rollouts} rollouts, {written.failures} failures\n{written.files.rollouts}")
+
+
+def materialization(
+    agent: str | None,
+    limit: int | None,
+    repeats: str,
+    prompt: str | None,
+    sampling: dict[str, Any],
+    overrides: list[str],
+) -> Materialization:
+    """The options of `collect` about its rows.
+
+    Raises:
+        ConfigError: an override is none, or about something else.
+    """
+    from roundhouse.gym.exchange.prompts import read_prompt
+    from roundhouse.gym.exchange.task_rows import Materialization, Repeats
+    from roundhouse.gym.nemo.overrides import parse_override
+
+    params: dict[str, Any] = {}
+    add_seed = False
+    for one in map(parse_override, overrides):
+        match one.path:
+            case ("responses_create_params", name) if one.has_value:
+                params[name] = one.value
+            case ("num_repeats_add_seed",) if isinstance(one.value, bool):
+                add_seed = one.value
+            case _:
+                raise ConfigError(
+                    f"The override {one.text!r} is about nothing of a collection: "
+                    "+responses_create_params.<name>=<value> and +num_repeats_add_seed=true are."
+                )
+    return Materialization(
+        agent=agent,
+        limit=limit,
+        repeats=Repeats.of(parse_override(f"+num_repeats={repeats}").value),
+        add_seed=add_seed,
+        params=params | sampling,
+        prompt=None if prompt is None else read_prompt(prompt),
+    )
+
+
+def _left(
+    files: CollectionFiles, inputs: str | None, place: OpenPlace, how: Materialization, resume: bool
+) -> Remaining:
+    """What is to be run: the rest of an earlier collection, or all rows of the file or the environment."""
+    from roundhouse.gym.exchange import collection
+    from roundhouse.gym.exchange.json_lines import line_of
+    from roundhouse.gym.exchange.task_rows import expanded, materialize
+
+    if resume and files.materialized_inputs.exists():
+        return collection.resume(files)
+    if inputs is not None:
+        return collection.begin(files, materialize(inputs, how))
+    if not place.tasks:
+        raise ConfigError("--input is missing: the task rows to collect rollouts of.")
+    lines = ((number, line_of(row)) for number, row in enumerate(place.tasks[: how.limit], 1))
+    return collection.begin(files, expanded(lines, how, "the environment's tasks"))
+
+
+def _collect(files: CollectionFiles, left: Remaining, place: OpenPlace, concurrency: int, aggregate: bool) -> Summary:
+    import asyncio
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from roundhouse.gym.exchange.collection import collect as collect_rows
+
+    terminal = console()
+    columns = (TextColumn("rollouts"), BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, TimeElapsedColumn(), console=terminal, transient=True, disable=not terminal.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=len(left.rows))
+
+        def show(summary: Summary) -> None:
+            bar.update(task, completed=summary.completed + summary.failed + summary.not_run, description=summary.line())
+
+        async def work() -> Summary:
+            async with place.source:
+                return await collect_rows(
+                    files, left, place.source, concurrency=concurrency, aggregate=aggregate, on_outcome=show
+                )
+
+        return asyncio.run(work())

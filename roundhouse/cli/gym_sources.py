@@ -1,0 +1,118 @@
+"""Where `roundhouse gym collect` gets its rollouts from: which of its options name a source, and the source they name.
+
+Invariant: exactly one place is named; the agent that rows without one get is known before a row is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roundhouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from roundhouse.gym.exchange.json_lines import Row
+    from roundhouse.gym.exchange.stream import RolloutSource
+
+
+@dataclass(frozen=True)
+class Place:
+    """The options that say where rollouts come from."""
+
+    head: str | None = None
+    agent_url: str | None = None
+    config: list[Path] | None = None
+    environment: str | None = None
+    parameters: str = "{}"
+    engine_url: str | None = None
+    agent: str | None = None
+    timeout: float = 3600.0
+    concurrency: int = 64
+    max_turns: int = 16
+    max_tokens: int = 32_768
+    max_output_tokens: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class OpenPlace:
+    """A source, the agent for rows that name none, and task rows where no file is given."""
+
+    source: RolloutSource
+    agent: str | None
+    tasks: Sequence[Row] = ()
+
+
+def open_place(place: Place) -> OpenPlace:
+    """
+    Raises:
+        ConfigError: none or several places are named, or an option is missing beside one.
+    """
+    named = [
+        option
+        for option, value in (
+            ("--head", place.head),
+            ("--agent-url", place.agent_url),
+            ("--config", place.config),
+            ("--environment", place.environment),
+        )
+        if value
+    ]
+    if len(named) != 1:
+        raise ConfigError(
+            f"Name one place where rollouts come from, out of --head, --agent-url, --config and --environment; "
+            f"named: {', '.join(named) or 'none'}."
+        )
+    return _own(place) if place.environment else _agents(place)
+
+
+def _agents(place: Place) -> OpenPlace:
+    import asyncio
+
+    from roundhouse.gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
+
+    if place.agent_url:
+        return OpenPlace(AgentServers({EVERY: place.agent_url}, place.timeout), place.agent or "agent")
+    head = place.head or _head_of(place.config or [])
+    urls = asyncio.run(agents_of_head(head))
+    if place.agent is not None and place.agent not in urls:
+        raise ConfigError(f"--agent is {place.agent}; the head server at {head} knows {', '.join(sorted(urls))}.")
+    only = next(iter(urls)) if len(urls) == 1 else None
+    return OpenPlace(AgentServers(urls, place.timeout, key="--head"), place.agent or only)
+
+
+def _head_of(paths: list[Path]) -> str:
+    """The head server of a configuration that was started: it knows the ports that were chosen."""
+    from roundhouse.gym.nemo.resolve import resolve
+
+    resolution = resolve([str(path) for path in paths], choose_ports=False)
+    resolution.raise_problems()
+    host, port = resolution.head_address()
+    return f"http://{host}:{port}"
+
+
+def _own(place: Place) -> OpenPlace:
+    from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
+    from roundhouse.gym.environments.naming import environment_config
+    from roundhouse.gym.exchange.own_policy import OwnPolicy
+
+    if place.engine_url is None:
+        raise ConfigError("--environment needs --engine-url: the base URL of a running policy.")
+    new_tokens = place.max_output_tokens or place.max_tokens
+    generation = GenerationConfig(
+        sampling=Sampling(max_new_tokens=new_tokens),
+        request_timeout_seconds=place.timeout,
+        max_model_len=place.max_tokens,
+    )
+    rollout = RolloutConfig(
+        max_turns=place.max_turns,
+        max_tokens=place.max_tokens,
+        concurrency=place.concurrency,
+        timeout_seconds=place.timeout,
+        tool_timeout_seconds=place.timeout,
+    )
+    environment = environment_config(place.environment or "", place.parameters)
+    source = OwnPolicy(place.engine_url, environment, generation, rollout, place.seed)
+    return OpenPlace(source, source.agent, source.tasks("train"))

@@ -1,0 +1,61 @@
+"""`roundhouse up | down | doctor`: this machine's services."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundhouse.cli.options import DEFAULT_STATE, JsonOption, Overrides, StateOption, console, load, out
+
+app = typer.Typer()
+
+
+@app.command()
+def up(state: StateOption = DEFAULT_STATE) -> None:
+    """Start the local services (Prefect, MLflow, Ray) and leave them running."""
+    from roundhouse.infra import services
+
+    terminal = console()
+    started = services.up(
+        state / "services",
+        on_progress=lambda record: terminal.print(
+            f"  {record.name:<8} {record.status:<9} {record.url}", highlight=False
+        ),
+    )
+    for name, value in started.environment().items():
+        if name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            terminal.print(f"export {name}={value}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def down(state: StateOption = DEFAULT_STATE) -> None:
+    """Stop the local services."""
+    from roundhouse.infra import services
+
+    stopped = services.down(state / "services")
+    console().print(f"stopped: {', '.join(stopped) or 'nothing was running'}")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="Run configuration to check for.")] = None,
+    overrides: Overrides = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """What is missing or unreachable on this machine, and what to do about it."""
+    from roundhouse.infra.doctor import diagnose
+
+    findings = diagnose(None if config is None else load(config, overrides), state)
+    if as_json:
+        out(json.dumps([finding.model_dump() for finding in findings], indent=1))
+    else:
+        marks = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+        for finding in findings:
+            remedy = f"\n       → {finding.remedy}" if finding.remedy else ""
+            console().print(f"{marks[finding.status]} {finding.name}: {finding.detail}{remedy}", highlight=False)
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)

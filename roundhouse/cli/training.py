@@ -1,0 +1,170 @@
+"""`roundhouse train | quickstart | collect | evaluate`: the flows, with the local services that they need."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from roundhouse.cli.options import ConfigPath, DryRun, Overrides, console, load, out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roundhouse.config.models import RunConfig
+    from roundhouse.infra.state import ServiceRecord
+    from roundhouse.store.run import Run
+
+T = TypeVar("T")
+
+app = typer.Typer()
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Start a training run, or continue it after its last complete stage."""
+    _train(load(config, overrides), dry_run, hints=[])
+
+
+@app.command()
+def quickstart(
+    config: Annotated[Path, typer.Option(help="Run configuration (YAML).")] = Path("configs/quickstart.yaml"),
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """From nothing to a policy that has learned to use a tool, on this machine."""
+    hints = [
+        "roundhouse runs show quickstart            the numbers of this run",
+        "roundhouse train configs/single-turn.yaml  a single-turn task",
+        "roundhouse train configs/discovery.yaml    a search that no demonstration shows (slower)",
+        "docs/concepts.md                           what has just happened, and where it lies",
+        "roundhouse down                            stop the Prefect and MLflow pages",
+    ]
+    _train(load(config, overrides), dry_run, hints)
+
+
+@app.command()
+def collect(
+    config: ConfigPath,
+    name: Annotated[str, typer.Option(help="Name of the dataset.")] = "offline",
+    iteration: Annotated[
+        int, typer.Option(help="Which draw of tasks: the same number gives the same tasks.", min=1)
+    ] = 1,
+    overrides: Overrides = None,
+) -> None:
+    """Collect rollouts with a run's newest checkpoint into a dataset of its own, without training."""
+    from roundhouse.store.stage import read_manifest
+
+    resolved = load(config, overrides)
+
+    def work() -> None:
+        from flows.collect import collect as flow
+        from flows.economy import tagged
+
+        reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(resolved, name, iteration)
+        out(f"{reference.uri}\n{json.dumps(read_manifest(reference).metrics, indent=1)}")
+
+    _with_services(resolved, work)
+
+
+@app.command()
+def evaluate(
+    config: ConfigPath,
+    version: Annotated[int | None, typer.Option(help="Policy version; the newest when left out.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a run's checkpoint on held-out tasks."""
+    resolved = load(config, overrides)
+
+    def work() -> None:
+        from flows.economy import tagged
+        from flows.evaluate import evaluate as flow
+        from roundhouse.store.stage import read_manifest
+
+        reference = tagged(flow, f"run:{resolved.run_id}")(resolved, version)
+        out(json.dumps(read_manifest(reference).metrics, indent=1))
+
+    _with_services(resolved, work)
+
+
+def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
+    if dry_run:
+        from roundhouse.config.loading import config_yaml
+
+        out(config_yaml(config))
+        return
+    from roundhouse.console import RunView, print_summary
+    from roundhouse.store.run import open_run
+
+    terminal = console()
+    run = open_run(config)
+    summary = run.summary()
+    if summary is None or summary["iterations"] < config.iterations:
+        with RunView(terminal, config.iterations) as view:
+            view.say(f"[bold]{config.run_id}[/]: {config.iterations} iterations, store {run.location.uri}")
+
+            def work() -> dict[str, Any]:
+                from flows.economy import tagged
+                from flows.train import train as flow
+
+                return tagged(flow, f"run:{config.run_id}")(config)
+
+            summary = _with_services(config, work)
+    else:
+        terminal.print(f"Run {config.run_id} is finished. A new one: --set run_id=<name>", highlight=False)
+    print_summary(terminal, summary, links(run), hints)
+
+
+def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
+    """Run `work` with the local services up; the pages stay, the engine's memory is given back."""
+    from roundhouse.infra.services import local_services, needed_services, state_directory
+    from roundhouse.progress import announce
+
+    states: dict[str, str] = {}
+
+    def on_progress(record: ServiceRecord) -> None:
+        states[record.name] = record.status
+        announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
+
+    wanted = needed_services(config)
+    with local_services(
+        state_directory(config), wanted, keep=("prefect", "mlflow"), on_progress=on_progress
+    ) as services:
+        own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
+        os.environ.update(services.environment() | own_tracking)
+        _quiet_libraries()
+        pages = {"mlflow": services.mlflow_url} if "mlflow" in wanted else {}
+        announce("pages", prefect=services.prefect_ui_url, **pages)
+        from flows.delivery import deliver_queued_records
+
+        try:
+            return work()
+        finally:
+            deliver_queued_records()
+
+
+def _quiet_libraries() -> None:
+    """Their logs go to Prefect and to files; the terminal shows the run."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+
+
+def links(run: Run) -> dict[str, str]:
+    """Where a person finds the run."""
+    from roundhouse.infra import services
+
+    place = run.location.uri.removeprefix("file://")
+    links = {"store": place, "plot": f"{place}/learning-curve.png"}
+    running = services.status(services.state_directory(run.config))
+    if running.is_ready("prefect"):
+        links["Prefect"] = running.prefect_ui_url
+    if running.is_ready("mlflow"):
+        links["MLflow"] = (run.summary() or {}).get("mlflow_url") or running.mlflow_url
+    if len(links) == 2:
+        links["pages"] = "start them again with `roundhouse up`"
+    return links

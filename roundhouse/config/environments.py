@@ -1,0 +1,202 @@
+"""Which environment a run learns in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from roundhouse.config.remote_environments import AgentEnvironment, McpServers, RemoteEnvironment
+from roundhouse.config.section import Fraction, PositiveInt, ProperFraction, Section
+
+
+class CalculatorEnvironment(Section):
+    """Two-step arithmetic `a*b+c` with a calculator tool that takes one operator a call."""
+
+    kind: Literal["calculator"] = "calculator"
+    heldout_fraction: ProperFraction = 0.2
+    """Share of all problems that neither the warm start nor training ever sees."""
+
+
+class SortEnvironment(Section):
+    """Single turn: sort the given digits."""
+
+    kind: Literal["sort"] = "sort"
+    digits: Annotated[int, Field(ge=2, le=9)] = 6
+    """How many digits a problem has."""
+    heldout_fraction: ProperFraction = 0.2
+    """Share of all problems that neither the warm start nor training ever sees."""
+
+
+class GuessNumberEnvironment(Section):
+    """Find a hidden number with a tool that answers higher or lower: the policy has to discover the search."""
+
+    kind: Literal["guess_number"] = "guess_number"
+    upper: Annotated[int, Field(ge=3, le=64)] = 7
+    """The hidden number lies in 1..upper."""
+    guesses: PositiveInt = 3
+    """Guesses allowed in an episode."""
+
+
+class GeneratedProblems(Section):
+    """What environments with a generator have in common."""
+
+    problems: Annotated[int, Field(ge=2, le=100_000)] = 4000
+    """How many problems are generated, over both splits."""
+    heldout_fraction: ProperFraction = 0.2
+    """Share of all problems that neither the warm start nor training ever sees."""
+
+
+class ArithmeticChainEnvironment(GeneratedProblems):
+    """Nested arithmetic with a calculator tool that takes one operator a call."""
+
+    kind: Literal["arithmetic_chain"]
+    operators: Annotated[int, Field(ge=2, le=12)] = 3
+    """Operators of an expression, hence calculator calls that it takes."""
+
+
+class LookupEnvironment(GeneratedProblems):
+    """Follow keys through a table that only a tool can see."""
+
+    kind: Literal["lookup"]
+    hops: PositiveInt = 3
+    """The longest walk."""
+    entries: Annotated[int, Field(ge=4, le=60)] = 12
+    """Words in a table; those that are not on the way are distractors."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> LookupEnvironment:
+        if self.hops >= self.entries:
+            raise ValueError(f"hops ({self.hops}) must be below entries ({self.entries}): the walk would come round.")
+        return self
+
+
+class CountdownEnvironment(GeneratedProblems):
+    """Single turn: reach a target by an expression over given numbers."""
+
+    kind: Literal["countdown"]
+    numbers: Annotated[int, Field(ge=2, le=6)] = 3
+    """How many numbers are given."""
+    largest: Annotated[int, Field(ge=4, le=99)] = 12
+    """They lie in 1..largest."""
+
+
+class SudokuEnvironment(GeneratedProblems):
+    """Single turn: fill in a 4x4 sudoku."""
+
+    kind: Literal["sudoku"]
+    blanks: Annotated[int, Field(ge=1, le=11)] = 5
+    """Empty cells of a grid."""
+
+
+class WarehouseEnvironment(GeneratedProblems):
+    """Look at shelves, move goods and ship them: the final state is judged."""
+
+    kind: Literal["warehouse"]
+    most: Annotated[int, Field(ge=2, le=99)] = 9
+    """Most of one good on a shelf."""
+
+
+class SqlWorldEnvironment(GeneratedProblems):
+    """Questions and changes over SQLite tables: result sets and final tables are compared."""
+
+    kind: Literal["sql_world"]
+    problems: Annotated[int, Field(ge=2, le=100_000)] = 2000
+    """How many assignments are generated, over both splits."""
+    worlds: Annotated[int, Field(ge=1, le=10_000)] = 100
+    """Different contents of the tables."""
+    changes: Fraction = 0.3
+    """Share of assignments that change the data instead of asking for some."""
+
+
+class CodeEnvironment(GeneratedProblems):
+    """Write a Python function; hidden tests judge it in a locked process (Linux only)."""
+
+    kind: Literal["code"]
+    problems: Annotated[int, Field(ge=2, le=100_000)] = 1000
+    """How many exercises are generated, over both splits."""
+    steps: Annotated[int, Field(ge=1, le=6)] = 3
+    """Most steps of a function."""
+    concurrency: PositiveInt = 2
+    """Processes that run answers at once, in each process that has the environment."""
+
+
+class InstructionConstraintsEnvironment(GeneratedProblems):
+    """Single turn: write words that satisfy checkable constraints on count, content, order and form."""
+
+    kind: Literal["instruction_constraints"]
+    constraints: Annotated[int, Field(ge=1, le=6)] = 3
+    """Most constraints of a prompt."""
+
+
+class FrozenLakeEnvironment(GeneratedProblems):
+    """A game of several turns in the Gymnasium protocol: cross a frozen lake without falling in."""
+
+    kind: Literal["frozen_lake"]
+    problems: Annotated[int, Field(ge=2, le=100_000)] = 2000
+    """How many lakes are generated, over both splits."""
+    size: Annotated[int, Field(ge=3, le=12)] = 4
+    """Rows and columns."""
+    holes: Annotated[int, Field(ge=0)] = 4
+    """Holes in a lake."""
+    steps: Annotated[int, Field(ge=3)] = 10
+    """Moves of an episode; rollout.max_turns should be no smaller."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> FrozenLakeEnvironment:
+        if self.holes > self.size * self.size // 2:
+            raise ValueError(f"holes ({self.holes}) fill more than half of a lake of size {self.size}. Lower them.")
+        return self
+
+
+class WorkerEnvironment(Section):
+    """Rollouts played by a worker class of yours (or a built-in one) over the items of a data file."""
+
+    kind: Literal["worker"]
+    worker: str = "simple"
+    """`simple` (one completion), `agent` (several turns), `mock` (no policy), or a class: `path/to/file.py:Class` or
+    `package.module:Class`."""
+    evaluator: str | None = None
+    """Evaluator class, named in the same way; unset: the worker's own."""
+    workspace: str | None = None
+    """Directory that relative paths of classes begin at, before NEXRL_PATH and the working directory; its files can import
+    each other. `${CONFIG_DIR}` is the directory of the configuration file."""
+    train_data: str
+    """Items for training: a .parquet, .csv or .jsonl file."""
+    heldout_data: str | None = None
+    """Items for evaluation."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the worker's class."""
+
+
+class CustomEnvironment(Section):
+    """An environment of your own, imported by name."""
+
+    kind: Literal["custom"]
+    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    """`module:Class` of a `roundhouse.gym.environment.Environment` or `roundhouse.gym.gymnasium.GymnasiumEnvironment`."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    mcp_servers: McpServers = Field(default_factory=dict)
+    """MCP servers (streamable HTTP) whose tools the policy gets as well, as `mcp__<name>__<tool>`: URL by name."""
+
+
+EnvironmentConfig = Annotated[
+    CalculatorEnvironment
+    | SortEnvironment
+    | GuessNumberEnvironment
+    | ArithmeticChainEnvironment
+    | LookupEnvironment
+    | CountdownEnvironment
+    | SudokuEnvironment
+    | WarehouseEnvironment
+    | SqlWorldEnvironment
+    | CodeEnvironment
+    | InstructionConstraintsEnvironment
+    | FrozenLakeEnvironment
+    | WorkerEnvironment
+    | CustomEnvironment
+    | RemoteEnvironment
+    | AgentEnvironment,
+    Field(discriminator="kind"),
+]

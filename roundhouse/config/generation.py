@@ -1,0 +1,49 @@
+"""The inference engine and how tokens are drawn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+
+
+class Sampling(Section):
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """0 means greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: PositiveInt | None = None
+    max_new_tokens: PositiveInt = 24
+    """Limit of one model call."""
+
+
+class GenerationConfig(Section):
+    """The inference engine and how it is served."""
+
+    backend: Literal["vllm", "transformers"] = "vllm"
+    replicas: PositiveInt = 1
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: PositiveInt = 512
+    """Prompt and generation together, in tokens."""
+    sampling: Sampling = Sampling()
+    tool_call_parser: str = "hermes"
+    """vLLM's name of the parser that turns text into tool calls."""
+    kv_cache_gib: PositiveFloat = 0.5
+    """Memory of the key-value cache of one replica on CPU, in GiB."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory that a replica takes. Without a GPU it is not used."""
+    gpus_per_replica: Annotated[float, Field(ge=0)] = 0
+    """0 runs on CPU."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of vLLM's engine, by their names. The transformers backend knows `max_num_seqs`."""
+    engine_url: str | None = None
+    """Base URL of an engine that runs already (`python -m roundhouse.generation.standalone`). Unset: on Ray Serve."""
+    start_timeout_seconds: PositiveFloat = 300
+    """Time limit for the deployment to become ready."""
+    request_timeout_seconds: PositiveFloat = 60
+    """Time limit of one model call."""
+    refit_timeout_seconds: PositiveFloat = 120
+    """Time limit until all replicas answer with the new policy version."""

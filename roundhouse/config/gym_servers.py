@@ -1,0 +1,81 @@
+"""Our agent server and our resources server as instances of a NeMo Gym configuration.
+
+Invariant: every waiting has a limit. Unknown fields are refused, but for those that NeMo Gym puts beside every server's own
+(`INSTANCE_FIELDS`): one configuration serves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from roundhouse.config.environments import EnvironmentConfig
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+
+INSTANCE_FIELDS = frozenset(
+    {
+        "entrypoint",
+        "host",
+        "port",
+        "num_workers",
+        "domain",
+        "datasets",
+        "verified",
+        "verified_url",
+        "description",
+        "value",
+    }
+)
+"""Fields of an instance that say where it runs and what the catalogue shows, not how it works."""
+
+
+class ServerReference(Section):
+    """Another server of the same configuration."""
+
+    type: Literal["resources_servers", "responses_api_agents", "responses_api_models"]
+    name: str
+
+
+class AgentServerConfig(Section):
+    """The agent server (`responses_api_agents: roundhouse_agent`): NeMo Gym's `simple_agent` by its field names."""
+
+    resources_server: ServerReference
+    """The environment that it plays."""
+    model_server: ServerReference
+    """Who answers for the policy."""
+    protocol: Literal["tools", "gymnasium"] = "tools"
+    """How the resources server is played: /seed_session, /<tool>, /verify, or /reset, /step, /close."""
+    model_route: Literal["chat", "responses"] = "chat"
+    """How the model server is asked: /v1/chat/completions or /v1/responses."""
+    max_steps: PositiveInt | None = None
+    """Model calls of a rollout; unset: as many as the time limit allows."""
+    max_tokens: PositiveInt | None = None
+    """Tokens of a whole rollout, prompt included, where the model server tells tokens."""
+    timeout_seconds: PositiveFloat = 2100
+    """Time limit of one /run, and of one /v1/responses."""
+    model_timeout_seconds: PositiveFloat = 600
+    """Time limit of one model call."""
+    tool_timeout_seconds: PositiveFloat = 300
+    """Time limit of one tool call."""
+    parallel_tool_calls: bool = False
+    """Run the tool calls of one reply at the same time."""
+    close_route: str | None = None
+    """Route of the resources server that ends a session, where it does not offer one by itself."""
+    skip_verification: bool = False
+    """Do not ask the verifier: every rollout gets `skip_verification_reward`."""
+    skip_verification_reward: float = 0.0
+    token_id_capture: bool = False
+    """Ask the model server to record this agent's calls, when the configuration's `token_id_capture.enabled` is true."""
+
+
+class EnvironmentServerConfig(Section):
+    """The resources server (`resources_servers: roundhouse_environment`) of an environment of ours."""
+
+    environment: EnvironmentConfig
+    """As in a run's configuration: a kind and its parameters."""
+    expose_tools_over_mcp: bool = False
+    """Serve the tools over MCP too, at /mcp, for agents that speak it."""
+
+
+def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """An instance's fields without those of `INSTANCE_FIELDS`."""
+    return {key: value for key, value in fields.items() if key not in INSTANCE_FIELDS}

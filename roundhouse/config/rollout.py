@@ -1,0 +1,75 @@
+"""What an iteration collects, and the gate between collection and training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section
+
+
+class RetryPolicy(Section):
+    """Bounded attempts with exponential back-off, for infrastructure failures only."""
+
+    attempts: PositiveInt = 3
+    first_delay_seconds: PositiveFloat = 0.5
+    factor: Annotated[float, Field(ge=1)] = 2.0
+    max_delay_seconds: PositiveFloat = 30.0
+
+
+class DynamicSampling(Section):
+    """Collect more tasks until `rollout.tasks` of them have spread in their rewards (DAPO, arXiv 2503.14476)."""
+
+    max_rounds: PositiveInt = 10
+    """Rounds of `rollout.tasks` tasks each, the first one included."""
+    on_exhausted: Literal["error", "continue"] = "error"
+    """When too few have spread after the last round: fail the stage, or train on those that have."""
+
+
+class RolloutConfig(Section):
+    """What one iteration collects."""
+
+    tasks: PositiveInt = 16
+    """Tasks (groups) an iteration."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Rollouts of each task."""
+    max_turns: PositiveInt = 4
+    """Model calls a rollout."""
+    max_tokens: PositiveInt = 400
+    """Tokens of a whole rollout, prompt included; it is truncated there."""
+    concurrency: PositiveInt = 128
+    """Rollouts in flight at once."""
+    timeout_seconds: PositiveFloat = 120
+    """Time limit of one rollout attempt, all turns and tools."""
+    tool_timeout_seconds: PositiveFloat = 20
+    """Time limit of one tool call."""
+    parallel_tool_calls: bool = False
+    """Run the tool calls of one reply at the same time, where their order does not matter: in an environment without
+    session state, or on a remote server of which you know it. Outputs stand in the order of the calls either way."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Unset: one round, whatever its rewards; groups without spread are not trained on either way."""
+    retry: RetryPolicy = RetryPolicy()
+    max_failed_fraction: Fraction = 0.2
+    """The collect stage fails when a larger share of its rollouts failed."""
+
+
+class ValidationConfig(Section):
+    """The gate between collection and training."""
+
+    on_break: Literal["reject", "truncate", "split"] = "reject"
+    """A prompt that does not continue the recorded tokens: refuse the rollout, keep it up to the last contiguous turn,
+    or begin a new sequence of the same rollout."""
+    min_group_size: PositiveInt = 2
+    """Groups with fewer valid rollouts are omitted."""
+    max_quarantine_fraction: Fraction = 0.5
+    """The validate stage fails when a larger share was refused."""
+    text: bool = True
+    """Hold each rollout's recorded messages against its tokens, decoded with the policy's tokenizer. Not possible, and not
+    done, where an agent or worker keeps the record (environment.kind agent, worker)."""
+    recompute_tolerance: PositiveFloat | None = 0.25
+    """The train stage recomputes the log-probability of every token that it trains on. It fails, and its weights become no
+    version, when a sequence differs from what the engine recorded by more than this: the mean of the absolute difference
+    over its tokens in nats, of at least 16. A few times `train/logprob_abs_diff_mean` of a good iteration is a sharp value.
+    Not done under top-k, top-p or temperature 0, where the engine draws from another distribution than the trainer
+    computes. Null: never."""

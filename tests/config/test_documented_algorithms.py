@@ -1,0 +1,30 @@
+"""What docs/algorithms.md shows can be loaded, and names every kind there is."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roundhouse.config.algorithms import AlgorithmConfig
+from roundhouse.config.loading import parse_config
+
+PAGE = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_of_the_page_loads(example: str) -> None:
+    parse_config({"run_id": "r", **yaml.safe_load(example)})
+
+
+def test_the_page_has_a_row_and_a_paragraph_for_every_kind() -> None:
+    union = typing.get_args(typing.get_args(AlgorithmConfig)[0])
+    kinds = [typing.get_args(section.model_fields["kind"].annotation)[0] for section in union]
+    assert len(kinds) == 11
+    for kind in kinds:
+        assert f"| `{kind}` | " in PAGE
+        assert f"**{kind}**." in PAGE
