@@ -96,7 +96,15 @@ class Location:
                     temporary.unlink()
                 _sync_directory(target.parent)
             else:
-                self._fs.pipe_file(self._path(name), data, mode="create")
+                self._create_in_bucket(name, data)
+
+    def _create_in_bucket(self, name: str, data: bytes) -> None:
+        try:
+            self._fs.pipe_file(self._path(name), data, mode="create")
+        except FileExistsError:
+            # The client repeats a request whose reply was lost, and then finds the object that it made itself.
+            if self.read(name) != data:
+                raise
 
     def read(self, name: str) -> bytes:
         """The whole object.
@@ -135,6 +143,14 @@ class Location:
         with self._reported("delete", name):
             if self._fs.exists(self._path(name)):
                 self._fs.rm_file(self._path(name))
+
+    def delete_object(self, listed: str) -> None:
+        """Delete an object by a name that `tree` listed; unlike other names, it may begin with a dot."""
+        if ".." in listed.split("/") or listed.startswith("/"):
+            raise StoreError(f"{listed!r} lies outside {self.uri}.")
+        with self._reported("delete", listed):
+            if self._fs.exists(f"{self._root}/{listed}"):
+                self._fs.rm_file(f"{self._root}/{listed}")
 
     def delete_tree(self) -> None:
         """Delete everything below and the directory itself."""
