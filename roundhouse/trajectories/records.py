@@ -61,6 +61,8 @@ class Turn:
     finish_reason: str
     """stop, tool_calls or length."""
     latency_seconds: float
+    trained: bool = True
+    """False: its tokens stay on record and in later prompts, and the loss skips them."""
 
 
 @dataclass(slots=True)
@@ -82,10 +84,12 @@ class Rollout:
     """The conversation as Responses items, input first, without token fields."""
     turns: list[Turn] = field(default_factory=list)
     finish_reason: str = ""
-    """stop, length, max_turns, max_tokens, or empty when it failed."""
+    """stop, length, max_turns, max_tokens, environment (a world's own limit), or empty when it failed."""
     failure_kind: FailureKind | None = None
     failure_code: str = ""
-    """Short and stable: engine_unreachable, engine_timeout, tool_timeout, environment_error, …"""
+    """Short and stable. Of a failed rollout, the failure's type: engine_unreachable, engine_timeout, tool_timeout,
+    environment_unavailable, verifier_failed, … Of a masked one, why, where the environment itself did not ask for it:
+    token_capture_<reason> (its recorded calls cannot be joined in one way), malformed_token_fields (an import); else empty."""
     failure_detail: str = ""
     started_at: float = 0.0
     """Seconds since the epoch."""

@@ -60,6 +60,7 @@ TURNS = pa.schema(
         ("policy_version", pa.int32()),
         ("finish_reason", pa.string()),
         ("latency_seconds", pa.float64()),
+        ("trained", pa.bool_()),  # false: the loss skips its tokens
     ]
 )
 """One row a model call."""
@@ -70,12 +71,14 @@ SEQUENCES = pa.schema(
         ("rollout_id", pa.string()),
         ("group_id", pa.string()),
         ("token_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.int8())),  # 1 on generated tokens
+        ("loss_mask", pa.list_(pa.int8())),  # 1 on generated tokens of trained turns
         ("gen_logprobs", pa.list_(pa.float32())),  # 0 off the mask
         ("policy_version", pa.int32()),  # oldest version in the sequence
         ("version_spans", pa.list_(pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))),
         ("reward", pa.float64()),
         ("truncated", pa.bool_()),
+        ("reward_components", _NUMBERS),
+        ("rollout_generated_tokens", pa.int32()),  # of the whole rollout, in all its turns and sequences
     ]
 )
 """One row a training sequence; independent of the algorithm."""

@@ -13,6 +13,22 @@ def digest_tokens(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(data.tobytes()).hexdigest()[:16]
 
 
+class GrowingDigest:
+    """`digest_tokens` of a sequence that only grows, at the cost of what is new."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Append; the digest of everything so far.
+
+        Raises:
+            TypeError, OverflowError: they are no token IDs.
+        """
+        self._hash.update(array("i", token_ids).tobytes())
+        return self._hash.hexdigest()[:16]
+
+
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2**31) from named parts, e.g. (run seed, iteration, group, sample, turn).
 

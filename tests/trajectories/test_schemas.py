@@ -62,3 +62,12 @@ def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
     assert derive_seed(1, 2, "a") == derive_seed(1, 2, "a")
     assert len({derive_seed(seed, turn) for seed in range(50) for turn in range(50)}) == 2500
     assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+def test_turns_written_before_they_could_be_excluded_are_trained_on() -> None:
+    sound = rollout()
+    sound.turns[0].trained = False
+    tables = rollouts_table([sound]), turns_table([sound])
+    assert [each.trained for each in rollouts_from_tables(*tables)[0].turns] == [False, True]
+    older = tables[1].drop_columns(["trained"])
+    assert [each.trained for each in rollouts_from_tables(tables[0], older)[0].turns] == [True, True]

@@ -128,6 +128,34 @@ def test_on_a_break_split_begins_a_new_sequence_of_the_same_rollout() -> None:
     assert result.ledger.completed == 2
 
 
+def test_a_turn_that_is_not_trained_stays_in_the_sequence_without_loss() -> None:
+    first = rollout(sample=0)
+    first.turns[0].trained = False
+    row = check([first, rollout(sample=1)]).sequences.to_pylist()[0]
+    assert row["token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert row["loss_mask"] == [0, 0, 0, 0, 0, 1]
+    assert row["gen_logprobs"] == [0, 0, 0, 0, 0, -0.5]
+
+
+def test_an_untrained_turn_is_proved_like_any_other() -> None:
+    broken = rollout(sample=0)
+    broken.turns[0].trained = False
+    broken.turns[0].prompt_length += 1
+    assert check([broken, rollout(sample=1), rollout(sample=2)]).reasons == {"prompt_length": 1}
+
+
+def test_a_rollout_of_untrained_turns_is_masked_and_a_chain_of_them_makes_no_sequence() -> None:
+    nothing = rollout(sample=0)
+    for each in nothing.turns:
+        each.trained = False
+    split = rollout(sample=1)
+    break_contiguity(split)
+    split.turns[0].trained = False
+    result = check([nothing, split, rollout(sample=2)], ValidationConfig(on_break="split"))
+    assert result.reasons == {"nothing_trained": 1}
+    assert [row["rollout_id"] for row in result.sequences.to_pylist()] == ["g/1", "g/2"]
+
+
 def test_a_group_that_lost_too_many_members_is_omitted_whole() -> None:
     broken = rollout("small", 1)
     break_vocabulary(broken)

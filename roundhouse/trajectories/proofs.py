@@ -1,0 +1,204 @@
+"""Proofs about one rollout: each either holds or raises a `Refusal` with a reason and the evidence.
+
+Invariant: a proof reads only what the rollout itself records and the terms it was collected under, so it says the same in
+every batch; and no rollout that our own engines and loops can produce is refused. Where a rule could hit an honest rollout
+(a policy so certain that every log-probability of a short answer is 0), it waits for `CERTAIN_TOKENS` tokens.
+
+Cost: lists are read by the built-ins that loop in C (`min`, `max`, `sum`); prompts are hashed once, also over many turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from roundhouse.trajectories.records import Rollout, Status, Turn
+
+LOG_PROB_SLACK = 1e-4
+"""A log-probability may exceed 0 by this much: float32 rounding of a certain token."""
+
+CERTAIN_TOKENS = 16
+"""Log-probabilities that are all equal are no measurement when there are at least so many of them."""
+
+COMPONENT_TOLERANCE = 1e-5
+"""Relative, of the sum of reward components against the reward; that of `roundhouse.gym.verdicts`."""
+
+CUT_SHORT = frozenset({"length", "max_tokens", "max_turns", "environment"})
+"""Finish reasons of rollouts that a limit or the world ended."""
+
+TURN_FINISHES = frozenset({"stop", "tool_calls", "length"})
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """Why a rollout was kept from training."""
+
+    reason: str
+    evidence: str
+    turn: int | None = None
+    outcome: Status = Status.MASKED
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the `rollouts` dataset says of a rollout's turns, which lie in a dataset of their own."""
+
+    turns: int
+    generated_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a batch was collected under."""
+
+    vocabulary_size: int
+    """IDs lie in [0, vocabulary_size)."""
+    policy_version: int
+    """Version of the weights that must have answered."""
+    group_size: int | None = None
+    """Samples of a group are numbered from 0 to below this. None: not known."""
+    max_new_tokens: int | None = None
+    """Tokens of one model call at most. None: not known, as with agents that set their own limits; `max_turns` alike."""
+    max_turns: int | None = None
+
+
+class TextProof(Protocol):
+    """Holds a rollout's recorded messages against its tokens."""
+
+    def prove(self, rollout: Rollout) -> bool:
+        """True: they agree. False: this rollout cannot be judged.
+
+        Raises:
+            Refusal: they do not agree.
+        """
+        ...
+
+
+def prove_failure(rollout: Rollout) -> None:
+    """A rollout has a reward or a failure, not both.
+
+    Raises:
+        Refusal: `reward_of_failure`; a failed rollout stays failed.
+    """
+    if not rollout.status.rewarded and rollout.reward is not None:
+        evidence = f"status {rollout.status.value} with reward {rollout.reward}"
+        raise Refusal("reward_of_failure", evidence, outcome=rollout.status)
+    if rollout.status in (Status.COMPLETED, Status.TRUNCATED) and (rollout.failure_kind or rollout.failure_code):
+        marks = rollout.failure_code or rollout.failure_kind
+        raise Refusal("reward_of_failure", f"status {rollout.status.value} with failure {marks}")
+
+
+def prove_outcome(rollout: Rollout, terms: Terms) -> None:
+    """Reward, status, sample number and times make sense."""
+    if rollout.reward is None or not math.isfinite(rollout.reward):
+        raise Refusal("reward", f"reward is {rollout.reward}")
+    if rollout.reward_components:
+        total = math.fsum(rollout.reward_components.values())
+        if not math.isclose(total, rollout.reward, rel_tol=COMPONENT_TOLERANCE, abs_tol=1e-8):
+            raise Refusal("reward_components", f"they add up to {total}, the reward is {rollout.reward}")
+    whole = rollout.status is Status.COMPLETED
+    if rollout.finish_reason in CUT_SHORT if whole else rollout.finish_reason == "stop":
+        raise Refusal("finish_reason", f"status {rollout.status.value} with finish reason {rollout.finish_reason}")
+    if rollout.sample < 0 or (terms.group_size is not None and rollout.sample >= terms.group_size):
+        raise Refusal("sample", f"sample {rollout.sample} of a group of {terms.group_size}")
+    spent = (rollout.seconds, rollout.generation_seconds, rollout.environment_seconds, rollout.started_at)
+    times = (*spent, *(turn.latency_seconds for turn in rollout.turns))
+    if not math.isfinite(sum(times)) or min(times) < 0:
+        raise Refusal("timing", f"a time is negative or not finite: {times}")
+
+
+def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: Terms) -> None:
+    """The turns are all there: as many, with as many tokens, as were written down with the rollout."""
+    turns = rollout.turns
+    if not turns:
+        raise Refusal("no_turns", "the rollout has no model call")
+    if recorded is not None:
+        generated = sum(len(turn.generation_token_ids) for turn in turns)
+        total = generated + sum(len(turn.prompt_token_ids) for turn in turns)
+        found = Recorded(len(turns), generated, total)
+        if found != recorded:
+            raise Refusal("turn_count", f"found {found}, written down {recorded}")
+    if terms.max_turns is None:
+        return
+    if len(turns) > terms.max_turns:
+        raise Refusal("turn_count", f"{len(turns)} model calls, {terms.max_turns} allowed")
+    if rollout.finish_reason == "max_turns" and len(turns) < terms.max_turns:
+        raise Refusal("turn_count", f"finish reason max_turns after {len(turns)} of {terms.max_turns} model calls")
+    if rollout.finish_reason == "length" and turns[-1].finish_reason != "length":
+        raise Refusal(
+            "finish_reason", f"length, but the last call ended with {turns[-1].finish_reason}", len(turns) - 1
+        )
+
+
+def prove_prompts(turns: Sequence[Turn]) -> None:
+    """Turns stand in order, and the stored parts rebuild every prompt that the engine saw."""
+    ends: list[int] = []
+    hashes: list[hashlib._Hash] = []
+    for index, turn in enumerate(turns):
+        if turn.turn != index or (turn.parent is not None and not 0 <= turn.parent < index):
+            raise Refusal("turn_order", f"turn {turn.turn} with parent {turn.parent} at place {index}", index)
+        known = 0 if turn.parent is None else ends[turn.parent]
+        length = known + len(turn.prompt_token_ids)
+        if length != turn.prompt_length:
+            raise Refusal("prompt_length", f"{length} tokens rebuilt, the engine saw {turn.prompt_length}", index)
+        if length == 0:
+            raise Refusal("empty_prompt", "nothing stands before the first generated token to predict it", index)
+        running = hashlib.sha256() if turn.parent is None else hashes[turn.parent].copy()
+        running.update(_as_int32(turn.prompt_token_ids, index))
+        if running.hexdigest()[:16] != turn.prompt_digest:
+            raise Refusal("prompt_digest", "the rebuilt prompt is not what the engine saw", index)
+        running.update(_as_int32(turn.generation_token_ids, index))
+        hashes.append(running)
+        ends.append(length + len(turn.generation_token_ids))
+
+
+def prove_turn(turn: Turn, terms: Terms) -> None:
+    """Tokens and log-probabilities of one model call, and who answered it."""
+    tokens, log_probs = turn.generation_token_ids, turn.generation_log_probs
+    if not tokens:
+        raise Refusal("empty_generation", "no token was generated", turn.turn)
+    if len(tokens) != len(log_probs):
+        raise Refusal("log_prob_count", f"{len(tokens)} tokens, {len(log_probs)} log-probabilities", turn.turn)
+    if max(log_probs) > LOG_PROB_SLACK or not math.isfinite(sum(log_probs)):
+        place, value = next(
+            (place, value) for place, value in enumerate(log_probs) if not -math.inf < value <= LOG_PROB_SLACK
+        )
+        raise Refusal("log_prob_value", f"log-probability {value} at generated token {place}", turn.turn)
+    lowest = min(min(tokens), min(turn.prompt_token_ids, default=0))
+    highest = max(max(tokens), max(turn.prompt_token_ids, default=0))
+    if lowest < 0 or highest >= terms.vocabulary_size:
+        token = lowest if lowest < 0 else highest
+        raise Refusal("vocabulary", f"token {token} is outside [0, {terms.vocabulary_size})", turn.turn)
+    if turn.policy_version != terms.policy_version:
+        evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}"
+        raise Refusal("policy_version", evidence, turn.turn)
+    if turn.finish_reason not in TURN_FINISHES:
+        raise Refusal("finish_reason", f"a model call ended with {turn.finish_reason!r}", turn.turn)
+    if terms.max_new_tokens is not None and len(tokens) > terms.max_new_tokens:
+        raise Refusal("generation_length", f"{len(tokens)} tokens, {terms.max_new_tokens} allowed", turn.turn)
+
+
+def prove_measured(turns: Sequence[Turn]) -> None:
+    """The log-probabilities are measurements: not one number for every token.
+
+    All exactly 0 means certain everywhere, which has no gradient either, or an engine that did not tell them. Only for rollouts
+    of at least `CERTAIN_TOKENS` generated tokens.
+    """
+    count = sum(len(turn.generation_log_probs) for turn in turns)
+    first = turns[0].generation_log_probs[0]
+    if count >= CERTAIN_TOKENS and all(
+        turn.generation_log_probs.count(first) == len(turn.generation_log_probs) for turn in turns
+    ):
+        raise Refusal("log_probs_constant", f"all {count} log-probabilities are {first}")
+
+
+def _as_int32(token_ids: Sequence[int], turn: int) -> bytes:
+    try:
+        return array("i", token_ids).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise Refusal("vocabulary", f"no token IDs: {error}", turn) from error

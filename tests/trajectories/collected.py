@@ -1,0 +1,127 @@
+"""Rollouts of the real environments, played by the real loops over real tokens; only who answers is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import RunConfig, Sampling, WarmStartPolicy
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.client import request_body
+from roundhouse.generation.engine import Generated
+from roundhouse.generation.protocol import Completion
+from roundhouse.generation.requests import read_request
+from roundhouse.gym.collector import collect, plan_rollouts
+from roundhouse.gym.environments import load_any
+from roundhouse.gym.sessions import open_environment
+from roundhouse.policy.warm_start import write_engine_files
+from roundhouse.stages.text_proof import DecodedText
+from roundhouse.stages.validate import recorded_counts, terms_of
+from roundhouse.trajectories.proofs import Recorded
+from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
+from roundhouse.trajectories.validation import Validated, validate
+
+VERSION, GROUPS, SIZE = 3, 3, 4
+
+
+class FakeDemonstrator:
+    """Says what a demonstration of the task says, as tokens; its log-probabilities are drawn by the seed."""
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self._environment = load_any(config.environment)
+        self._codec = ChatCodec(str(directory), 2048)
+        self._shown = {}
+        for shown in self._environment.demonstrations("train", 4000, 0.5, 5):
+            self._shown.setdefault(shown[0]["content"], []).append([m for m in shown if m["role"] == "assistant"])
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        request = read_request(request_body(messages, tools, sampling, seed, "policy"), "policy")
+        prompt = self._codec.prompt(request)
+        turn = sum(message["role"] == "assistant" for message in messages)
+        rng = random.Random(seed)
+        asked = next(message["content"] for message in messages if message["role"] == "user")
+        replies = self._shown.get(asked, [[{"content": f"I <think>hm</think> do not know {asked}"}]])
+        said = replies[seed % len(replies)]
+        ids = self._codec.encode(_text(said[min(turn, len(said) - 1)]))[: sampling.max_new_tokens - 1]
+        ids.append(self._codec.end_of_turn_id)
+        generated = Generated(ids, [-rng.expovariate(1) for _ in ids], "stop")
+        message, finish = self._codec.message(generated, request.tools)
+        return Completion(message, finish, prompt.token_ids, ids, generated.log_probs, VERSION, rng.random())
+
+
+def _text(message: dict[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    told = [f'{{"name": "{call["name"]}", "arguments": {_json(call["arguments"])}}}' for call in calls]
+    return (message["content"] or "") + "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in told)
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+class Batch:
+    """An iteration's rollouts as the store gives them back, and what they are held against."""
+
+    def __init__(self, config: RunConfig, directory: Path, made: Sequence[Rollout]) -> None:
+        self.config, self.text = config, DecodedText(directory)
+        self.tables = rollouts_table(made), turns_table(made)
+        self.vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+        self.rollouts = rollouts_from_tables(*self.tables)
+        self.recorded: dict[str, Recorded] = recorded_counts(*self.tables)
+
+    def again(self) -> Batch:
+        """The same, to be changed."""
+        other = object.__new__(Batch)
+        other.__dict__ |= self.__dict__ | {"rollouts": rollouts_from_tables(*self.tables)}
+        return other
+
+    def validate(self) -> Validated:
+        return validate(
+            self.rollouts,
+            self.config.validation,
+            vocabulary_size=self.vocabulary,
+            policy_version=VERSION,
+            terms=terms_of(self.config, self.vocabulary, VERSION),
+            recorded=self.recorded,
+            text=self.text,
+        )
+
+
+@functools.cache
+def collected(kind: str) -> Batch:
+    """Three groups of four."""
+    tree = {
+        "run_id": kind,
+        "environment": {"kind": kind},
+        "rollout": {"group_size": SIZE, "max_tokens": 4000, "max_turns": 6},
+        "generation": {"max_model_len": 4096, "sampling": {"max_new_tokens": 200}},
+    }
+    config = parse_config(tree)
+    directory = Path(tempfile.mkdtemp())
+    write_engine_files(WarmStartPolicy(), load_any(config.environment), 0, directory / "engine")
+    policy = FakeDemonstrator(config, directory / "engine")
+
+    async def play() -> list[Rollout]:
+        environment = open_environment(config.environment)
+        asked = [row for row in environment.tasks("train") if _prompt(row) in policy._shown]
+        rows = (asked or list(environment.tasks("train")))[:GROUPS]
+        specs = plan_rollouts(rows, SIZE, seed=1, iteration=1)
+        async with environment:
+            return await collect(specs, policy, environment, config.rollout, config.generation.sampling)
+
+    return Batch(config, directory / "engine", asyncio.run(play()))
+
+
+def _prompt(row: dict[str, Any]) -> Any:
+    given = row["responses_create_params"]["input"]
+    return given[0]["content"] if given and not isinstance(given, str) else given
