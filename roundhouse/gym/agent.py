@@ -1,13 +1,14 @@
-"""The agent loop: one attempt at one task, from its row to a rollout with a typed outcome.
+"""The border of a rollout: one attempt at one task, from its row to a rollout with a typed outcome.
 
-Invariants: `run_rollout` returns a rollout whatever happens, cancellation apart; a failed rollout has no reward; whatever the
-environment can say in text (a tool that raised, arguments that are not JSON, a tool that does not exist) is an observation
-for the policy and the rollout goes on; whatever took the environment or the engine away is a failure with a kind.
+Invariants: `run_rollout` returns a rollout whatever happens, cancellation apart; a failed rollout has no reward; whatever took
+the environment or the engine away is a failure with a kind; the session that the agent opened is closed however the rollout
+ended, within a time limit of its own, and how that went changes nothing about the outcome.
 
-    completed   the policy answered without a tool call, and the verifier judged it
-    truncated   a limit of turns or tokens ended it, and the verifier judged what there was
-    masked      the verifier judged it and said not to train on it
-    failed      engine, environment, verifier or row failed; `failure_kind` tells whether a retry can help
+The environment client says which agent plays (`environment.agent`): the tool loop, the Gymnasium loop, or an agent server.
+`play_rollout` also gives what an agent server answers with: the Responses object and the verifier's answer.
+
+    played = await play_rollout(spec, policy, environment, config, sampling)
+    played.rollout.status, played.response_with_tokens(), played.answer
 """
 
 from __future__ import annotations
@@ -15,27 +16,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
-from typing import Any, TypeVar
-
-import orjson
 
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, InfraError
-from roundhouse.generation.protocol import Completion, ContextOverflow, PolicyClient
-from roundhouse.gym.conversation import Conversation
-from roundhouse.gym.environment import Verdict
-from roundhouse.gym.failures import RolloutTimeout, ToolTimeout, classify
+from roundhouse.generation.protocol import PolicyClient
+from roundhouse.gym.agents.attempt import Attempt
+from roundhouse.gym.failures import RolloutTimeout, classify
 from roundhouse.gym.plan import RolloutSpec
-from roundhouse.gym.responses import response_object
-from roundhouse.gym.sessions import EnvironmentClient, EnvironmentSession
-from roundhouse.gym.tools import ToolResult, invalid_arguments
-from roundhouse.gym.verdicts import checked_verdict
+from roundhouse.gym.protocol import Agent, EnvironmentClient, Session
 from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.tokens import derive_seed
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+
+CLOSE_SECONDS = 30.0
+"""Time limit for closing a session. Not part of the rollout's own limit: its outcome is decided by then."""
 
 
 async def run_rollout(
@@ -45,8 +39,29 @@ async def run_rollout(
     config: RolloutConfig,
     sampling: Sampling,
     attempt: int = 1,
+    *,
+    on_policy: bool = True,
+    policy_version: int | None = None,
 ) -> Rollout:
-    """Make one attempt at `spec` within the limits of `config`."""
+    """Make one attempt at `spec` within the limits of `config`; see `Attempt` for the last two."""
+    played = await play_rollout(
+        spec, policy, environment, config, sampling, attempt, on_policy=on_policy, policy_version=policy_version
+    )
+    return played.rollout
+
+
+async def play_rollout(
+    spec: RolloutSpec,
+    policy: PolicyClient,
+    environment: EnvironmentClient,
+    config: RolloutConfig,
+    sampling: Sampling,
+    attempt: int = 1,
+    *,
+    on_policy: bool = True,
+    policy_version: int | None = None,
+) -> Attempt:
+    """As `run_rollout`, with everything that the agent left."""
     rollout = Rollout(
         group_id=spec.group_id,
         sample=spec.sample,
@@ -57,23 +72,23 @@ async def run_rollout(
         seed=spec.seed,
         started_at=time.time(),
     )
+    played = Attempt(rollout, policy, config, sampling, on_policy, policy_version)
     begun = time.perf_counter()
-    await _attempt(rollout, policy, environment, config, sampling)
-    rollout.seconds = time.perf_counter() - begun
-    return rollout
+    try:
+        await _play(environment.agent, played)
+    finally:
+        rollout.seconds = time.perf_counter() - begun
+        if played.session is not None and played.session.needs_close:
+            await _close(played.session, rollout)
+    return played
 
 
-async def _attempt(
-    rollout: Rollout,
-    policy: PolicyClient,
-    environment: EnvironmentClient,
-    config: RolloutConfig,
-    sampling: Sampling,
-) -> None:
-    """Play the rollout to an outcome: its border, where every error becomes one."""
+async def _play(agent: Agent, attempt: Attempt) -> None:
+    """Play to an outcome: the border where every error becomes one."""
+    rollout, config = attempt.rollout, attempt.config
     try:
         async with asyncio.timeout(config.timeout_seconds) as limit:
-            await _Episode(rollout, policy, environment, config, sampling).play()
+            await agent.play(attempt)
     except TimeoutError as error:
         _fail(rollout, _timeout_of(error, limit, config))
     except (InfraError, DataError) as error:
@@ -86,6 +101,14 @@ async def _attempt(
     except Exception as error:  # a defect costs this rollout, not the others
         log.exception("Rollout %s ended with a defect", rollout.rollout_id)
         _fail(rollout, error)
+
+
+async def _close(session: Session, rollout: Rollout) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await session.close()
+    except Exception as error:  # noqa: BLE001 - the outcome stands; a session that cannot be closed expires by itself
+        log.warning("The session of rollout %s could not be closed: %r", rollout.rollout_id, error)
 
 
 def _timeout_of(error: TimeoutError, limit: asyncio.Timeout, config: RolloutConfig) -> Exception:
@@ -101,128 +124,3 @@ def _fail(rollout: Rollout, error: Exception) -> None:
     rollout.status = Status.FAILED
     rollout.reward, rollout.reward_components, rollout.finish_reason = None, {}, ""
     rollout.failure_kind, rollout.failure_code, rollout.failure_detail = classify(error)
-
-
-class _Episode:
-    """The working state of one attempt. What it learns goes into the rollout at once, so that a failure keeps it."""
-
-    def __init__(
-        self,
-        rollout: Rollout,
-        policy: PolicyClient,
-        environment: EnvironmentClient,
-        config: RolloutConfig,
-        sampling: Sampling,
-    ) -> None:
-        self._rollout = rollout
-        self._policy = policy
-        self._environment = environment
-        self._config = config
-        self._sampling = sampling
-        self._conversation = Conversation(rollout.task, f"msg_{rollout.seed:08x}")
-        rollout.items, rollout.turns = self._conversation.items, self._conversation.turns
-        self._metrics = {"agent_tool_calls": 0.0, "agent_tool_failures": 0.0, "agent_invalid_tool_calls": 0.0}
-        rollout.metrics = self._metrics
-
-    async def play(self) -> None:
-        """From the session's beginning to the verdict."""
-        rollout = self._rollout
-        session = await self._in_environment(self._environment.seed_session(rollout.task))
-        finish = await self._converse(session)
-        response = self._response(finish)
-        verdict = checked_verdict(await self._in_environment(session.verify(response)))
-        self._judge(verdict, finish)
-
-    async def _converse(self, session: EnvironmentSession) -> str:
-        """Turns until something ends them; its name."""
-        conversation, limit = self._conversation, self._config.max_tokens
-        for turn in range(self._config.max_turns):
-            room = limit - len(conversation.tokens)
-            try:
-                completion = await self._complete(turn, room)
-            except ContextOverflow:
-                if turn == 0:
-                    raise
-                return "max_tokens"
-            calls = conversation.add_reply(completion)
-            used = len(conversation.tokens)
-            cut_short = completion.finish_reason == "length"
-            if used > limit or (used == limit and (calls or cut_short)):
-                return "max_tokens"
-            if cut_short:
-                return "max_tokens" if room < self._sampling.max_new_tokens else "length"
-            if not calls:
-                return "stop"
-            for call in calls:
-                await self._answer(session, call)
-        return "max_turns"
-
-    async def _complete(self, turn: int, room: int) -> Completion:
-        sampling = self._sampling
-        if room < sampling.max_new_tokens:
-            sampling = sampling.model_copy(update={"max_new_tokens": room})
-        begun = time.perf_counter()
-        try:
-            return await self._policy.complete(
-                self._conversation.messages,
-                self._conversation.tools,
-                sampling,
-                derive_seed(self._rollout.seed, turn),
-            )
-        finally:
-            self._rollout.generation_seconds += time.perf_counter() - begun
-
-    async def _answer(self, session: EnvironmentSession, call: dict[str, Any]) -> None:
-        """Run one tool call; its text joins the conversation."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        self._metrics["agent_tool_calls"] += 1
-        try:
-            parsed = orjson.loads(arguments)
-        except orjson.JSONDecodeError as error:
-            result = invalid_arguments(error)
-            self._metrics["agent_invalid_tool_calls"] += 1
-        else:
-            result = await self._call_tool(session, name, parsed)
-            self._metrics["agent_tool_failures"] += not result.ok
-        self._conversation.add_tool_output(call["id"], result.text)
-
-    async def _call_tool(self, session: EnvironmentSession, name: str, arguments: Any) -> ToolResult:
-        seconds = self._config.tool_timeout_seconds
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return await self._in_environment(session.call_tool(name, arguments))
-        except TimeoutError as error:
-            if limit.expired():
-                raise ToolTimeout(f"{name} did not return within rollout.tool_timeout_seconds={seconds:g}.") from error
-            raise
-
-    async def _in_environment(self, work: Awaitable[T]) -> T:
-        begun = time.perf_counter()
-        try:
-            return await work
-        finally:
-            self._rollout.environment_seconds += time.perf_counter() - begun
-
-    def _response(self, finish: str) -> dict[str, Any]:
-        conversation = self._conversation
-        return response_object(
-            f"resp_{self._rollout.seed:08x}",
-            conversation.output,
-            model="policy",
-            created_at=self._rollout.started_at,
-            finish_reason="length" if finish in ("length", "max_tokens") else "stop",
-            input_tokens=conversation.input_tokens,
-            output_tokens=conversation.output_tokens,
-            params=conversation.params,
-        )
-
-    def _judge(self, verdict: Verdict, finish: str) -> None:
-        rollout = self._rollout
-        rollout.reward = verdict.reward
-        rollout.reward_components = verdict.reward_components
-        rollout.metrics = self._metrics | verdict.metrics
-        rollout.finish_reason = finish
-        if verdict.mask:
-            rollout.status = Status.MASKED
-        else:
-            rollout.status = Status.COMPLETED if finish == "stop" else Status.TRUNCATED

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
 from roundhouse.gym.agent import run_rollout
 from roundhouse.gym.outage import Outage
 from roundhouse.gym.plan import ReorderError, RolloutSpec, plan_rollouts, reorder
-from roundhouse.gym.sessions import EnvironmentClient
+from roundhouse.gym.protocol import EnvironmentClient
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import derive_seed
 
@@ -35,12 +36,28 @@ async def collect(
     config: RolloutConfig,
     sampling: Sampling,
     on_rollout: OnRollout | None = None,
+    *,
+    on_policy: bool = True,
+    policy_version: int | None = None,
 ) -> list[Rollout]:
     """Make all rollouts of `specs`; the result is in their order.
 
+    Args:
+        on_policy: they are to be trained on; a row that asks for another sampling than `sampling` then fails.
+        policy_version: version that the engine holds, for agents whose answers do not tell it.
+
     Failures are outcomes and do not raise; what `on_rollout` raises does, and ends the collection.
     """
-    return await _Collection(specs, policy, environment, config, sampling, on_rollout).run()
+    play = partial(
+        run_rollout,
+        policy=policy,
+        environment=environment,
+        config=config,
+        sampling=sampling,
+        on_policy=on_policy,
+        policy_version=policy_version,
+    )
+    return await _Collection(specs, play, environment.name, config, on_rollout).run()
 
 
 def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
@@ -56,17 +73,15 @@ class _Collection:
     def __init__(
         self,
         specs: Sequence[RolloutSpec],
-        policy: PolicyClient,
-        environment: EnvironmentClient,
+        play: Callable[..., Awaitable[Rollout]],
+        environment_name: str,
         config: RolloutConfig,
-        sampling: Sampling,
         on_rollout: OnRollout | None,
     ) -> None:
         self._specs = specs
-        self._policy = policy
-        self._environment = environment
+        self._play = play
+        self._environment_name = environment_name
         self._config = config
-        self._sampling = sampling
         self._on_rollout = on_rollout
         self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
         self._workers = min(config.concurrency, len(specs))
@@ -95,7 +110,7 @@ class _Collection:
         retry = self._config.retry
         attempt = 1
         while True:
-            rollout = await run_rollout(spec, self._policy, self._environment, self._config, self._sampling, attempt)
+            rollout = await self._play(spec, attempt=attempt)
             if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
                 return rollout
             delay = retry_delay(retry, attempt, spec.seed)
@@ -123,7 +138,7 @@ class _Collection:
             group_id=spec.group_id,
             sample=spec.sample,
             task=spec.row,
-            environment=self._environment.name,
+            environment=self._environment_name,
             status=Status.FAILED,
             attempt=0,
             seed=spec.seed,

@@ -1,16 +1,11 @@
 """A rollout's conversation as it grows: chat messages for the engine, Responses items for the record, turns for training.
 
 Invariant: each reply and each tool output is converted once, when it comes; nothing is re-converted or copied on later turns.
-A turn stores only the tokens that its prompt adds to everything before it; where a prompt does not begin with those, the turn
-is a new root and stores its whole prompt.
-
-    call 0: prompt p0, generates g0        turn(parent=None, new=p0)
-    call 1: prompt p0+g0+t, generates g1   turn(parent=0, new=t)
-    call 2: prompt q (history re-rendered) turn(parent=None, new=q)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from roundhouse.generation.protocol import Completion
@@ -25,8 +20,7 @@ from roundhouse.gym.responses import (
     function_call_output,
     tool_message,
 )
-from roundhouse.trajectories.records import Turn
-from roundhouse.trajectories.tokens import digest_tokens
+from roundhouse.gym.turn_chain import TurnChain
 
 
 class Conversation:
@@ -48,13 +42,25 @@ class Conversation:
         except (KeyError, TypeError, AttributeError) as error:
             raise BadTaskRow(f"responses_create_params is malformed: {error!r}") from error
         self.params: dict[str, Any] = params
-        self.turns: list[Turn] = []
-        self.tokens: list[int] = []
-        """Prompt and generation of the newest call."""
+        self.chain = TurnChain()
+        self.turns = self.chain.turns
         self.input_tokens = 0
         self.output_tokens = 0
+        self.call_ends: list[int] = []
+        """For each model call, the index of its last item in `output`."""
+        self._newest: tuple[int, Message] | None = None
+        """Index of the newest reply in `messages`, and the reply without its tokens."""
         self._given = len(self.items)
         self._item_id = item_id
+
+    def offer(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Add tools to those of the row.
+
+        Raises:
+            UnsupportedItem: one of them cannot be used.
+        """
+        self.params = {**self.params, "tools": [*(self.params.get("tools") or []), *tools]}
+        self.tools = [*self.tools, *chat_tools(list(tools))]
 
     @property
     def output(self) -> list[Item]:
@@ -73,11 +79,31 @@ class Conversation:
                 "tool_calls and length."
             )
         try:
-            self.turns.append(self._turn(completion))
+            self.chain.add(
+                completion.prompt_token_ids,
+                completion.generation_token_ids,
+                completion.generation_log_probs,
+                policy_version=completion.policy_version,
+                finish_reason=completion.finish_reason,
+                latency_seconds=completion.latency_seconds,
+            )
             self.items += assistant_items(completion.message, f"{self._item_id}_{len(self.turns) - 1}")
             calls = completion.message.get("tool_calls") or []
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise BadCompletion(f"The engine's answer is malformed: {error!r}") from error
+        self.input_tokens += len(completion.prompt_token_ids)
+        self.output_tokens += len(completion.generation_token_ids)
+        self._append(completion)
+        self.call_ends.append(len(self.items) - self._given - 1)
+        return calls
+
+    def _append(self, completion: Completion) -> None:
+        """The reply as the next call's history. Only the newest carries its tokens, which hold all earlier ones: to carry
+        them on every reply would cost memory that grows with the square of the turns."""
+        if self._newest is not None:
+            index, bare = self._newest
+            self.messages[index] = bare
+        self._newest = (len(self.messages), completion.message)
         self.messages.append(
             {
                 **completion.message,
@@ -86,29 +112,14 @@ class Conversation:
                 "generation_log_probs": completion.generation_log_probs,
             }
         )
-        return calls
 
     def add_tool_output(self, call_id: str, text: str) -> None:
         self.messages.append(tool_message(call_id, text))
         self.items.append(function_call_output(call_id, text))
 
-    def _turn(self, completion: Completion) -> Turn:
-        prompt, generated = completion.prompt_token_ids, completion.generation_token_ids
-        known = len(self.tokens)
-        continues = bool(self.turns) and prompt[:known] == self.tokens
-        turn = Turn(
-            turn=len(self.turns),
-            parent=len(self.turns) - 1 if continues else None,
-            prompt_token_ids=prompt[known:] if continues else prompt,
-            prompt_length=len(prompt),
-            prompt_digest=digest_tokens(prompt),
-            generation_token_ids=generated,
-            generation_log_probs=completion.generation_log_probs,
-            policy_version=completion.policy_version,
-            finish_reason=completion.finish_reason,
-            latency_seconds=completion.latency_seconds,
-        )
-        self.tokens = prompt + generated
-        self.input_tokens += len(prompt)
-        self.output_tokens += len(generated)
-        return turn
+    def add_observation(self, text: str) -> None:
+        """A user message. Before the first reply it belongs to the input, later to what the rollout added."""
+        self.messages.append({"role": "user", "content": text})
+        self.items.append({"type": "message", "role": "user", "content": text})
+        if not self.turns:
+            self._given = len(self.items)

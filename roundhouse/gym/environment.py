@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -91,6 +91,17 @@ def tool(
     return mark
 
 
+def marked_tools(owner: object) -> dict[str, Tool]:
+    """The methods of `owner` that `tool` marked, by name."""
+    found = {}
+    for name in dir(type(owner)):
+        mark = getattr(getattr(type(owner), name), "__roundhouse_tool__", None)
+        if mark is not None:
+            description, schema = mark
+            found[name] = Tool(name, description, schema, getattr(owner, name))
+    return found
+
+
 class Environment(ABC):
     """Base class; see the module's docstring for an example."""
 
@@ -104,9 +115,16 @@ class Environment(ABC):
         """Begin a rollout: return the state that its tools and verifier work on."""
         return None
 
+    async def close_session(self, session: Any) -> None:
+        """Give back what the session holds: a process, a directory, a connection. Called once, however the rollout ended."""
+
     @abstractmethod
     async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:
         """Judge a finished rollout. `response` is a Responses object whose `output` holds all new items of all turns."""
+
+    def compute_metrics(self, tasks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
+        """More metrics of a collection (`roundhouse.gym.aggregate`), from its verified rollouts grouped by task."""
+        return {}
 
     def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[dict[str, Any]]]:
         """Conversations (chat messages with tool calls and results) to warm-start a policy on, if there are any."""
@@ -114,13 +132,7 @@ class Environment(ABC):
 
     def tools(self) -> dict[str, Tool]:
         """The tools by name."""
-        found = {}
-        for name in dir(type(self)):
-            mark = getattr(getattr(type(self), name), "__roundhouse_tool__", None)
-            if mark is not None:
-                description, schema = mark
-                found[name] = Tool(name, description, schema, getattr(self, name))
-        return found
+        return marked_tools(self)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools as they stand in a task row."""

@@ -15,6 +15,11 @@ from roundhouse.trajectories.records import FailureKind
 
 FAILURE_HEADER = "X-Roundhouse-Failure"
 """Our servers set it to `infra` where the environment says that its infrastructure failed. Foreign servers never do."""
+SESSION_HEADER = "X-Roundhouse-Session"
+SESSION_LAST_USE = "last-use"
+"""In a request: the session will not be used again."""
+SESSION_CLOSED = "closed"
+"""In the answer: it was closed."""
 
 
 class EnvironmentUnreachable(InfraError):
@@ -51,6 +56,34 @@ class SeedFailed(DataError):
 
 class VerifierFailed(DataError):
     """The verifier raised, or its answer is no verdict."""
+
+
+class StepFailed(DataError):
+    """The environment could not play a step, or its answer is none."""
+
+
+class AgentUnavailable(InfraError):
+    """The agent server answered that it cannot serve now."""
+
+
+class AgentFailed(InfraError):
+    """The agent reports that the rollout failed; it may succeed another time."""
+
+
+class AgentGaveUp(DataError):
+    """The agent reports a failure that will not pass, or refuses the row."""
+
+
+class BadAgentAnswer(DataError):
+    """What the agent answered is no rollout."""
+
+
+class NoTrainableTokens(DataError):
+    """A rollout for training came without token IDs."""
+
+
+class UnknownAgent(DataError):
+    """The head server knows no such agent."""
 
 
 class BadReward(DataError):

@@ -1,84 +1,125 @@
-"""Any `Environment` over HTTP, by the contract of NeMo Gym's resources servers.
+"""Any `Environment` over HTTP, by the contract of NeMo Gym's resources servers; Gymnasium environments by theirs.
 
 Invariants: every answer, whatever its status, sends the session cookie again (NeMo's agents keep only the newest answer's
-cookies); a handler that raises answers 500 with the exception as a JSON string, and 503 with `X-Roundhouse-Failure: infra`
-where the environment says that its infrastructure failed; sessions are bounded in number and in age, and so is the time of
-a request, since nobody else ends a tool that hangs after its caller has left.
+cookies); sessions are bounded in number and in age; each is given back (`close_session`) once: when its client closes it, when
+it was unused for too long, when room is needed after its verdict, or when the server stops. A tool that still runs then is
+cancelled.
 
     GET  /                  {"status":"ok"}
-    POST /seed_session      task row                       -> {}
+    POST /seed_session      task row                       -> {} or {"supports_explicit_close": true}
     POST /<tool>            arguments                      -> what the tool returns
     POST /verify            row fields + response          -> the same + reward, reward_components, metrics, mask_sample
+    POST /close             {}                             -> {}
     POST /aggregate_metrics {"verify_responses": […]}      -> statistics
+    /mcp                    MCP, where it was asked for: the tools again, for agents that speak it (`mcp_server`)
+
+A client that will not use its session after the verdict says so in the request to /verify (`X-Roundhouse-Session: last-use`);
+the answer then says `closed`, and no call to /close is needed.
 
     python -m roundhouse.gym.resources_server --environment calculator --port 8001
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
-from starlette.middleware.sessions import SessionMiddleware
 
-from roundhouse.errors import InfraError
+from roundhouse.errors import ConfigError
 from roundhouse.gym.aggregate import aggregate_metrics
+from roundhouse.gym.closing import Closing
+from roundhouse.gym.endpoints import (
+    REQUEST_SECONDS,
+    RequestTimeout,
+    answer,
+    guarded,
+    json_answer,
+    json_body,
+    object_body,
+    with_sessions,
+)
 from roundhouse.gym.environment import Environment, Verdict
-from roundhouse.gym.failures import FAILURE_HEADER
-from roundhouse.gym.middleware import RolloutPrefix, StickySession
-from roundhouse.gym.session_store import SessionStore
-from roundhouse.gym.tools import NOT_FOUND, Toolbox, ToolResult, bad_request, raised
+from roundhouse.gym.failures import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
+from roundhouse.gym.gymnasium import GymnasiumEnvironment
+from roundhouse.gym.session_store import SessionStore, outcome
+from roundhouse.gym.tools import NOT_FOUND, RESERVED, Toolbox, ToolResult
+
+if TYPE_CHECKING:
+    from roundhouse.gym.mcp_server import McpEndpoint
+
+__all__ = ["RequestTimeout", "build_app"]
 
 log = logging.getLogger(__name__)
 
-REQUEST_SECONDS = 600.0
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class RequestTimeout(InfraError):
-    """The environment's code did not return."""
-
 
 def build_app(
-    environment: Environment,
+    environment: Environment | GymnasiumEnvironment,
     name: str | None = None,
     sessions: SessionStore | None = None,
     request_seconds: float = REQUEST_SECONDS,
+    expose_tools_over_mcp: bool = False,
 ) -> FastAPI:
     """The server of `environment`.
 
     Args:
         name: the instance's name; part of the cookie's name, which must differ between the servers of a rollout.
         request_seconds: time limit of the environment's code in one request.
+        expose_tools_over_mcp: serve /mcp as well, and hand out its token with each session.
+
+    Raises:
+        ConfigError: the tools of a Gymnasium environment cannot be served over MCP.
     """
-    server = _Server(environment, SessionStore() if sessions is None else sessions)
-    app = FastAPI(title=environment.name)
+    store = SessionStore() if sessions is None else sessions
+    if isinstance(environment, GymnasiumEnvironment):
+        from roundhouse.gym.gymnasium_server import build_gymnasium_app
+
+        if expose_tools_over_mcp:
+            raise ConfigError(
+                f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
+                "tool calls itself. Leave it out."
+            )
+        return build_gymnasium_app(environment, name, store, request_seconds)
+    holds_something = type(environment).close_session is not Environment.close_session
+    closing = Closing(store, environment.close_session if holds_something else None)
+    server = _Server(environment, store)
+    mcp = _mcp_endpoint(environment, server, name, request_seconds) if expose_tools_over_mcp else None
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with closing.lifespan(app):
+            if mcp is None:
+                yield
+                return
+            async with mcp.lifespan():
+                yield
+
+    app = FastAPI(title=environment.name, lifespan=lifespan)
     app.get("/")(server.alive)
     app.get("/reverify_mode")(server.reverify_mode)
-    for path, endpoint in (
+    routes = [
         ("/seed_session", server.seed_session),
         ("/verify", server.verify),
         ("/aggregate_metrics", server.aggregate),
-        ("/{tool_name}", server.call_tool),
-    ):
-        app.post(path)(_guarded(endpoint, request_seconds))
-    cookie = f"{type(environment).__name__}___{name or environment.name}"
-    app.add_middleware(StickySession)
-    app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
-    app.add_middleware(RolloutPrefix)
+    ]
+    if server.offers_close:
+        routes.append(("/close", server.close))
+    for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
+        app.add_route(path, guarded(endpoint, request_seconds), methods=["POST"])
+    if mcp is not None:
+        mcp.mount(app)
+    with_sessions(app, type(environment).__name__, name or environment.name)
     return app
 
 
-class _BadBody(Exception):
-    """The request's body is not what the route takes."""
+def _mcp_endpoint(environment: Environment, server: _Server, name: str | None, seconds: float) -> McpEndpoint:
+    from roundhouse.gym.mcp_server import McpEndpoint  # the SDK takes long to import, and most servers do without
 
-    def __init__(self, answer: ToolResult) -> None:
-        self.answer = answer
+    tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
+    server.mcp = McpEndpoint(name or environment.name, tools, server.run_tool, seconds)
+    return server.mcp
 
 
 class _Server:
@@ -89,6 +130,9 @@ class _Server:
         self._toolbox = Toolbox(environment)
         self._sessions = sessions
         self._stateless = type(environment).seed_session is Environment.seed_session
+        self.offers_close = not self._stateless and "close" not in self._toolbox
+        """A tool named close has the route."""
+        self.mcp: McpEndpoint | None = None
 
     async def alive(self) -> dict[str, str]:
         return {"status": "ok"}
@@ -97,29 +141,54 @@ class _Server:
         return "stateless" if self._stateless else "unsupported"
 
     async def seed_session(self, request: Request) -> Response:
-        row = await _object(request)
+        row = await object_body(request)
+        session_id = request.session["session_id"]
+        told: dict[str, Any] = {} if self.mcp is None else {"mcp": self.mcp.offer(session_id)}
+        if self._stateless:  # nothing to keep, so nothing to give back
+            return json_answer(told)
         self._sessions.reserve()
         state = await self._environment.seed_session(row)
-        self._sessions.put(request.session["session_id"], state)
-        return _json({})
+        self._sessions.put(session_id, state)
+        return json_answer(told | {"supports_explicit_close": True} if self.offers_close else told)
 
     async def call_tool(self, request: Request) -> Response:
         name = request.path_params["tool_name"]
         if name not in self._toolbox:
-            return _answer(NOT_FOUND)
-        arguments = await _body(request)
-        return _answer(await self._toolbox.call(self._state(request), name, arguments))
+            return answer(NOT_FOUND)
+        arguments = await json_body(request)
+        return answer(await self.run_tool(request.session["session_id"], name, arguments))
+
+    async def run_tool(self, session_id: str, name: str, arguments: Any) -> ToolResult:
+        """Call a tool in a session; the call ends with the session.
+
+        Raises:
+            InfraError: there is no such session, it ended, or the tool says that its infrastructure failed.
+        """
+        if self._stateless:
+            return await self._toolbox.call(None, name, arguments)
+        session = self._sessions.get(session_id)
+        return await outcome(session.begin(self._toolbox.call(session.state, name, arguments)))
 
     async def verify(self, request: Request) -> Response:
-        body = await _object(request, "responses_create_params", "response")
+        body = await object_body(request, "responses_create_params", "response")
         response = body.pop("response")
-        verdict = await self._environment.verify(self._state(request), body, response)
-        self._sessions.verified(request.session["session_id"])
-        return _json({**body, "response": response, **_fields(verdict)})
+        judged = response if self.mcp is None else self.mcp.judged(response)
+        verdict = await self._environment.verify(self._state(request), body, judged)
+        told = json_answer({**body, "response": response, **verdict_fields(verdict)})
+        if self.offers_close and request.headers.get(SESSION_HEADER) == SESSION_LAST_USE:
+            self._sessions.close(request.session["session_id"])
+            told.headers[SESSION_HEADER] = SESSION_CLOSED
+        else:
+            self._sessions.finished(request.session["session_id"])
+        return told
+
+    async def close(self, request: Request) -> Response:
+        self._sessions.close(request.session["session_id"])
+        return json_answer({})
 
     async def aggregate(self, request: Request) -> Response:
-        body = await _object(request, "verify_responses")
-        return _json(aggregate_metrics(body["verify_responses"]))
+        body = await object_body(request, "verify_responses")
+        return json_answer(aggregate_metrics(body["verify_responses"], self._environment.compute_metrics))
 
     def _state(self, request: Request) -> Any:
         if self._stateless:  # nothing can be lost, so nothing needs to have been seeded
@@ -127,7 +196,8 @@ class _Server:
         return self._sessions.get(request.session["session_id"]).state
 
 
-def _fields(verdict: Verdict) -> dict[str, Any]:
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as it stands in an answer to /verify."""
     fields: dict[str, Any] = {"reward": verdict.reward}
     if verdict.reward_components:
         fields["reward_components"] = verdict.reward_components
@@ -136,62 +206,6 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
     if verdict.mask:
         fields["mask_sample"] = True
     return fields
-
-
-def _guarded(endpoint: Endpoint, seconds: float) -> Endpoint:
-    """The endpoint, its exceptions turned into the contract's answers."""
-
-    async def within_limit(request: Request) -> Response:
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return await endpoint(request)
-        except TimeoutError as error:
-            if limit.expired():
-                raise RequestTimeout(f"{request.url.path} did not return within {seconds:g} s.") from error
-            raise
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await within_limit(request)
-        except _BadBody as error:
-            return _answer(error.answer)
-        except InfraError as error:
-            result = raised(error)
-            return Response(result.text, 503, {FAILURE_HEADER: "infra"}, "application/json")
-        except Exception as error:  # the request's border: the contract answers with the exception's text
-            log.exception("%s raised", request.url.path)
-            return _answer(raised(error))
-
-    return answer
-
-
-async def _body(request: Request) -> Any:
-    raw = await request.body()
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        detail = {"type": "json_invalid", "loc": [error.pos], "msg": "JSON decode error", "input": {}}
-        raise _BadBody(bad_request([detail | {"ctx": {"error": error.msg}}])) from error
-
-
-async def _object(request: Request, *required: str) -> dict[str, Any]:
-    body = await _body(request)
-    if not isinstance(body, dict):
-        detail = {"type": "dict_type", "loc": [], "msg": "Input should be a valid dictionary", "input": body}
-        raise _BadBody(bad_request([detail]))
-    missing = [name for name in required if name not in body]
-    if missing:
-        details = [{"type": "missing", "loc": [name], "msg": "Field required", "input": body} for name in missing]
-        raise _BadBody(bad_request(details))
-    return body
-
-
-def _answer(result: ToolResult) -> Response:
-    return Response(result.text, result.status, media_type="application/json" if result.is_json else "text/plain")
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 if __name__ == "__main__":

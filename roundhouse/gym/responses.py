@@ -1,7 +1,8 @@
 """Between Responses items (what environments and files speak) and chat messages (what engines speak); pure functions.
 
 Invariant: folding the items of an assistant turn gives back the message they were made of: text, tool calls and, where they
-are carried, the three token fields. One model call's output carries its token fields on its last item only.
+are carried, the three token fields. One model call's output carries its token fields on its last item only. Images and
+videos pass through in chat shape; whether they can be shown is for the engine to say.
 
     {"role": "assistant", "content": "<think>hm</think>ok", "tool_calls": [c]}
         ⇄  reasoning(hm) · message(ok) · function_call(c) + token fields
@@ -20,11 +21,16 @@ Item = dict[str, Any]
 Message = dict[str, Any]
 
 _THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_TEXT_PARTS = ("input_text", "output_text", "text")
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
+CARRIED = (*TOKEN_FIELDS, "routed_experts")
+"""Fields of a model call that travel with its message: token IDs, log-probabilities and, of some engines, the experts taken."""
+
+
 class UnsupportedItem(DataError):
-    """A Responses item that a text policy cannot be shown."""
+    """A Responses item, content part or tool that has no form in a chat completion."""
 
 
 # -- Responses to chat ----------------------------------------------------------------------------------------------
@@ -39,7 +45,7 @@ def chat_messages(
     no developer role, hence `developer_as_system`.
 
     Raises:
-        UnsupportedItem: an item or a content part has a type that cannot be shown as text.
+        UnsupportedItem: an item or a content part has a type that chat messages do not know.
     """
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -56,14 +62,19 @@ def chat_messages(
 
 
 def chat_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Responses function tools in chat shape; `strict` is dropped, engines do not enforce it."""
-    return [
-        {
-            "type": "function",
-            "function": {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None},
-        }
-        for tool in tools
-    ]
+    """Responses function tools in chat shape; `strict` is dropped, engines do not enforce it.
+
+    Raises:
+        UnsupportedItem: a tool is not a function (a hosted tool, such as web_search).
+    """
+    return [_chat_tool(tool) for tool in tools]
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
+        raise UnsupportedItem(f"A tool has type {tool.get('type')!r}; only function tools with a name can be offered.")
+    function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
 
 
 def tool_message(call_id: str, text: str) -> Message:
@@ -92,7 +103,8 @@ class _AssistantTurn:
             self._calls += item.get("tool_calls") or []
         else:
             return False
-        self._tokens |= {name: item[name] for name in TOKEN_FIELDS if item.get(name) is not None}
+        if item.get(TOKEN_FIELDS[0]) is not None:
+            self._tokens = {name: item[name] for name in CARRIED if item.get(name) is not None}
         self._open = True
         return True
 
@@ -109,26 +121,68 @@ class _AssistantTurn:
 def _plain_message(item: Item, developer_as_system: bool) -> Message:
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "function_call_output":
-        return tool_message(item["call_id"], _text_of(item.get("output")))
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text_parts(item.get("output"))}
     if kind == "message" and role == "tool":
-        return tool_message(item["tool_call_id"], _text_of(item.get("content")))
+        return {"role": "tool", "tool_call_id": item["tool_call_id"], "content": _text_parts(item.get("content"))}
     if kind == "message" and role in ("user", "system", "developer"):
         shown = "system" if role == "developer" and developer_as_system else role
-        return {"role": shown, "content": _text_of(item.get("content"))}
+        return {"role": shown, "content": _chat_content(item.get("content"))}
     raise UnsupportedItem(
-        f"An input item has type {kind!r} and role {role!r}; a text policy can be shown messages, reasoning, function_call and "
+        f"An input item has type {kind!r} and role {role!r}; an engine can be shown messages, reasoning, function_call and "
         "function_call_output items. Remove it from responses_create_params.input."
     )
 
 
+def _chat_content(content: Any) -> Any:
+    """Text as it is; a list of parts in chat shape, or as text where it is one text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if len(content) == 1 and content[0].get("type") in _TEXT_PARTS:
+        return content[0]["text"]
+    return [_chat_part(part) for part in content]
+
+
+def _text_parts(content: Any) -> Any:
+    """As `_chat_content`, for tool outputs: chat has text only for them."""
+    if not isinstance(content, str):
+        for part in content or ():
+            if part.get("type") not in _TEXT_PARTS:
+                raise UnsupportedItem(
+                    f"A tool output holds a part of type {part.get('type')!r}; only text can be shown."
+                )
+    return _chat_content(content)
+
+
+def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind in _TEXT_PARTS:
+        return {"type": "text", "text": part["text"]}
+    if kind == "input_image" and (url := _url(part.get("image_url"))):
+        return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail") or "auto"}}
+    if kind == "input_video" and (url := _url(part.get("video_url") or part.get("video"))):
+        return {"type": "video_url", "video_url": {"url": url}}
+    raise UnsupportedItem(
+        f"A content part has type {kind!r}{'' if kind is None else ' or lacks its URL'}; text parts, input_image with "
+        "image_url and input_video with video_url can be shown."
+    )
+
+
+def _url(value: Any) -> Any:
+    return value.get("url") if isinstance(value, dict) else value
+
+
 def _text_of(content: Any) -> str:
+    """The text of content that has nothing but text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
     for part in content:
-        if part.get("type") not in ("input_text", "output_text", "text"):
-            raise UnsupportedItem(f"A content part has type {part.get('type')!r}; only text parts can be shown.")
-        parts.append(part["text"])
+        if part.get("type") == "refusal":
+            parts.append(part["refusal"])
+        elif part.get("type") in _TEXT_PARTS:
+            parts.append(part["text"])
+        else:
+            raise UnsupportedItem(f"A content part has type {part.get('type')!r}; only text parts can be shown here.")
     return "".join(parts)
 
 
@@ -136,7 +190,7 @@ def _with_instructions(messages: list[Message], instructions: str) -> list[Messa
     leading = 0
     while leading < len(messages) and messages[leading]["role"] in ("system", "developer"):
         leading += 1
-    text = "\n\n".join([instructions, *(message["content"] for message in messages[:leading])])
+    text = "\n\n".join([instructions, *(_text_of(message["content"]) for message in messages[:leading])])
     return [{"role": "system", "content": text}, *messages[leading:]]
 
 
@@ -152,7 +206,7 @@ def items_from_chat(messages: Iterable[Message], id_prefix: str = "msg") -> list
     items: list[Item] = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            carried = {name: message[name] for name in TOKEN_FIELDS if name in message}
+            carried = {name: message[name] for name in CARRIED if name in message}
             items += with_token_fields(assistant_items(message, f"{id_prefix}_{index}"), carried)
         elif message["role"] == "tool":
             items.append(function_call_output(message["tool_call_id"], _text_of(message["content"])))
@@ -161,17 +215,27 @@ def items_from_chat(messages: Iterable[Message], id_prefix: str = "msg") -> list
     return items
 
 
-def assistant_items(message: Message, item_id: str) -> list[Item]:
+def split_thinking(text: str) -> tuple[list[str], str]:
+    """The think blocks of a text, and the text without them. A block that never closes stays in the text."""
+    if "</think>" not in text:
+        return [], text
+    return _THINKING.findall(text), _THINKING.sub("", text)
+
+
+def assistant_items(message: Message, item_id: str, *, reasoning: bool = True) -> list[Item]:
     """One reply of a policy as items: all think blocks as one reasoning item, the text if there is any (or nothing else
     is), a function_call for each tool call. `item_id` begins the ids of the items that the policy does not name itself.
+
+    Args:
+        reasoning: False leaves think blocks in the text.
     """
     text = _text_of(message.get("content"))
     calls = message.get("tool_calls") or []
     items: list[Item] = []
-    if "</think>" in text and (thoughts := _THINKING.findall(text)):
-        text = _THINKING.sub("", text)
+    thoughts, text = split_thinking(text) if reasoning else ([], text)
+    if thoughts:
         summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
-        items.append({"type": "reasoning", "id": f"rs_{item_id}", "summary": summary})
+        items.append({"type": "reasoning", "id": f"rs_{item_id.removeprefix('msg_')}", "summary": summary})
     if text or not (items or calls):
         part = {"type": "output_text", "text": text, "annotations": []}
         items.append({"type": "message", "id": item_id, "role": "assistant", "status": "completed", "content": [part]})
@@ -234,11 +298,23 @@ def response_object(
         "incomplete_details": {"reason": reason} if reason else None,
         "error": None,
         "output": output,
-        "usage": {
-            "input_tokens": input_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": input_tokens + output_tokens,
-        },
+        "usage": usage_object(input_tokens, output_tokens, cached_tokens=0, reasoning_tokens=0),
+    }
+
+
+def usage_object(
+    input_tokens: int,
+    output_tokens: int,
+    *,
+    total_tokens: int | None = None,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Token counts as Responses objects have them; null for what the engine does not tell."""
+    return {
+        "input_tokens": input_tokens,
+        "input_tokens_details": {"cached_tokens": cached_tokens},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": input_tokens + output_tokens if total_tokens is None else total_tokens,
     }

@@ -1,7 +1,7 @@
-"""What an agent loop needs of an environment: begin a session, call tools, get a verdict; in this process or over HTTP.
+"""Environment clients: an environment in this process or over HTTP, by configuration.
 
 Invariant: both clients give the same texts, verdicts and kinds of failure for the same environment, so that where it runs is
-a matter of configuration. A session belongs to one rollout.
+a matter of configuration. What the clients offer is written in `roundhouse.gym.protocol`.
 
     async with open_environment(config.environment) as environment:
         session = await environment.seed_session(environment.tasks("train")[0])
@@ -11,59 +11,20 @@ a matter of configuration. A session belongs to one rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-from roundhouse.config.models import EnvironmentConfig, RemoteEnvironment
-from roundhouse.errors import DataError, InfraError
+from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
+from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, RemoteEnvironment
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.gym.agents.tool_loop import ToolLoop
 from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict
 from roundhouse.gym.failures import SeedFailed, VerifierFailed
+from roundhouse.gym.gymnasium import GymnasiumEnvironment
+from roundhouse.gym.protocol import EnvironmentClient, EnvironmentSession, ToolEnvironment
 from roundhouse.gym.tools import Toolbox, ToolResult
 
-
-class EnvironmentSession(Protocol):
-    """One rollout's side of an environment."""
-
-    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
-        """Call a tool; what goes wrong with it is a text for the policy.
-
-        Raises:
-            InfraError: the environment cannot be reached, or says that its infrastructure failed.
-        """
-        ...
-
-    async def verify(self, response: dict[str, Any]) -> Verdict:
-        """Judge the finished rollout (a Responses object with all new items of all turns).
-
-        Raises:
-            InfraError: as above; asking again may help.
-            DataError: the verifier raised or gave no verdict.
-        """
-        ...
-
-
-class EnvironmentClient(Protocol):
-    """An environment and its tasks. Close it (or use it as an async context manager) in the event loop that used it."""
-
-    name: str
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        """All tasks of a split."""
-        ...
-
-    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
-        """Begin a rollout.
-
-        Raises:
-            InfraError, DataError: as for the session's calls.
-        """
-        ...
-
-    async def close(self) -> None: ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
+__all__ = ["EnvironmentClient", "EnvironmentSession", "LocalEnvironmentClient", "open_environment"]
 
 
 class LocalEnvironmentClient:
@@ -71,8 +32,10 @@ class LocalEnvironmentClient:
 
     def __init__(self, environment: Environment) -> None:
         self.name = environment.name
+        self.compute_metrics = environment.compute_metrics
         self._environment = environment
         self._toolbox = Toolbox(environment)
+        self.agent = ToolLoop(self)
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return self._environment.tasks(split)
@@ -97,11 +60,19 @@ class LocalEnvironmentClient:
 
 
 class _LocalSession:
+    tools: Sequence[dict[str, Any]] = ()
+    answer: dict[str, Any] | None = None
+
     def __init__(self, environment: Environment, toolbox: Toolbox, row: TaskRow, state: Any) -> None:
         self._environment = environment
         self._toolbox = toolbox
         self._row = row
         self._state = state
+        self.needs_close = type(environment).close_session is not Environment.close_session
+        self.ordered = type(environment).seed_session is not Environment.seed_session
+
+    async def close(self) -> None:
+        await self._environment.close_session(self._state)
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         return await self._toolbox.call(self._state, name, arguments)
@@ -122,9 +93,39 @@ def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
         ConfigError: it cannot be loaded, or a remote one's URL or task files are wrong.
     """
     if isinstance(config, RemoteEnvironment):
+        from roundhouse.gym.episodes import RemoteEpisodeClient
         from roundhouse.gym.remote import RemoteEnvironmentClient
 
-        return RemoteEnvironmentClient.from_config(config)
-    from roundhouse.gym.environments import load
+        if config.protocol == "gymnasium":
+            return RemoteEpisodeClient.from_config(config)
+        return _with_mcp(RemoteEnvironmentClient.from_config(config), config.mcp_servers)
+    if isinstance(config, AgentEnvironment):
+        from roundhouse.gym.agent_client import RemoteAgentClient
 
-    return LocalEnvironmentClient(load(config))
+        return RemoteAgentClient.from_config(config)
+    if isinstance(config, WorkerEnvironment):
+        from roundhouse.gym.workers.client import WorkerClient
+
+        return WorkerClient.from_config(config)
+    from roundhouse.gym.environments import load_any
+
+    environment = load_any(config)
+    servers = config.mcp_servers if isinstance(config, CustomEnvironment) else {}
+    if isinstance(environment, GymnasiumEnvironment):
+        from roundhouse.gym.episodes import LocalEpisodeClient
+
+        if servers:
+            raise ConfigError(
+                f"environment.mcp_servers is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
+                "all tool calls itself. Leave it out."
+            )
+        return LocalEpisodeClient(environment)
+    return _with_mcp(LocalEnvironmentClient(environment), servers)
+
+
+def _with_mcp(environment: ToolEnvironment, servers: Mapping[str, str]) -> ToolEnvironment:
+    if not servers:
+        return environment
+    from roundhouse.gym.mcp_tools import McpEnvironment
+
+    return McpEnvironment(environment, servers)

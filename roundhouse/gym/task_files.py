@@ -1,7 +1,7 @@
 """Task rows from JSON lines files.
 
-Invariant: each row that comes out has a `task_id` of its own in its file and an object `responses_create_params`; the first
-line at fault is named.
+Invariant: each row that comes out has a `task_id` of its own in its file and parameters that a `/v1/responses` call would be
+accepted with; the first line at fault is named.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import fsspec
 import orjson
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.gym.environment import TaskRow
+from roundhouse.gym.model_server.requests import InvalidRequest, check_responses
+
+PARAMS = "responses_create_params"
 
 
 def read_task_rows(uri: str, key: str) -> list[TaskRow]:
@@ -40,13 +43,37 @@ def read_task_rows(uri: str, key: str) -> list[TaskRow]:
     return rows
 
 
-def _task_row(line: bytes, number: int, where: str) -> TaskRow:
+def parsed_row(line: bytes, where: str, *, needs_input: bool = True) -> TaskRow:
+    """The task row on a line; `where` names it in errors.
+
+    Args:
+        needs_input: False where a prompt configuration makes the input afterwards.
+
+    Raises:
+        DataError: it is no JSON object, or its parameters are not those of a `/v1/responses` call.
+    """
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    params = row.get("responses_create_params") if isinstance(row, dict) else None
-    if not isinstance(params, dict) or not isinstance(params.get("input"), str | list):
-        raise ConfigError(f"{where}: a task row needs responses_create_params.input, a text or a list of items.")
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is a {type(row).__name__}; a task row is a JSON object.")
+    params = row.get(PARAMS)
+    if not needs_input:
+        params = {"input": [], **(params or {})} if isinstance(params, dict | None) else params
+    if not isinstance(params, dict) or "input" not in params:
+        raise DataError(f"{where}: a task row needs {PARAMS}.input, a text or a list of items.")
+    try:
+        check_responses(params)
+    except InvalidRequest as error:
+        raise DataError(f"{where}: {PARAMS}: {error}") from error
+    return row
+
+
+def _task_row(line: bytes, number: int, where: str) -> TaskRow:
+    try:
+        row = parsed_row(line, where)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
     task_id = row.get("task_id")
     return {**row, "task_id": f"line-{number}" if task_id is None else str(task_id)}

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, NotRequired
+from typing import Any, NotRequired, Protocol
 
 import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from roundhouse.errors import InfraError
-from roundhouse.gym.environment import Environment, Tool
+from roundhouse.gym.environment import Tool
 
 RESERVED = frozenset({"verify", "seed_session", "aggregate_metrics", "mcp"})
 """Routes of the contract, which therefore cannot be tools."""
@@ -48,10 +48,16 @@ def invalid_arguments(error: ValueError) -> ToolResult:
     return ToolResult(_json({"error": f"Invalid tool call arguments: {error}"}), 400)
 
 
+class HasTools(Protocol):
+    """An environment, or whatever else has tools."""
+
+    def tools(self) -> dict[str, Tool]: ...
+
+
 class Toolbox:
     """The tools of one environment and the types of their arguments, made once."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: HasTools) -> None:
         self._tools = {
             name: (tool, _arguments_type(tool)) for name, tool in environment.tools().items() if name not in RESERVED
         }

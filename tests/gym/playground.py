@@ -3,13 +3,16 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import uvicorn
 
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
@@ -18,6 +21,8 @@ from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
 from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.gym.plan import RolloutSpec
 from roundhouse.gym.resources_server import build_app
+from roundhouse.gym.serve import KEEP_ALIVE_SECONDS
+from roundhouse.trajectories.records import Rollout
 
 SAMPLING = Sampling(max_new_tokens=1000)
 
@@ -38,12 +43,17 @@ class SandboxDown(InfraError):
 class Account:
     owner: str
     total: int = 0
+    closed: int = 0
 
 
 class Counter(Environment):
     """Adds numbers to a session's total. A row's `verdict` plants what its verifier does."""
 
     name = "counter"
+
+    def __init__(self) -> None:
+        self.accounts: list[Account] = []
+        """Every session ever opened."""
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return [counter_row(f"{split}-{index}") for index in range(20)]
@@ -53,7 +63,16 @@ class Counter(Environment):
             raise ValueError("no such owner")
         if row.get("seed") == "infra":
             raise SandboxDown("the sandbox is gone")
-        return Account(owner=row["task_id"])
+        account = Account(owner=row["task_id"])
+        self.accounts.append(account)
+        return account
+
+    async def close_session(self, session: Account) -> None:
+        session.closed += 1
+        if session.owner == "cannot close":
+            raise RuntimeError("the account is stuck")
+        if session.owner == "closes for ever":
+            await asyncio.sleep(3600)
 
     @tool("Add to the total.", n="What to add.")
     async def add(self, session: Account, n: int, times: int = 1) -> dict[str, Any]:
@@ -105,8 +124,31 @@ def _status(response: dict[str, Any]) -> float:
     return float(response["status"] == "completed")
 
 
+async def all_closed(counter: Counter, opened: int) -> None:
+    """Each account closed once; the server closes in the background, so give it a moment."""
+    for _ in range(100):
+        if all(account.closed for account in counter.accounts):
+            break
+        await asyncio.sleep(0.01)
+    assert [account.closed for account in counter.accounts] == [1] * opened
+
+
 def counter_row(task_id: str = "t", **fields: Any) -> TaskRow:
     return task_row("Add things up.", task_id=task_id, tools=Counter().tool_schemas(), **fields)
+
+
+def comparable(rollout: Rollout) -> Rollout:
+    """The rollout without its clocks and the name of where it was played."""
+    turns = [replace(turn, latency_seconds=0.0) for turn in rollout.turns]
+    return replace(
+        rollout,
+        environment="",
+        turns=turns,
+        started_at=0.0,
+        seconds=0.0,
+        generation_seconds=0.0,
+        environment_seconds=0.0,
+    )
 
 
 def spec_of(row: TaskRow | None = None, sample: int = 0, seed: int = 5) -> RolloutSpec:
@@ -181,7 +223,9 @@ class ScriptedPolicy:
         message = {key: value for key, value in reply.items() if key != "finish_reason"}
         finish = reply["finish_reason"] or ("tool_calls" if "tool_calls" in message else "stop")
         prompt, generated = self._prompt(messages), list(json.dumps(message).encode())
-        return Completion(message, finish, prompt, generated, [-0.5] * len(generated), 3, 0.001)
+        # Not all the same, which validation would take for made up; exact in float32, as they are stored.
+        log_probs = [-0.5 - place % 8 / 64 for place in range(len(generated))]
+        return Completion(message, finish, prompt, generated, log_probs, 3, 0.001)
 
     def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.breaks_prefix_at == turns_of(messages):
@@ -208,7 +252,11 @@ def serving(app: Any) -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="critical", timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE_SECONDS
+            )
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         deadline = time.monotonic() + 20
@@ -226,6 +274,27 @@ def serving(app: Any) -> Iterator[str]:
 def serving_counter(**options: Any) -> Iterator[str]:
     with serving(build_app(Counter(), **options)) as url:
         yield url
+
+
+@contextmanager
+def serving_command(*options: str) -> Iterator[str]:
+    """A resources server started by its command; its base URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "roundhouse.gym.resources_server", *options, "--port", str(port)]
+    process = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/").json() == {"status": "ok"}
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
 
 
 def free_port() -> int:

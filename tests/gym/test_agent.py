@@ -277,3 +277,21 @@ async def test_cancelling_a_rollout_cancels_it():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+# -- what must not loop or lie --------------------------------------------------------------------------------------
+
+
+async def test_a_reply_of_reasoning_alone_ends_the_rollout_and_is_judged():
+    rollout = await play(says("<think>I wonder.</think>"), says("never asked again"))
+    assert (rollout.status, len(rollout.turns)) == (Status.COMPLETED, 1)
+    assert [item["type"] for item in rollout.items] == ["message", "reasoning"]
+
+
+async def test_a_history_that_grows_to_the_limit_is_truncated_there():
+    whole = await play(calls(("add", {"n": 1})), max_turns=8)
+    limit = whole.turns[4].prompt_length + 10
+    rollout = await play(calls(("add", {"n": 1})), max_turns=8, max_tokens=limit)
+    assert (rollout.status, rollout.finish_reason) == (Status.TRUNCATED, "max_tokens")
+    assert len(rollout.turns) < 8
+    assert rollout.reward is not None

@@ -5,7 +5,6 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from roundhouse.gym.remote import RemoteEnvironmentClient
 from roundhouse.gym.resources_server import build_app
 from roundhouse.gym.responses import response_object
 from roundhouse.gym.sessions import LocalEnvironmentClient, open_environment
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.records import FailureKind, Status
 from tests.gym.playground import (
     SAMPLING,
     Counter,
@@ -29,6 +28,7 @@ from tests.gym.playground import (
     ScriptedPolicy,
     by_turn,
     calls,
+    comparable,
     counter_row,
     free_port,
     rollout_config,
@@ -69,19 +69,6 @@ def anything(messages: list[dict[str, Any]], seed: int) -> Reply:
         ("", {}),
     ]
     return calls(*draw.choices(possible, k=draw.randint(1, 3)))
-
-
-def comparable(rollout: Rollout) -> Rollout:
-    turns = [replace(turn, latency_seconds=0.0) for turn in rollout.turns]
-    return replace(
-        rollout,
-        environment="",
-        turns=turns,
-        started_at=0.0,
-        seconds=0.0,
-        generation_seconds=0.0,
-        environment_seconds=0.0,
-    )
 
 
 async def test_the_same_rollouts_in_process_and_over_http(url: str):
@@ -305,7 +292,7 @@ async def test_a_remote_environment_opens_with_the_task_rows_of_its_files(url: s
         (None, "cannot be read"),
         ("", "holds no task rows"),
         ("{", "line 1 is not JSON"),
-        ('{"responses_create_params": {"input": "x"}}\n[1]', "line 2: a task row needs"),
+        ('{"responses_create_params": {"input": "x"}}\n[1]', "line 2 is a list; a task row is a JSON object"),
         ('{"responses_create_params": {}}', "needs responses_create_params.input"),
         (
             '{"task_id": "a", "responses_create_params": {"input": "x"}}\n' * 2,

@@ -1,9 +1,6 @@
 """The wire contract of a resources server, over real HTTP."""
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -19,7 +16,7 @@ from roundhouse.gym.environment import Environment, Verdict
 from roundhouse.gym.resources_server import build_app
 from roundhouse.gym.responses import response_object
 from roundhouse.gym.session_store import SessionStore
-from tests.gym.playground import Counter, counter_row, free_port, serving, serving_counter
+from tests.gym.playground import Counter, counter_row, serving, serving_command, serving_counter
 
 COOKIE = "Counter___counter"
 RESPONSE = response_object("resp_1", [], model="policy", created_at=0.0)
@@ -42,7 +39,7 @@ def test_it_says_that_it_is_alive(client: httpx.Client):
 
 
 def test_a_session_lives_from_seed_to_verify(client: httpx.Client):
-    assert client.post("/seed_session", json=counter_row("a")).json() == {}
+    assert client.post("/seed_session", json=counter_row("a")).json() == {"supports_explicit_close": True}
     answer = client.post("/add", json={"n": 3})
     assert (answer.text, answer.headers["content-type"]) == ('{"owner":"a","total":3}', "application/json")
     assert client.post("/total", json={}).text == "3 für a"
@@ -65,7 +62,7 @@ def test_a_mask_is_reported(client: httpx.Client):
 @pytest.mark.parametrize(
     ("path", "body", "status", "answer"),
     [
-        ("/seed_session", counter_row(), 200, {}),
+        ("/seed_session", counter_row(), 200, {"supports_explicit_close": True}),
         ("/subtract", {"n": 3}, 404, {"detail": "Not Found"}),
         ("/no/such/path", {}, 404, {"detail": "Not Found"}),
         ("/fail", {}, 500, "ValueError('no such \"thing\"')"),
@@ -195,17 +192,28 @@ def test_aggregate_metrics_are_statistics_over_all_and_over_each_task(client: ht
     assert found["agent_metrics"]["mean/reward"] == 0.5
     assert found["agent_metrics"]["std/reward"] == 0.5
     assert found["agent_metrics"]["mean/words"] == 2
-    assert found["agent_metrics"]["max/usage/total_tokens"] == 7
+    assert found["agent_metrics"]["max/total_tokens"] == 7
     assert set(found["key_metrics"]) == {
         "mean/reward",
         "mean/words",
         "mean/reward_components/form",
-        "mean/usage/total_tokens",
+        "mean/total_tokens",
     }
     first, second = found["group_level_metrics"]
     assert (first["_ng_task_index"], first["num_rollouts"], first["mean/reward"]) == (0, 2, 0.5)
     assert [info["rollout_id"] for info in first["rollout_infos"]] == ["0:0", "0:1"]
     assert second["median/reward"] == 0.5
+
+
+def test_an_environments_own_metrics_are_among_the_aggregate():
+    class Measured(Counter):
+        def compute_metrics(self, tasks):
+            return {"tasks": len(tasks)}
+
+    rows = [{"_ng_task_index": index, "reward": 1.0} for index in (0, 0, 1)]
+    with serving(build_app(Measured())) as url:
+        told = httpx.post(f"{url}/aggregate_metrics", json={"verify_responses": rows}).json()
+    assert told["agent_metrics"]["tasks"] == 2
 
 
 def test_aggregating_nothing_gives_three_empties(client: httpx.Client):
@@ -214,21 +222,9 @@ def test_aggregating_nothing_gives_three_empties(client: httpx.Client):
 
 
 def test_the_command_serves_an_environment():
-    port = free_port()
-    command = [sys.executable, "-m", "roundhouse.gym.resources_server", "--environment", "guess_number"]
-    process = subprocess.Popen([*command, "--parameters", '{"upper": 5}', "--port", str(port)])
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}/").json() == {"status": "ok"}
-                break
-            except httpx.ConnectError:
-                assert time.monotonic() < deadline, "the server did not start"
-                time.sleep(0.05)
-    finally:
-        process.terminate()
-        process.wait(10)
+    with serving_command("--environment", "guess_number", "--parameters", '{"upper": 5}') as url:
+        told = httpx.post(f"{url}/seed_session", json={"hidden": 4}).json()
+    assert told == {"supports_explicit_close": True}
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,40 @@ def test_what_cannot_be_shown_as_text_is_refused(item: dict[str, Any]):
         chat_messages([item])
 
 
+def test_images_and_videos_pass_in_chat_shape_and_one_text_part_is_text():
+    parts = [
+        {"type": "input_text", "text": "look"},
+        {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"},
+        {"type": "input_video", "video_url": {"url": "http://v"}},
+    ]
+    (message,) = chat_messages([{"role": "user", "content": parts}])
+    assert message["content"] == [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA", "detail": "low"}},
+        {"type": "video_url", "video_url": {"url": "http://v"}},
+    ]
+    assert chat_messages([{"role": "user", "content": parts[:1]}]) == [{"role": "user", "content": "look"}]
+
+
+def test_think_blocks_stay_in_the_text_where_no_reasoning_is_told_apart():
+    (item,) = assistant_items({"role": "assistant", "content": "<think>hm</think>ok"}, "msg_1", reasoning=False)
+    assert item["content"][0]["text"] == "<think>hm</think>ok"
+
+
+def test_the_token_fields_folded_last_win():
+    items = [
+        {"type": "reasoning", "summary": [], **TOKENS},
+        {"type": "message", "role": "assistant", "content": "a", **TOKENS, "generation_token_ids": [4]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "prompt_token_ids": None},
+    ]
+    assert chat_messages(items)[0]["generation_token_ids"] == [4]
+
+
+def test_only_function_tools_can_be_offered():
+    with pytest.raises(UnsupportedItem):
+        chat_tools([{"type": "web_search"}])
+
+
 def test_tools_in_chat_shape_have_no_strict():
     tool = {"type": "function", "name": "add", "description": "d", "parameters": {"type": "object"}, "strict": True}
     function = {"name": "add", "description": "d", "parameters": {"type": "object"}}

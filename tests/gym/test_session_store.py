@@ -30,7 +30,7 @@ def test_a_full_store_throws_out_verified_sessions_first_and_never_open_ones():
     store.put("b", 2)
     with pytest.raises(TooManySessions, match="All 2 sessions"):
         store.put("c", 3)
-    store.verified("a")
+    store.finished("a")
     assert store.get("a").state == 1, "its verdict may be asked for again"
     store.put("c", 3)
     with pytest.raises(UnknownSession):
@@ -41,6 +41,6 @@ def test_a_full_store_throws_out_verified_sessions_first_and_never_open_ones():
 def test_seeding_again_begins_anew():
     store = SessionStore()
     store.put("a", 1)
-    store.verified("a")
+    store.finished("a")
     store.put("a", 2)
     assert (store.get("a").state, len(store)) == (2, 1)

@@ -1,52 +1,116 @@
 """The environments that come with Roundhouse, and the way to one of your own.
 
-Invariant: `load` either returns an environment that can be used, or raises a ConfigError that names the key at fault.
+Invariant: `load` and `load_any` either return an environment that can be used, or raise a ConfigError that names the key at
+fault. A built-in environment is a section in `roundhouse.config.environments`, a class, and a line in `BUILT_IN`: the section's
+fields are the class's keyword arguments. Its module is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from typing import Any
 
-from roundhouse.config.models import (
+from roundhouse.config.environments import (
+    ArithmeticChainEnvironment,
     CalculatorEnvironment,
+    CodeEnvironment,
+    CountdownEnvironment,
     CustomEnvironment,
     EnvironmentConfig,
+    FrozenLakeEnvironment,
     GuessNumberEnvironment,
+    InstructionConstraintsEnvironment,
+    LookupEnvironment,
     SortEnvironment,
+    SqlWorldEnvironment,
+    SudokuEnvironment,
+    WarehouseEnvironment,
+    WorkerEnvironment,
 )
+from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError
 from roundhouse.gym.environment import Environment
 from roundhouse.gym.environments.calculator import Calculator
 from roundhouse.gym.environments.guess_number import GuessNumber
 from roundhouse.gym.environments.sort import Sort
+from roundhouse.gym.gymnasium import GymnasiumEnvironment
 
-__all__ = ["Calculator", "GuessNumber", "Sort", "load"]
+__all__ = ["BUILT_IN", "Calculator", "GuessNumber", "Sort", "load", "load_any"]
+
+BUILT_IN: dict[type[Section], str] = {
+    CalculatorEnvironment: "calculator:Calculator",
+    SortEnvironment: "sort:Sort",
+    GuessNumberEnvironment: "guess_number:GuessNumber",
+    ArithmeticChainEnvironment: "arithmetic_chain:ArithmeticChain",
+    LookupEnvironment: "lookup:Lookup",
+    CountdownEnvironment: "countdown:Countdown",
+    SudokuEnvironment: "sudoku:Sudoku",
+    WarehouseEnvironment: "warehouse:Warehouse",
+    SqlWorldEnvironment: "sql_world:SqlWorld",
+    CodeEnvironment: "code:Code",
+    InstructionConstraintsEnvironment: "instruction_constraints:InstructionConstraints",
+    FrozenLakeEnvironment: "frozen_lake:FrozenLake",
+}
+"""From a kind's configuration to its class in this package."""
+
+
+def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
+    """The environment that `config` describes, in this process, whichever protocol it speaks.
+
+    Raises:
+        ConfigError: it cannot be imported or made, or it lives in another process.
+    """
+    if isinstance(config, CustomEnvironment):
+        return _made(_imported(config.target), config.parameters, config.target)
+    if type(config) not in BUILT_IN:
+        raise ConfigError(_elsewhere(config))
+    return built_in(config)
+
+
+@functools.lru_cache(maxsize=8)
+def built_in(config: Section) -> Environment | GymnasiumEnvironment:
+    """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
+    found: Environment | GymnasiumEnvironment = _imported(f"{__name__}.{BUILT_IN[type(config)]}")(**_fields(config))
+    return found
 
 
 def load(config: EnvironmentConfig) -> Environment:
-    """The environment that `config` describes, in this process.
+    """The environment with tools and a verifier that `config` describes, in this process.
 
     Raises:
-        ConfigError: it cannot be imported or made, or it is a remote one.
+        ConfigError: as `load_any`, or it speaks the Gymnasium protocol.
     """
-    if isinstance(config, CalculatorEnvironment):
-        return Calculator(heldout_fraction=config.heldout_fraction)
-    if isinstance(config, SortEnvironment):
-        return Sort(digits=config.digits, heldout_fraction=config.heldout_fraction)
-    if isinstance(config, GuessNumberEnvironment):
-        return GuessNumber(upper=config.upper, guesses=config.guesses)
-    if isinstance(config, CustomEnvironment):
-        return _load_custom(config)
-    raise ConfigError(
-        f"environment.kind is remote ({config.url}): its tasks, tools and verifier live in that server and cannot be loaded "
-        "into this process. Reach it over HTTP for rollouts; where an environment must be in process (a warm_start policy, "
-        "serving it yourself), set environment.kind to calculator, sort, guess_number or custom."
+    environment = load_any(config)
+    if isinstance(environment, GymnasiumEnvironment):
+        raise ConfigError(
+            f"environment.kind is {config.kind}: {environment.name} speaks the Gymnasium protocol (reset, step) and has "
+            "neither tools nor a verifier, which are needed here."
+        )
+    return environment
+
+
+def _fields(config: Section) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).model_fields if name != "kind"}
+
+
+def _elsewhere(config: EnvironmentConfig) -> str:
+    if isinstance(config, WorkerEnvironment):
+        return (
+            f"environment.kind is worker ({config.worker}): its rollouts are played by that class, which has no "
+            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+        )
+    return (
+        f"environment.kind is {config.kind} ({getattr(config, 'url', None)}): its tasks, tools and verifier live in that "
+        "server and cannot be loaded into this process. Reach it over HTTP for rollouts; where an environment must be in "
+        "process (a warm_start policy, serving it yourself), set environment.kind to calculator, sort, another built-in "
+        "kind, or custom."
     )
 
 
-def _load_custom(config: CustomEnvironment) -> Environment:
-    module_name, _, class_name = config.target.partition(":")
-    key = f"environment.target is {config.target!r}"
+def _imported(target: str) -> type[Environment] | type[GymnasiumEnvironment]:
+    module_name, _, class_name = target.partition(":")
+    key = f"environment.target is {target!r}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -56,13 +120,22 @@ def _load_custom(config: CustomEnvironment) -> Environment:
     found: object = module
     for part in class_name.split("."):
         found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    if not (isinstance(found, type) and issubclass(found, Environment | GymnasiumEnvironment)):
         what = f"{module_name} has no {class_name}" if found is None else f"{class_name} is not an environment class"
-        raise ConfigError(f"{key}: {what}. Name a subclass of roundhouse.gym.environment.Environment.")
+        raise ConfigError(
+            f"{key}: {what}. Name a subclass of roundhouse.gym.environment.Environment or "
+            "roundhouse.gym.gymnasium.GymnasiumEnvironment."
+        )
+    return found
+
+
+def _made(
+    found: type[Environment] | type[GymnasiumEnvironment], parameters: dict[str, Any], target: str
+) -> Environment | GymnasiumEnvironment:
     try:
-        return found(**config.parameters)
+        return found(**parameters)
     except TypeError as error:
         raise ConfigError(
-            f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
+            f"environment.parameters {parameters!r} do not fit {target}: {error}. "
             "They are the keyword arguments of the class."
         ) from error

@@ -1,9 +1,13 @@
 """Play environments by hand: what the tests of this directory share."""
 
 import json
+import random
 from typing import Any
 
-from roundhouse.gym.environment import Environment, TaskRow, Verdict
+from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict
+from roundhouse.gym.environments.generated import GeneratedEnvironment
+
+SPLITS: tuple[Split, Split] = ("train", "heldout")
 
 
 def message(text: str) -> dict[str, Any]:
@@ -32,3 +36,20 @@ async def replay(environment: Environment, row: TaskRow, conversation: list[dict
         if said["role"] == "assistant" and said["content"]:
             output.append(message(said["content"]))
     return await environment.verify(session, row, {"output": output})
+
+
+async def rewards_of(environment: GeneratedEnvironment[Any], right: bool, count: int) -> list[float]:
+    """Rewards of demonstrations, replayed with the real tools, on problems of both splits."""
+    rng = random.Random(11)
+    rewards = []
+    for split in SPLITS:
+        for problem in environment.problems[split][: count // 2]:
+            row = json.loads(json.dumps(environment.row(problem)))
+            prompt = row["responses_create_params"]["input"][0]
+            shown = [prompt, *environment.demonstration(problem, right, rng)]
+            rewards.append((await replay(environment, row, shown)).reward)
+    return rewards
+
+
+def prompt_of(row: TaskRow) -> str:
+    return row["responses_create_params"]["input"][0]["content"]

@@ -1,0 +1,296 @@
+"""CPU milliseconds and rollouts a second: Roundhouse's collector and servers, and NeMo Gym's, on one instant engine.
+
+    python benchmarks/gym/rollouts.py                                         Roundhouse alone
+    python benchmarks/gym/rollouts.py --peer-head http://127.0.0.1:11000 --peer-gym <its bin/gym> --engine-port 9100
+
+The peer is a running `gym env start` of example_single_tool_call with its model server pointed at `--engine-port` (how to
+start it: docs/nemo-gym.md); its servers, agent and collector are used as they are. Both sides play the same rows: one turn, or
+three with two tool calls in between, and write what they collected to disk. CPU counts the collector and every server that
+took part, and leaves the engine out. A peer that is not given is reported as skipped.
+
+Cases run in turn, `--repeats` times, so that a noisy machine is noisy for all; the table gives medians, and the last line is
+JSON. The peer's command spends seconds on imports: its collector is charged with the difference of a long and a short run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+
+from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
+from roundhouse.generation.client import HttpPolicyClient
+from roundhouse.gym.collector import collect, plan_rollouts
+from roundhouse.gym.environment import Environment, Verdict, task_row, tool
+from roundhouse.gym.remote import RemoteEnvironmentClient
+from roundhouse.gym.sessions import EnvironmentClient, LocalEnvironmentClient
+from roundhouse.trajectories.records import Status
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
+
+HERE = Path(__file__).resolve().parent
+PEER_AGENT = "example_single_tool_call_simple_agent"
+PEER_RESOURCES = "example_single_tool_call"
+SHORT = 64
+"""Rollouts of the short run that the peer's imports are taken from."""
+
+
+class Weather(Environment):
+    """The peer's example: a tool that answers at once, a verifier that is always content."""
+
+    name = "weather"
+
+    def tasks(self, split: str) -> list[dict[str, Any]]:
+        return []
+
+    @tool("", city="")
+    async def get_weather(self, session: None, city: str) -> dict[str, str]:
+        return {"city": city, "weather_description": f"The weather in {city} is cold."}
+
+    async def verify(self, session: None, row: dict[str, Any], response: dict[str, Any]) -> Verdict:
+        return Verdict(1.0)
+
+
+def rows(kind: str, count: int) -> list[dict[str, Any]]:
+    """Task rows that tell the instant engine what to do."""
+    schemas = Weather().tool_schemas()
+    found = []
+    for number in range(count):
+        row = task_row(f"{kind} How is the weather, number {number}?", task_id=f"weather/{number}", tools=schemas)
+        row["agent_ref"] = {"type": "responses_api_agents", "name": PEER_AGENT}
+        found.append(row)
+    return found
+
+
+@dataclass
+class Sample:
+    """One run of a case: seconds of CPU and of wall time, for so many rollouts."""
+
+    cpu: float
+    wall: float
+    rollouts: int
+
+
+@dataclass
+class Case:
+    """One way to collect."""
+
+    name: str
+    run: Callable[[str, int], Sample]
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def cpu_ms(self, kind: str) -> float:
+        return 1000 * statistics.median(sample.cpu / sample.rollouts for sample in self.samples[kind])
+
+    def rate(self, kind: str) -> float:
+        return statistics.median(sample.rollouts / sample.wall for sample in self.samples[kind])
+
+
+def cpu_of(pids: list[int]) -> float:
+    """CPU seconds that these processes and their children have used."""
+    total = 0.0
+    for pid in pids:
+        process = psutil.Process(pid)
+        for member in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = member.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+Play = Callable[[str, int], Sample]
+"""Plays so many rollouts of a kind."""
+
+
+def ours(client: Callable[[], EnvironmentClient], engine: str, pids: list[int], concurrency: int) -> Play:
+    """Our collector over an environment client; `pids` are the servers that it talks to, the engine not among them."""
+
+    def run(kind: str, count: int) -> Sample:
+        config = RolloutConfig(concurrency=concurrency, max_tokens=100_000, max_turns=32)
+        sampling = Sampling(max_new_tokens=4096)
+        specs = plan_rollouts(rows(kind, count), 1, seed=0, iteration=1)
+
+        async def work() -> list[Any]:
+            async with (
+                HttpPolicyClient(engine, GenerationConfig(), connections=concurrency) as policy,
+                client() as environment,
+            ):
+                return await collect(specs, policy, environment, config, sampling)
+
+        servers, cpu, wall = cpu_of(pids), time.process_time(), time.perf_counter()
+        rollouts = asyncio.run(work())
+        with tempfile.TemporaryDirectory() as directory:
+            pq.write_table(rollouts_table(rollouts), f"{directory}/rollouts.parquet")
+            pq.write_table(turns_table(rollouts), f"{directory}/turns.parquet")
+        cpu, wall = time.process_time() - cpu + cpu_of(pids) - servers, time.perf_counter() - wall
+        bad = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
+        if bad or len(rollouts) != count:
+            raise SystemExit(f"{len(bad)} of {len(rollouts)} rollouts did not complete: {bad[:1]}")
+        return Sample(cpu, wall, count)
+
+    return run
+
+
+def theirs(gym: str, pids: list[int], concurrency: int) -> Play:
+    """The peer's own collector, agent, resources server and model server."""
+
+    def once(kind: str, count: int) -> tuple[float, float]:
+        with tempfile.TemporaryDirectory() as directory:
+            source, output = Path(directory, "rows.jsonl"), Path(directory, "rollouts.jsonl")
+            source.write_text("".join(json.dumps(row) + "\n" for row in rows(kind, count)))
+            command = [
+                gym,
+                "eval",
+                "run",
+                "--no-serve",
+                "--agent",
+                PEER_AGENT,
+                "--input",
+                str(source),
+                "--output",
+                str(output),
+            ]
+            servers, before = cpu_of(pids), _children_cpu()
+            begun = time.perf_counter()
+            subprocess.run(
+                [*command, "--concurrency", str(concurrency)], check=True, capture_output=True, cwd=directory
+            )
+            wall = time.perf_counter() - begun
+            collected = sum(1 for _ in output.open())
+            if collected != count:
+                raise SystemExit(f"The peer collected {collected} of {count} rollouts.")
+            return _children_cpu() - before + cpu_of(pids) - servers, wall
+
+    def run(kind: str, count: int) -> Sample:
+        short, long = once(kind, SHORT), once(kind, SHORT + count)
+        return Sample(long[0] - short[0], long[1] - short[1], count)
+
+    return run
+
+
+def _children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@contextlib.contextmanager
+def served(*command: str) -> Iterator[int]:
+    """A process that is stopped at the end; its pid."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, *command], env=environment)
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(url: str, seconds: float = 30) -> None:
+    """Until something answers."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=1).read()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def instances(head: str) -> list[dict[str, Any]]:
+    """The peer's servers, from its head server."""
+    with urllib.request.urlopen(f"{head}/server_instances", timeout=10) as reply:
+        found: list[dict[str, Any]] = json.load(reply)
+    return found
+
+
+def report(cases: list[Case], kinds: list[str], peer: Case | None) -> None:
+    """The table, and the line of JSON."""
+    results = []
+    for kind in kinds:
+        print(f"\n{kind}\n{'case':<44}{'CPU ms/rollout':>16}{'rollouts/s':>12}{'of the peer':>14}")
+        for case in cases:
+            ratio = None if peer is None else case.cpu_ms(kind) / peer.cpu_ms(kind)
+            shown = "skipped" if ratio is None else f"{ratio:.3f}"
+            print(f"{case.name:<44}{case.cpu_ms(kind):>16.2f}{case.rate(kind):>12.0f}{shown:>14}")
+            for unit, value, theirs_ in (
+                ("CPU ms/rollout", case.cpu_ms(kind), peer and peer.cpu_ms(kind)),
+                ("rollouts/s", case.rate(kind), peer and peer.rate(kind)),
+            ):
+                row = {"case": f"{case.name}, {kind}", "value": round(value, 3), "unit": unit}
+                results.append(row | {"peer": theirs_, "ratio": theirs_ and round(value / theirs_, 4)})
+    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    print("\n" + json.dumps({"bench": "gym", "results": results, "machine": machine}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", default=["turns=1", "turns=3", "turns=3 tokens=4096+1024"])
+    parser.add_argument("--engine-port", type=int, help="port of the instant engine that the peer's model server uses")
+    parser.add_argument("--peer-head", help="URL of NeMo Gym's head server")
+    parser.add_argument("--peer-gym", help="NeMo Gym's `gym` command")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        engine_port, server_port = options.engine_port or free_port(), free_port()
+        stack.enter_context(served(str(HERE / "instant_engine.py"), "--port", str(engine_port)))
+        server = "roundhouse.gym.resources_server"
+        pid = stack.enter_context(served("-m", server, "--environment", "rollouts:Weather", "--port", str(server_port)))
+        engine, resources = f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{server_port}"
+        wait_for(f"{engine}/v1/models")
+        wait_for(resources)
+
+        def case(name: str, client: Callable[[], EnvironmentClient], pids: list[int]) -> Case:
+            return Case(name, ours(client, engine, pids, options.concurrency))
+
+        cases = [
+            case("environment in process", lambda: LocalEnvironmentClient(Weather()), []),
+            case("our resources server", lambda: RemoteEnvironmentClient(resources, name="weather"), [pid]),
+        ]
+        peer = None
+        if options.peer_head and options.peer_gym:
+            found = instances(options.peer_head)
+            theirs_ = next(entry for entry in found if entry["process_name"] == PEER_RESOURCES)
+            url = theirs_["url"]
+            cases.append(case("the peer's resources server", lambda: RemoteEnvironmentClient(url), [theirs_["pid"]]))
+            peer = Case(
+                "the peer's whole", theirs(options.peer_gym, [entry["pid"] for entry in found], options.concurrency)
+            )
+            cases.append(peer)
+        for case_ in cases[:2]:
+            case_.run(options.kinds[0], SHORT)  # warm up
+        for _ in range(options.repeats):
+            for kind in options.kinds:
+                for case_ in cases:
+                    case_.samples.setdefault(kind, []).append(case_.run(kind, options.rollouts))
+    report(cases, options.kinds, peer)
+
+
+if __name__ == "__main__":
+    main()

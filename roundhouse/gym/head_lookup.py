@@ -1,0 +1,96 @@
+"""Where a server is, by its instance name, as the head server tells it.
+
+Invariant: only the entry's host and port are resolved; nothing else of the configuration, which may hold secrets, is read.
+
+    {"my_agent": {"responses_api_agents": {"simple_agent": {"host": "127.0.0.1", "port": 10007, …}}}}
+    server_url(that, "my_agent", head) == "http://127.0.0.1:10007"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import orjson
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yarl import URL
+
+from roundhouse.gym.connection import Connection
+from roundhouse.gym.failures import EnvironmentUnavailable, UnknownAgent
+
+PATH = "global_config_dict_yaml"
+SECONDS = 30.0
+AGENTS = "responses_api_agents"
+_ANY_HOST = ("0.0.0.0", "::")
+
+
+async def look_up(head: Connection, agent: str, token: str | None = None) -> str:
+    """Base URL of an agent server.
+
+    Raises:
+        InfraError: the head server cannot be asked, or does not answer with a configuration.
+        UnknownAgent: it knows no agent of this name.
+    """
+    return server_url(await _configuration(head, token), agent, head.url)
+
+
+async def look_up_all(head: Connection, token: str | None = None) -> dict[str, str]:
+    """Base URLs of all agent servers that have an address, by instance name.
+
+    Raises:
+        InfraError: as `look_up`.
+    """
+    tree = await _configuration(head, token)
+    found = {}
+    for name, _ in _agents(tree):
+        with suppress(UnknownAgent):
+            found[name] = server_url(tree, name, head.url)
+    return found
+
+
+def server_url(tree: Any, agent: str, head_url: str) -> str:
+    """Base URL of `agent` in a head server's configuration.
+
+    Raises:
+        UnknownAgent: it is not there, or has no host and port.
+    """
+    known = dict(_agents(tree))
+    if agent not in known:
+        names = ", ".join(sorted(known)) or "none"
+        raise UnknownAgent(f"environment.agent is {agent!r}, which {head_url} does not know. It knows: {names}.")
+    try:
+        config = OmegaConf.create(tree)
+        assert isinstance(config, DictConfig)
+        entry = config[agent][AGENTS][known[agent]]
+        host, port = entry.get("host"), entry.get("port")
+    except OmegaConfBaseException as error:
+        raise UnknownAgent(f"{head_url}: host and port of {agent} cannot be resolved: {error}") from error
+    if not host or not port:
+        raise UnknownAgent(f"{head_url}: {agent} has no host and port yet. Is it started?")
+    if host in _ANY_HOST:
+        host = URL(head_url).host
+    return f"http://{host}:{port}"
+
+
+async def _configuration(head: Connection, token: str | None) -> Any:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    status, text, _ = await head.exchange("GET", PATH, None, None, headers=headers, seconds=SECONDS)
+    if status != 200:
+        raise EnvironmentUnavailable(f"{head.url}/{PATH} answered {status}: {text[:500]}")
+    try:
+        return yaml.safe_load(orjson.loads(text))
+    except (orjson.JSONDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise EnvironmentUnavailable(f"{head.url}/{PATH} answered no JSON string of YAML: {error}") from error
+
+
+def _agents(tree: Any) -> Iterator[tuple[str, str]]:
+    """Instance name and implementation of each agent."""
+    if not isinstance(tree, Mapping):
+        return
+    for name, entry in tree.items():
+        kinds = entry.get(AGENTS) if isinstance(entry, Mapping) else None
+        if isinstance(kinds, Mapping) and kinds:
+            yield str(name), str(next(iter(kinds)))

@@ -1,0 +1,150 @@
+"""The files that a configuration is made of, in the order in which they are merged.
+
+Invariant: a later layer overrides an earlier one. A file comes after everything that its own `config_paths` pulled in, and
+each file's subtree stays together in the listed order; `env.yaml` comes after all files, the command line after it.
+
+    a.yaml: config_paths [b.yaml, c.yaml]      layers: b, c, a, env.yaml, command line
+
+A relative path is looked for under each search root in turn; the first hit wins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roundhouse.errors import ConfigError
+
+EXTRA_ROOTS = "NEMO_GYM_EXTRA_ROOTS"
+"""Environment variable: more search roots, separated as in PATH."""
+DOTENV = "env.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRoots:
+    """Directories under which relative paths are looked for, the first hit wins."""
+
+    roots: tuple[Path, ...]
+
+    @classmethod
+    def of(
+        cls,
+        search: Sequence[Path] = (),
+        install: Path | None = None,
+        environ: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
+    ) -> SearchRoots:
+        """Given directories, those of NEMO_GYM_EXTRA_ROOTS, the working directory, NeMo Gym's own checkout."""
+        extra = [Path(root) for root in environ.get(EXTRA_ROOTS, "").split(os.pathsep) if root]
+        candidates = [*search, *extra, cwd or Path.cwd(), *([install] if install else [])]
+        unique = {root.expanduser().resolve(): None for root in candidates}
+        return cls(tuple(unique))
+
+    def find(self, path: str | Path, marks: Sequence[str] = ()) -> Path | None:
+        """The first existing candidate; with `marks`, the first directory that holds one of these files."""
+        for candidate in self.candidates(path):
+            if any((candidate / mark).exists() for mark in marks) or (not marks and candidate.exists()):
+                return candidate
+        return None
+
+    def candidates(self, path: str | Path) -> list[Path]:
+        given = Path(path).expanduser()
+        return [given] if given.is_absolute() else [root / given for root in self.roots]
+
+
+@dataclass(slots=True)
+class Layers:
+    """Configuration files in the order of merging."""
+
+    paths: list[str] = field(default_factory=list)
+    """As they were named, the given ones first, then those that they pulled in."""
+    trees: list[DictConfig] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_layers(paths: Sequence[str], roots: SearchRoots) -> Layers:
+    """Read `paths` and what their `config_paths` pull in. A path that is named again is read once, with a warning.
+
+    Raises:
+        ConfigError: a file is missing or no YAML mapping, or a `config_paths` is not a list of texts.
+    """
+    layers = Layers(paths=list(dict.fromkeys(paths)))
+    layers.warnings += [_named_again(path) for path in layers.paths if list(paths).count(path) > 1]
+    trees: dict[str, DictConfig] = {}
+    pulled_in: dict[str, list[str]] = {}
+    for path in layers.paths:  # grows while it is walked: breadth first decides which file a repeated path belongs to
+        trees[path] = load_yaml(_located(path, roots))
+        named = config_paths_of(trees[path], path)
+        layers.warnings += [_named_again(one) for one in named if one in layers.paths]
+        pulled_in[path] = [one for one in dict.fromkeys(named) if one not in layers.paths]
+        layers.paths += pulled_in[path]
+    layers.trees += [trees[path] for path in _inner_first(list(dict.fromkeys(paths)), pulled_in)]
+    return layers
+
+
+def _inner_first(paths: Sequence[str], pulled_in: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each path after what it pulled in, every subtree together."""
+    ordered: list[str] = []
+    pending = [(path, False) for path in reversed(paths)]
+    while pending:
+        path, inner_done = pending.pop()
+        if inner_done:
+            ordered.append(path)
+        else:
+            pending.append((path, True))
+            pending += [(one, False) for one in reversed(pulled_in[path])]
+    return ordered
+
+
+def load_yaml(path: Path) -> DictConfig:
+    """One file as a mapping; an empty file is an empty one.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML mapping.
+    """
+    try:
+        tree: Any = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; a configuration file is a YAML mapping.")
+    return tree
+
+
+def config_paths_of(tree: DictConfig, where: str) -> list[str]:
+    """The files that a tree pulls in.
+
+    Raises:
+        ConfigError: `config_paths` is not a list of texts.
+    """
+    found: Any = tree.get("config_paths") or []
+    paths = [found] if isinstance(found, str) else list(found)
+    if isinstance(found, str) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"{where}: config_paths is {paths!r}; it must be a list of paths.")
+    return paths
+
+
+def _located(path: str, roots: SearchRoots) -> Path:
+    if (found := roots.find(path)) is not None:
+        return found
+    looked = ", ".join(str(candidate) for candidate in roots.candidates(path))
+    raise ConfigError(
+        f"config_paths names {path!r}, which does not exist. Looked for: {looked}. Name another search root with "
+        f"--search-dir or {EXTRA_ROOTS}."
+    )
+
+
+def _named_again(path: str) -> str:
+    return (
+        f"config_paths names {path} more than once; it is merged once, at its first place. For a second instance of the same "
+        "server, copy it under a new name with `_copy`."
+    )

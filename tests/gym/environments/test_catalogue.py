@@ -1,0 +1,44 @@
+"""The catalogue in docs/environments.md is what the environments say of themselves."""
+
+from pathlib import Path
+
+from playing import SPLITS
+from pydantic import TypeAdapter
+
+from roundhouse.config.environments import EnvironmentConfig
+from roundhouse.config.section import Section
+from roundhouse.gym.environments import BUILT_IN, load_any
+
+DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
+
+
+def table() -> str:
+    lines = ["| kind | what is learnt | tools | train / held out | example |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join(lines + [_line(config) for config in BUILT_IN])
+
+
+def _line(config: type[Section]) -> str:
+    kind = config.model_fields["kind"].annotation.__args__[0]  # type: ignore[union-attr]
+    environment = load_any(CONFIG.validate_python({"kind": kind}))
+    train, heldout = (len(environment.tasks(split)) for split in SPLITS)
+    (shown,) = environment.demonstrations("train", 1, 1.0, seed=4)
+    first = next(index for index, said in enumerate(shown) if said["role"] == "assistant")
+    prompt = " / ".join(said["content"] for said in shown[:first])
+    said = [f"{call['name']}({call['arguments']})" for call in _calls(shown)] + [shown[-1]["content"]]
+    example = f"{_flat(prompt)} → {_flat(said[0])}" + (" → …" if len(said) > 1 else "")
+    tools = ", ".join(f"`{tool['name']}`" for tool in environment.tool_schemas()) or "none"
+    learnt = " ".join((config.__doc__ or "").split()).rstrip(".")
+    return f"| `{kind}` | {learnt} | {tools} | {train} / {heldout} | {example} |"
+
+
+def _calls(shown):
+    return [call["function"] for said in shown for call in said.get("tool_calls", [])]
+
+
+def _flat(text: str) -> str:
+    return "`" + text.replace("\n", " ⏎ ").replace("|", "¦") + "`"
+
+
+def test_the_catalogue_lists_every_kind_as_it_is() -> None:
+    assert table() in DOCS.read_text(), "write the table that `table()` gives into docs/environments.md"

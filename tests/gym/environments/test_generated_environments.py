@@ -1,0 +1,101 @@
+"""What holds for every environment with a generator."""
+
+import json
+import random
+
+import pytest
+from playing import SPLITS, prompt_of, rewards_of
+
+from roundhouse.config.environments import (
+    ArithmeticChainEnvironment,
+    CodeEnvironment,
+    CountdownEnvironment,
+    GeneratedProblems,
+    LookupEnvironment,
+    SqlWorldEnvironment,
+    SudokuEnvironment,
+    WarehouseEnvironment,
+)
+from roundhouse.errors import ConfigError
+from roundhouse.gym.environments import built_in, load
+from roundhouse.gym.environments.arithmetic_chain import ArithmeticChain
+from roundhouse.gym.environments.generated import GeneratedEnvironment
+from roundhouse.gym.tools import Toolbox
+
+CONFIGS: list[GeneratedProblems] = [
+    ArithmeticChainEnvironment(kind="arithmetic_chain", problems=300),
+    ArithmeticChainEnvironment(kind="arithmetic_chain", problems=100, operators=6),
+    LookupEnvironment(kind="lookup", problems=300),
+    CountdownEnvironment(kind="countdown", problems=300),
+    SudokuEnvironment(kind="sudoku", problems=300),
+    WarehouseEnvironment(kind="warehouse", problems=300),
+    SqlWorldEnvironment(kind="sql_world", problems=200),
+    CodeEnvironment(kind="code", problems=100),
+]
+
+
+def some(environment: GeneratedEnvironment) -> int:
+    """How many problems to play: each answer of `code` is a process."""
+    return 10 if environment.name == "code" else 40
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda config: config.kind)
+def environment(request) -> GeneratedEnvironment:
+    return load(request.param)
+
+
+async def test_every_right_demonstration_is_rewarded_fully_through_the_real_tools(environment) -> None:
+    rewards = await rewards_of(environment, right=True, count=some(environment))
+    assert len(rewards) >= 0.8 * some(environment)
+    assert set(rewards) == {1.0}
+
+
+async def test_no_wrong_demonstration_is_rewarded_fully(environment) -> None:
+    assert max(await rewards_of(environment, right=False, count=some(environment))) < 1.0
+
+
+def test_splits_are_disjoint_in_ids_and_problems_and_both_are_there(environment) -> None:
+    ids = [[row["task_id"] for row in environment.tasks(split)] for split in SPLITS]
+    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1])
+    assert 0.1 < len(ids[1]) / len(ids[0] + ids[1]) < 0.3
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_the_same_rows_are_generated_every_time(config) -> None:
+    """With what a process may have changed in between: the cache is emptied, the shared random numbers are elsewhere."""
+    generated = []
+    for seed in range(2):
+        built_in.cache_clear()
+        random.seed(seed)
+        generated.append(json.dumps([list(load(config).tasks(split)) for split in SPLITS]))
+    assert generated[0] == generated[1]
+
+
+async def test_two_rollouts_of_a_task_never_share_state(environment) -> None:
+    row = environment.tasks("train")[0]
+    first, second = await environment.seed_session(row), await environment.seed_session(row)
+    assert first is None or first is not second
+    before = repr(second)
+    for name, tool in environment.tools().items():
+        arguments = {key: _anything(value["type"]) for key, value in tool.parameters["properties"].items()}
+        await Toolbox(environment).call(first, name, arguments)
+    assert repr(second) == before
+    await environment.close_session(first)
+    await environment.close_session(second)
+
+
+def test_demonstrations_are_of_the_split_in_the_share_asked_for(environment) -> None:
+    shown = environment.demonstrations("train", 60, 0.5, seed=2)
+    assert {conversation[0]["content"] for conversation in shown} <= {
+        prompt_of(row) for row in environment.tasks("train")
+    }
+    assert shown == environment.demonstrations("train", 60, 0.5, seed=2)
+
+
+def test_more_problems_than_there_are_is_refused_with_the_number() -> None:
+    with pytest.raises(ConfigError, match="problems is 100000"):
+        ArithmeticChain(operators=1, problems=100_000)
+
+
+def _anything(json_type: str) -> object:
+    return {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "object": {}, "array": []}[json_type]

@@ -1,0 +1,79 @@
+"""Every kind played through the rollout engine by a policy that knows the solution."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playing import prompt_of
+from pydantic import TypeAdapter
+
+from roundhouse.config.environments import EnvironmentConfig
+from roundhouse.config.section import Section
+from roundhouse.gym.agent import run_rollout
+from roundhouse.gym.environment import TaskRow
+from roundhouse.gym.environments import BUILT_IN, load_any
+from roundhouse.gym.environments.naming import environment_config
+from roundhouse.gym.resources_server import build_app
+from roundhouse.gym.sessions import open_environment
+from roundhouse.trajectories.records import Status
+from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, serving, spec_of
+
+CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
+
+
+def smallest(config: type[Section]) -> EnvironmentConfig:
+    few = {"problems": 60} if "problems" in config.model_fields else {}
+    return CONFIG.validate_python({"kind": kind_of(config), **few})
+
+
+def kind_of(config: type[Section]) -> str:
+    return config.model_fields["kind"].annotation.__args__[0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("config", BUILT_IN, ids=kind_of)
+async def test_a_shown_solution_completes_one_of_its_tasks_with_reward_one(config: type[Section]) -> None:
+    """Several tasks may share a prompt (a hidden number, a lake shown only later); the solution is one of theirs."""
+    (shown,) = load_any(smallest(config)).demonstrations("train", 1, 1.0, seed=1)
+    replies: list[dict[str, Any]] = [{"finish_reason": None, **said} for said in shown if said["role"] == "assistant"]
+    async with open_environment(smallest(config)) as client:
+        for row in client.tasks("train"):
+            if prompt_of(row) == shown[0]["content"]:
+                policy = ScriptedPolicy(by_turn(*replies))
+                rollout = await run_rollout(spec_of(row), policy, client, rollout_config(max_turns=12), SAMPLING)
+                if rollout.reward == 1.0:
+                    break
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 1.0)
+    assert len(rollout.turns) == len(replies)
+    assert sum(rollout.reward_components.values() or [1.0]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "warehouse", "sql_world", "code", "frozen_lake"])
+async def test_over_http_it_gives_the_same_texts_and_the_same_reward(kind: str, tmp_path: Path) -> None:
+    """The kinds with sessions, by the contract's routes, in both protocols."""
+    local = CONFIG.validate_python({"kind": kind, "problems": 60})
+    (shown,) = load_any(local).demonstrations("train", 1, 1.0, seed=1)
+    rows = [row for row in load_any(local).tasks("train") if prompt_of(row) == shown[0]["content"]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    protocol = "gymnasium" if kind == "frozen_lake" else "tools"
+    with serving(build_app(load_any(environment_config(kind, '{"problems": 60}')))) as url:
+        files = {"train_tasks": str(tmp_path / "rows.jsonl")}
+        remote = CONFIG.validate_python({"kind": "remote", "url": url, "protocol": protocol, **files})
+        played = [await outcomes(config, rows, shown) for config in (local, remote)]
+    assert played[0] == played[1]
+    assert any(reward == 1.0 for _, reward, _ in played[0])
+
+
+async def outcomes(
+    config: EnvironmentConfig, rows: list[TaskRow], shown: list[dict[str, Any]]
+) -> list[tuple[Any, ...]]:
+    """Status, reward and the environment's texts of each row's rollout, when what was shown is done."""
+    replies: list[dict[str, Any]] = [{"finish_reason": None, **said} for said in shown if said["role"] == "assistant"]
+    found = []
+    async with open_environment(config) as client:
+        for row in rows:
+            policy = ScriptedPolicy(by_turn(*replies))
+            rollout = await run_rollout(spec_of(row), policy, client, rollout_config(max_turns=12), SAMPLING)
+            texts = [item.get("output") or item.get("content") for item in rollout.items]
+            found.append((rollout.status, rollout.reward, texts))
+    return found

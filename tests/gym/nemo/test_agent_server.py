@@ -1,0 +1,277 @@
+"""The agent server's routes, over real HTTP, against a real resources server and a scripted model server."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from roundhouse.config.gym_servers import AgentServerConfig
+from roundhouse.gym.nemo.agent_server import build_app
+from roundhouse.gym.resources_server import build_app as resources_app
+from tests.gym.nemo.models import FakeModelServer, serving_model
+from tests.gym.playground import Counter, Script, by_turn, calls, counter_row, free_port, says, serving
+from tests.gym.worlds import Mountain, climb_row
+
+TWO_TURNS = by_turn(calls(("add", {"n": 3}), ("add", {"n": 4})), says("It is 7."))
+COOKIE = "RoundhouseAgent___agent"
+
+
+def agent_config(**changes: Any) -> AgentServerConfig:
+    tree = {
+        "resources_server": {"type": "resources_servers", "name": "counter"},
+        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+        "timeout_seconds": 20,
+    }
+    return AgentServerConfig.model_validate(tree | changes)
+
+
+class Stage:
+    """The three servers of a rollout."""
+
+    def __init__(self, http: httpx.Client, model: FakeModelServer, environment: Any, resources_url: str) -> None:
+        self.http = http
+        self.model = model
+        self.environment = environment
+        self.resources_url = resources_url
+
+    def run(self, row: Any) -> dict[str, Any]:
+        reply = self.http.post("/run", json=row)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+@contextmanager
+def stage(
+    script: Script = TWO_TURNS, environment: Any = None, app: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[Stage]:
+    environment = Counter() if environment is None else environment
+    with (
+        serving(resources_app(environment, "counter")) as resources_url,
+        serving_model(script) as (model, model_url),
+        serving(build_app(agent_config(**changes), "agent", resources_url, model_url, **(app or {}))) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
+        yield Stage(http, model, environment, resources_url)
+
+
+def closed(sessions: list[Any]) -> bool:
+    """All were closed, each once. The server closes after it has answered."""
+    deadline = time.monotonic() + 5
+    while any(session.closed == 0 for session in sessions) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(sessions) and all(session.closed == 1 for session in sessions)
+
+
+# -- /run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_run_plays_a_row_to_the_verifiers_answer(route):
+    with stage(model_route=route) as servers:
+        answer = servers.run(counter_row("t", note="kept"))
+    assert answer["reward"] == pytest.approx(0.7)
+    assert answer["reward_components"] == {"sum": pytest.approx(0.7), "form": 0.0}
+    assert (answer["task_id"], answer["note"]) == ("t", "kept")
+    assert answer["responses_create_params"]["input"] == [{"role": "user", "content": "Add things up."}]
+    output = answer["response"]["output"]
+    assert [item["type"] for item in output] == [
+        "function_call",
+        "function_call",
+        "function_call_output",
+        "function_call_output",
+        "message",
+    ]
+    assert json.loads(output[3]["output"]) == {"owner": "t", "total": 7}
+    assert answer["response"]["status"] == "completed"
+    assert "_ng_failure_class" not in answer
+
+
+def test_token_fields_stand_on_the_last_item_of_each_model_call_and_the_next_prompt_begins_with_them():
+    with stage() as servers:
+        output = servers.run(counter_row())["response"]["output"]
+    carrying = [index for index, item in enumerate(output) if "generation_token_ids" in item]
+    assert carrying == [1, 4]
+    first, second = (output[index] for index in carrying)
+    told = first["prompt_token_ids"] + first["generation_token_ids"]
+    assert second["prompt_token_ids"][: len(told)] == told
+    assert len(second["generation_token_ids"]) == len(second["generation_log_probs"])
+
+
+def test_the_verifier_does_not_get_the_tokens_and_every_session_is_closed():
+    class Watching(Counter):
+        async def verify(self, session, row, response):
+            assert not any("prompt_token_ids" in item for item in response["output"])
+            return await super().verify(session, row, response)
+
+    with stage(environment=Watching()) as servers:
+        assert "_ng_failure_class" not in servers.run(counter_row())
+        servers.run(counter_row(verdict="raises"))
+        assert closed(servers.environment.accounts)
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "terminal"),
+    [
+        (counter_row(seed="raises"), "seed_failed", True),
+        (counter_row(seed="infra"), "environment_unavailable", False),
+        (counter_row(verdict="raises"), "verifier_failed", True),
+        (counter_row(verdict="infra"), "environment_unavailable", False),
+        (counter_row(verdict="nan"), "bad_reward", True),
+        ({"task_id": "no params"}, "bad_task_row", True),
+        ({"responses_create_params": {"input": [{"type": "nonsense"}]}}, "unsupported_item", True),
+        ({"responses_create_params": {"input": 5}}, "bad_task_row", True),
+    ],
+)
+def test_a_row_that_fails_is_answered_200_with_the_marks_of_its_failure(row, code, terminal):
+    with stage() as servers:
+        answer = servers.run({**row, "_ng_task_index": 4})
+        assert servers.run(counter_row())["reward"] == pytest.approx(0.7)
+    assert answer["_ng_failure_class"] == code
+    assert answer.get("_ng_failure_terminal", False) is terminal
+    assert answer["error"]
+    assert answer["_ng_task_index"] == 4
+    assert answer["response"]["output"][0]["role"] == "assistant"
+
+
+def test_a_dead_model_server_fails_the_row_and_not_the_request(monkeypatch):
+    monkeypatch.setattr("roundhouse.gym.nemo.model_client.FIRST_PAUSE_SECONDS", 0.01)
+    app = build_app(agent_config(), "agent", f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}")
+    with serving(app) as url:
+        reply = httpx.post(f"{url}/run", json=counter_row())
+    assert (reply.status_code, reply.json()["_ng_failure_class"]) == (200, "environment_unreachable")
+    with stage() as servers:
+        servers.model.failures = [(500, '"boom"')]
+        assert servers.run(counter_row())["_ng_failure_class"] == "engine_unreachable"
+        assert closed(servers.environment.accounts)
+
+
+def test_a_rollout_that_takes_too_long_is_a_failed_row():
+    with stage(timeout_seconds=0.5) as servers:
+        servers.model.seconds = 5
+        answer = servers.run(counter_row())
+    assert answer["_ng_failure_class"] == "rollout_timeout"
+    assert "_ng_failure_terminal" not in answer
+
+
+def test_a_row_cannot_bring_a_reward_or_a_failure_mark_along():
+    with stage() as servers:
+        failed = servers.run({**counter_row(verdict="raises"), "reward": 5.0, "_ng_no_persist": True})
+        good = servers.run({**counter_row(), "_ng_failure_class": "x", "error": "y"})
+    assert (failed["reward"], "_ng_no_persist" in failed) == (0.0, False)
+    assert ("_ng_failure_class" in good, "error" in good) == (False, False)
+
+
+def test_max_steps_ends_a_rollout_that_never_stops():
+    with stage(by_turn(calls(("add", {"n": 1}))), max_steps=3) as servers:
+        answer = servers.run(counter_row())
+        assert len(servers.model.bodies) == 3
+    assert answer["reward"] == pytest.approx(0.3)
+
+
+def test_verification_can_be_skipped_for_a_fixed_reward():
+    with stage(skip_verification=True, skip_verification_reward=0.25) as servers:
+        answer = servers.run(counter_row(verdict="raises"))
+        assert (
+            servers.http.post("/aggregate_metrics", json={"verify_responses": [answer]}).json()["agent_metrics"] == {}
+        )
+        assert closed(servers.environment.accounts)
+    assert (answer["reward"], answer["verification_skipped"]) == (0.25, True)
+
+
+@pytest.mark.parametrize(
+    ("switches", "path"),
+    [
+        ({}, "/v1/chat/completions"),
+        ({"names_calls": True}, "/ng-rollout/2-1/v1/chat/completions"),
+        ({"captures": True}, "/ng-rollout/2-1/training-token-capture/v1/chat/completions"),
+    ],
+)
+def test_model_calls_are_filed_under_the_rollout_where_that_is_switched_on(switches, path):
+    with stage(by_turn(says("0")), app=switches) as servers:
+        servers.run({**counter_row(), "_ng_task_index": 2, "_ng_rollout_index": 1})
+        assert servers.model.paths == [path]
+
+
+def test_the_model_servers_cookie_stays_with_the_rollout():
+    with stage() as servers:
+        servers.run(counter_row())
+        servers.run(counter_row())
+        assert servers.model.cookies == [{}, {"model": "1"}, {}, {"model": "3"}]
+
+
+def test_a_gymnasium_environment_is_played_by_its_own_protocol():
+    with stage(by_turn(says("2")), environment=Mountain(), protocol="gymnasium") as servers:
+        answer = servers.run(climb_row(top=3))
+        assert (answer["reward"], answer["terminated"], answer["truncated"]) == (pytest.approx(0.4), True, False)
+        assert closed(servers.environment.climbs)
+        failed = servers.run(climb_row(plan="step raises"))
+        assert failed["_ng_failure_class"] == "step_failed"
+        refused = servers.http.post("/v1/responses", json={"input": "x"})
+    assert refused.status_code == 501
+
+
+# -- /v1/responses and the rest -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "/ng-rollout/7-0", "/ng-rollout/7-0/training-token-capture"])
+def test_responses_plays_the_loop_in_the_session_whose_cookies_it_got(prefix):
+    row = counter_row("joined")
+    with stage() as servers, httpx.Client(base_url=servers.resources_url) as resources:
+        resources.post("/seed_session", json=row)
+        seeded = dict(resources.cookies)
+        reply = servers.http.post(f"{prefix}/v1/responses", json=row["responses_create_params"], cookies=seeded)
+        assert reply.status_code == 200, reply.text
+        assert {*seeded, "model", COOKIE} == reply.cookies.keys()
+        verified = resources.post("/verify", json={**row, "response": reply.json()})
+        assert servers.model.paths[0] == f"{prefix}/v1/chat/completions"
+    assert verified.json()["reward"] == pytest.approx(0.7)
+    output = reply.json()["output"]
+    assert json.loads(output[3]["output"]) == {"owner": "joined", "total": 7}
+    assert [index for index, item in enumerate(output) if "generation_token_ids" in item] == [1, 4]
+
+
+def test_responses_without_a_session_says_so():
+    with stage() as servers:
+        reply = servers.http.post("/v1/responses", json=counter_row()["responses_create_params"])
+    assert (reply.status_code, "session" in reply.json()) == (503, True)
+
+
+def test_responses_says_when_the_model_server_fails(monkeypatch):
+    monkeypatch.setattr("roundhouse.gym.nemo.model_client.FIRST_PAUSE_SECONDS", 0.01)
+    with stage() as servers:
+        servers.model.failures = [(503, "busy")] * 3
+        reply = servers.http.post("/v1/responses", json={"input": "Add."})
+    assert (reply.status_code, "busy" in reply.json()) == (503, True)
+
+
+def test_every_answer_sends_the_session_cookie_again():
+    with stage() as servers:
+        for reply in (
+            servers.http.get("/"),
+            servers.http.get("/nowhere"),
+            servers.http.post("/run", content=b"no json"),
+            servers.http.post("/run", json=counter_row()),
+        ):
+            assert COOKIE in reply.headers["set-cookie"]
+
+
+def test_a_body_that_is_no_row_is_refused_in_fastapis_shape():
+    with stage() as servers:
+        for body in (b"no json", b"[1]"):
+            reply = servers.http.post("/run", content=body)
+            assert reply.status_code == 422
+            assert reply.json()["detail"][0]["loc"][0] == "body"
+
+
+def test_statistics_come_from_the_resources_server_and_from_here_when_it_is_gone():
+    rows = [{"reward": 1.0, "_ng_task_index": 0}, {"reward": 0.0, "_ng_task_index": 0}]
+    with stage() as servers:
+        theirs = servers.http.post("/aggregate_metrics", json={"verify_responses": rows}).json()
+    app = build_app(agent_config(), "agent", f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1")
+    with serving(app) as url:
+        ours = httpx.post(f"{url}/aggregate_metrics", json={"verify_responses": rows}).json()
+    assert theirs["agent_metrics"]["mean/reward"] == ours["agent_metrics"]["mean/reward"] == 0.5

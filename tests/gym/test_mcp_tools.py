@@ -1,0 +1,170 @@
+"""Tools of a real MCP server beside an environment's own."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from mcp.server.mcpserver import MCPServer
+
+from roundhouse.config.environments import CustomEnvironment
+from roundhouse.config.models import RemoteEnvironment
+from roundhouse.errors import ConfigError
+from roundhouse.gym.agent import run_rollout
+from roundhouse.gym.collector import collect, plan_rollouts
+from roundhouse.gym.environment import Environment, Verdict
+from roundhouse.gym.failures import EnvironmentUnreachable
+from roundhouse.gym.mcp_connection import McpConnection
+from roundhouse.gym.mcp_tools import McpEnvironment
+from roundhouse.gym.sessions import LocalEnvironmentClient, open_environment
+from roundhouse.trajectories.records import Status
+from tests.gym.playground import (
+    SAMPLING,
+    Counter,
+    ScriptedPolicy,
+    by_turn,
+    calls,
+    counter_row,
+    free_port,
+    rollout_config,
+    says,
+    serving,
+    serving_counter,
+    spec_of,
+)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = MCPServer("library")
+
+    @server.tool(description="Look a word up.")
+    def define(word: str) -> str:
+        if word == "unknown":
+            raise ValueError("no such word")
+        return f"{word} is a word"
+
+    @server.tool(description="Add two numbers.")
+    def plus(a: int, b: int) -> int:
+        return a + b
+
+    with serving(server.streamable_http_app()) as base:
+        yield f"{base}/mcp"
+
+
+class Spelling(Environment):
+    """Rewards a rollout that called `define`, by that bare name."""
+
+    name = "spelling"
+
+    def tasks(self, split):
+        return [counter_row()]
+
+    async def verify(self, session, row, response):
+        names = [item["name"] for item in response["output"] if item["type"] == "function_call"]
+        return Verdict(float("define" in names))
+
+
+def outputs(rollout) -> list[str]:
+    return [item["output"] for item in rollout.items if item["type"] == "function_call_output"]
+
+
+async def test_mcp_tools_are_shown_called_and_recorded_by_their_full_names_and_verified_by_their_own(url: str):
+    shown: list[list[str]] = []
+
+    class FakeWatchingPolicy(ScriptedPolicy):
+        async def complete(self, messages, tools, sampling, seed):
+            shown.append([tool["function"]["name"] for tool in tools])
+            return await super().complete(messages, tools, sampling, seed)
+
+    policy = FakeWatchingPolicy(
+        by_turn(calls(("mcp__library__define", {"word": "rail"}), ("mcp__library__plus", {"a": 2, "b": 3})), says("ok"))
+    )
+    async with McpEnvironment(LocalEnvironmentClient(Spelling()), {"library": url}) as environment:
+        rollout = await run_rollout(spec_of(), policy, environment, rollout_config(), SAMPLING)
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 1.0)
+    assert outputs(rollout) == ["rail is a word", "5"]
+    assert shown[0][-2:] == ["mcp__library__define", "mcp__library__plus"]
+    names = [item["name"] for item in rollout.items if item["type"] == "function_call"]
+    assert names == ["mcp__library__define", "mcp__library__plus"]
+    assert rollout.task["responses_create_params"]["tools"][-1]["parameters"]["required"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("mcp__library__define", {"word": "unknown"}),
+        ("mcp__library__define", {}),
+        ("mcp__library__define", [1]),
+        ("mcp__library__burn", {}),
+        ("mcp__elsewhere__define", {}),
+    ],
+)
+async def test_what_goes_wrong_with_an_mcp_tool_is_told_to_the_policy(url: str, call):
+    policy = ScriptedPolicy(by_turn(calls(call), calls(("add", {"n": 1})), says("ok")))
+    async with McpEnvironment(LocalEnvironmentClient(Counter()), {"library": url}) as environment:
+        rollout = await run_rollout(spec_of(), policy, environment, rollout_config(), SAMPLING)
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 0.1)
+    assert rollout.metrics["agent_tool_failures"] == 1
+
+
+async def test_many_rollouts_share_a_server(url: str):
+    policy = ScriptedPolicy(by_turn(calls(("mcp__library__define", {"word": "rail"})), says("ok")))
+    specs = plan_rollouts([counter_row(f"t{index}") for index in range(40)], 1, seed=1, iteration=0)
+    async with McpEnvironment(LocalEnvironmentClient(Spelling()), {"library": url}) as environment:
+        rollouts = await collect(specs, policy, environment, rollout_config(concurrency=40), SAMPLING)
+    assert {(rollout.status, rollout.reward) for rollout in rollouts} == {(Status.COMPLETED, 1.0)}
+
+
+async def test_a_server_that_is_not_there_is_named_before_anything_runs():
+    environment = McpEnvironment(LocalEnvironmentClient(Counter()), {"library": f"http://127.0.0.1:{free_port()}/mcp"})
+    with pytest.raises(ConfigError, match=r"mcp_servers\.library is http://"):
+        async with environment:
+            pass
+
+
+async def test_a_remote_environment_gets_mcp_tools_by_configuration(url: str, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(counter_row()))
+    with serving_counter() as counter:
+        config = RemoteEnvironment(kind="remote", url=counter, mcp_servers={"library": url}, train_tasks=str(tasks))
+        async with open_environment(config) as environment:
+            policy = ScriptedPolicy(
+                by_turn(calls(("mcp__library__plus", {"a": 1, "b": 1}), ("add", {"n": 2})), says("ok"))
+            )
+            rollout = await run_rollout(spec_of(), policy, environment, rollout_config(), SAMPLING)
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 0.2)
+    assert outputs(rollout)[0] == "2"
+
+
+async def test_an_environment_of_ones_own_gets_mcp_tools_by_configuration(url: str):
+    config = CustomEnvironment(kind="custom", target=f"{__name__}:Spelling", mcp_servers={"library": url})
+    policy = ScriptedPolicy(by_turn(calls(("mcp__library__define", {"word": "rail"})), says("ok")))
+    async with open_environment(config) as environment:
+        rollout = await run_rollout(spec_of(), policy, environment, rollout_config(), SAMPLING)
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 1.0)
+
+
+def test_a_world_of_ones_own_takes_no_mcp_servers():
+    config = CustomEnvironment(
+        kind="custom", target="tests.gym.worlds:Mountain", mcp_servers={"library": "http://127.0.0.1:9/mcp"}
+    )
+    with pytest.raises(ConfigError, match="mcp_servers is set, but mountain"):
+        open_environment(config)
+
+
+async def test_a_server_that_goes_away_fails_the_attempt_as_infrastructure():
+    server = MCPServer("library")
+    server.tool("one", description="One.")(lambda: 1)
+    with serving(server.streamable_http_app()) as base:
+        connection = await McpConnection.open("library", f"{base}/mcp")
+    [name] = [schema["name"] for schema in connection.schemas]
+    with pytest.raises(EnvironmentUnreachable, match="library"):
+        await connection.call(name, {})
+    await connection.close()
+
+
+def test_a_world_that_answers_its_own_calls_takes_no_mcp_servers():
+    with pytest.raises(ValueError, match=r"environment\.mcp_servers is set"):
+        RemoteEnvironment(
+            kind="remote", url="http://h:1", protocol="gymnasium", mcp_servers={"a": "http://h:2"}, train_tasks="x"
+        )

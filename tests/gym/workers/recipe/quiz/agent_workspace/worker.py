@@ -1,0 +1,20 @@
+from roundhouse.gym.environment import tool
+from roundhouse.gym.workers import AgentRolloutWorker
+
+
+class QuizWorker(AgentRolloutWorker):
+    """Looks capitals up before it answers; what it said while it looked is not trained on when `final_only` is set."""
+
+    def __init__(self, llm, evaluator=None, final_only: bool = False):
+        super().__init__(llm, evaluator)
+        self.final_only = final_only
+
+    def format_task_query(self, item):
+        return f"{item['question']} Answer in one word."
+
+    @tool("The capital of a country.", country="Its name.")
+    async def capital(self, task, country: str) -> str:
+        return task["atlas"].get(country, "unknown")
+
+    def get_train_loss_mask(self, infos):
+        return [not (self.final_only and info["tool_calls"]) for info in infos]

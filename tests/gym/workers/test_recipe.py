@@ -1,0 +1,110 @@
+"""A recipe directory (configuration, workspace, data) is found and played; what is wrong with one is named."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundhouse.config.environments import WorkerEnvironment
+from roundhouse.config.loading import load_config
+from roundhouse.errors import ConfigError
+from roundhouse.gym.collector import collect
+from roundhouse.gym.environments import load_any
+from roundhouse.gym.plan import plan_rollouts
+from roundhouse.gym.sessions import open_environment
+from roundhouse.gym.workers import Evaluator
+from roundhouse.gym.workers.loading import load_symbol
+from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, turns_of
+
+RECIPE = Path(__file__).parent / "recipe" / "quiz"
+WORKSPACE = RECIPE / "agent_workspace"
+
+
+def looks_up_then_answers(messages, seed):
+    country = messages[0]["content"].removeprefix("What is the capital of ").split("?")[0]
+    return calls(("capital", {"country": country})) if turns_of(messages) == 0 else says(messages[-1]["content"])
+
+
+async def test_a_recipe_is_played_from_its_configuration() -> None:
+    config = load_config(RECIPE / "quiz.yaml", ["environment.parameters={final_only: true}"])
+    async with open_environment(config.environment) as client:
+        assert client.name == "QuizWorker"
+        rows = client.tasks("train")
+        assert (
+            rows[0]["responses_create_params"]["input"][0]["content"]
+            == "What is the capital of France? Answer in one word."
+        )
+        specs = plan_rollouts(rows, config.rollout.group_size, config.seed, 0)
+        rollouts = await collect(specs, ScriptedPolicy(looks_up_then_answers), client, rollout_config(), SAMPLING)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 4
+    assert rollouts[0].metrics == {"llm_calls": 2.0, "answer_length": 5.0}
+    assert [turn.trained for turn in rollouts[0].turns] == [False, True]
+
+
+def environment(**changes: object) -> WorkerEnvironment:
+    fields = {"worker": "worker.py:QuizWorker", "workspace": str(WORKSPACE), "train_data": str(RECIPE / "train.jsonl")}
+    return WorkerEnvironment.model_validate({"kind": "worker", **fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"worker": "clever"}, "the types are mock, simple, agent"),
+        ({"worker": "worker.py:Quiz"}, "has no Quiz. There are: AgentRolloutWorker, QuizWorker"),
+        ({"worker": "works.py:Quiz"}, "has: evaluator.py, grading.py, worker.py"),
+        ({"worker": "no.such.module:Quiz"}, "importing no.such.module failed"),
+        ({"worker": "roundhouse.errors:ConfigError"}, "that is no BaseRolloutWorker"),
+        ({"worker": "roundhouse.gym.workers:TraceRolloutWorker"}, "does not define make_tracer, run_traced"),
+        ({"evaluator": "worker.py:QuizWorker"}, "has a QuizWorker that is no Evaluator"),
+        ({"evaluator": "evaluator"}, "write path/to/file.py:Class"),
+        ({"parameters": {"finalonly": True}}, "do not fit"),
+        ({"evaluator": "roundhouse.gym.workers:Evaluator"}, "cannot be made"),
+        ({"train_data": "nowhere.jsonl"}, "environment.train_data"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_what_is_there(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match="environment") as caught:
+        open_environment(environment(**changes))
+    assert said in str(caught.value)
+
+
+def test_a_file_that_raises_is_refused_and_can_be_repaired(tmp_path: Path) -> None:
+    file = tmp_path / "evaluator.py"
+    file.write_text("1/0")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        load_symbol(f"{file}:Mine", Evaluator, "environment.evaluator")
+    shutil.copy(WORKSPACE / "evaluator.py", file)
+    loaded = load_symbol(f"{file}:QuizEvaluator", Evaluator, "environment.evaluator")
+    assert load_symbol(f"{file}:QuizEvaluator", Evaluator, "environment.evaluator") is loaded
+
+
+def test_relative_paths_begin_at_the_workspace_then_at_nexrl_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.py").write_text(
+        "from roundhouse.gym.workers import Evaluator\nclass Other(Evaluator):\n    pass\n"
+    )
+    with pytest.raises(ConfigError, match=r"no file other.py"):
+        load_symbol("other.py:Other", Evaluator, "environment.evaluator", [WORKSPACE])
+    monkeypatch.setenv("NEXRL_PATH", str(tmp_path))
+    assert load_symbol("other.py:Other", Evaluator, "environment.evaluator", [WORKSPACE]).__name__ == "Other"
+    monkeypatch.setenv("NEXRL_PATH", str(WORKSPACE))
+    assert load_symbol("evaluator.py:QuizEvaluator", Evaluator, "environment.evaluator").__name__ == "QuizEvaluator"
+
+
+def test_the_recipe_is_found_from_any_working_directory(tmp_path: Path) -> None:
+    code = (
+        "from roundhouse.config.loading import load_config; from roundhouse.gym.sessions import open_environment; import sys;"
+        "print(len(open_environment(load_config(sys.argv[1]).environment).tasks('train')))"
+    )
+    run = [sys.executable, "-c", code, str(RECIPE / "quiz.yaml")]
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run(run, cwd=tmp_path, env=paths, capture_output=True, check=True, timeout=120).stdout == b"2\n"
+
+
+def test_a_worker_is_no_environment_to_warm_start_on() -> None:
+    with pytest.raises(ConfigError, match=r"policy.kind to pretrained"):
+        load_any(environment())
