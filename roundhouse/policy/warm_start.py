@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environment import Environment
+from roundhouse.gym.gymnasium import GymnasiumEnvironment
 from roundhouse.gym.responses import chat_tools
 from roundhouse.policy.model import make_model
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
@@ -73,7 +74,7 @@ class Example:
 
 def make_starting_policy(
     config: WarmStartPolicy,
-    environment: Environment,
+    environment: Environment | GymnasiumEnvironment,
     seed: int,
     directory: Path,
     *,
@@ -109,7 +110,9 @@ def make_starting_policy(
     )
 
 
-def write_engine_files(config: WarmStartPolicy, environment: Environment, seed: int, directory: Path) -> None:
+def write_engine_files(
+    config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int, directory: Path
+) -> None:
     """Write what an engine needs to start before the policy is trained: its config and tokenizer, as they will be."""
     seed = seed if config.seed is None else config.seed
     tokenizer, _ = _tokenizer_and_texts(config, environment, seed)
@@ -139,7 +142,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Exa
 
 
 def _tokenizer_and_texts(
-    config: WarmStartPolicy, environment: Environment, seed: int
+    config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int
 ) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """The tokenizer, and the demonstrations as rendered text."""
     tools = chat_tools(environment.tool_schemas())
@@ -148,7 +151,9 @@ def _tokenizer_and_texts(
     return train_tokenizer(texts[:MIN_DEMONSTRATIONS]), texts
 
 
-def _demonstrations(config: WarmStartPolicy, environment: Environment, seed: int) -> list[list[dict[str, Any]]]:
+def _demonstrations(
+    config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int
+) -> list[list[dict[str, Any]]]:
     count = min(max(config.steps * config.batch_size, MIN_DEMONSTRATIONS), MAX_DEMONSTRATIONS)
     try:
         return environment.demonstrations("train", count, config.good_fraction, derive_seed(seed, "demos"))

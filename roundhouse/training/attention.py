@@ -77,16 +77,18 @@ def packed_attention(
         raise ConfigError(
             f"The model's attention uses {what}, which packing does not know. Set train.packing to false."
         )
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    parts = [_attend(span, q, k, v, scaling) for span in spans]
+    sizes = [span.stop - span.start for span in spans]
+    # one split, whose backward is one concatenation; a slice each would fill the row with zeros once a span
+    pieces = zip(*(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
+    parts = [_attend(span, q, k, v, scaling) for span, (q, k, v) in zip(spans, pieces, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
 def _attend(
     span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Causal attention of one span: [T, heads, D] each → [stop - start, H, D]."""
-    q, k, v = (_rectangle(span, tensor[span.start : span.stop]) for tensor in (query, key, value))
+    """Causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D]."""
+    q, k, v = (_rectangle(span, tensor) for tensor in (query, key, value))
     out = scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )

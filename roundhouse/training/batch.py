@@ -31,7 +31,16 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
     ]
 )
-"""The columns of the `sequences` dataset that training reads. More columns may stand beside them."""
+"""The columns of the `sequences` dataset that training needs. More columns may stand beside them."""
+
+OPTIONAL = pa.schema(
+    [
+        ("truncated", pa.bool_()),
+        ("reward_components", pa.map_(pa.string(), pa.float64())),
+        ("rollout_generated_tokens", pa.int32()),
+    ]
+)
+"""Columns that training reads where they exist: datasets written without them, or with nulls in them, stay readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,12 @@ class TrainingSequences:
     """[T] bool: true on generated tokens."""
     gen_logprobs: np.ndarray
     """[T] float32: the engine's log-probability of the token; 0 off the mask."""
+    truncated: np.ndarray
+    """[S] bool: a limit of turns or tokens ended the rollout."""
+    generated_tokens: np.ndarray
+    """[S] int64: tokens that the sequence's whole rollout generated, in all its turns and sequences."""
+    reward_components: dict[str, np.ndarray]
+    """[S] float64 by name: parts of the reward; NaN where the rollout has no such part."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -92,6 +107,9 @@ class TrainingSequences:
             token_ids=_flat(columns["token_ids"]),
             loss_mask=mask == 1,
             gen_logprobs=np.where(mask == 1, _flat(columns["gen_logprobs"]), np.float32(0)),
+            truncated=_truncated(table),
+            generated_tokens=_generated_tokens(table, columns["rollout_id"].to_pylist(), mask == 1, lengths),
+            reward_components=_reward_components(table),
         )
         sequences._check_tokens(mask)
         sequences._check_rewards_and_ids()
@@ -100,7 +118,7 @@ class TrainingSequences:
     @classmethod
     def from_records(cls, records: Sequence[dict[str, Any]]) -> TrainingSequences:
         """The same from Python dictionaries, for small inputs."""
-        return cls.from_table(pa.Table.from_pylist(list(records), schema=SCHEMA))
+        return cls.from_table(pa.Table.from_pylist(list(records), schema=pa.schema([*SCHEMA, *OPTIONAL])))
 
     def _check_tokens(self, mask: np.ndarray) -> None:
         owner = self.sequence_of_token
@@ -149,6 +167,32 @@ def _column(table: pa.Table, field: pa.Field) -> pa.Array:
         return column.cast(field.type)
     except pa.ArrowInvalid as error:
         raise DataError(f"Column {field.name!r} of the sequences is no {field.type}: {error}") from error
+
+
+def _truncated(table: pa.Table) -> np.ndarray:
+    if "truncated" not in table.column_names:
+        return np.zeros(table.num_rows, dtype=bool)
+    return np.array([bool(value) for value in table.column("truncated").to_pylist()], dtype=bool)
+
+
+def _generated_tokens(table: pa.Table, rollouts: list[str], mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """From the column, and where it is missing the tokens on the masks of the rollout's sequences."""
+    trained = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
+    totals: dict[str, int] = {}
+    for rollout, count in zip(rollouts, trained.tolist(), strict=True):
+        totals[rollout] = totals.get(rollout, 0) + count
+    name = "rollout_generated_tokens"
+    given = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+    found = [totals[rollout] if value is None else value for rollout, value in zip(rollouts, given, strict=True)]
+    return np.array(found, dtype=np.int64)
+
+
+def _reward_components(table: pa.Table) -> dict[str, np.ndarray]:
+    if "reward_components" not in table.column_names:
+        return {}
+    rows = [dict(row or ()) for row in table.column("reward_components").to_pylist()]
+    names = sorted({name for row in rows for name in row})
+    return {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
 
 
 def _equal_lengths(columns: dict[str, pa.Array], ids: list[str]) -> np.ndarray:

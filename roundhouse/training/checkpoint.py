@@ -11,6 +11,7 @@ randomness of a step is derived from (seed, iteration), so no generator state ex
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +25,14 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.attention import PACKED, check_packable, register
+from roundhouse.training.lora import merged
+from roundhouse.training.parallel import Ranks
 
 STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-_NOT_COPIED = {"config.json", "manifest.json"}
+_NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json")
+"""Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it."""
 
 
 class Cursor(BaseModel):
@@ -43,6 +47,8 @@ class Cursor(BaseModel):
     """Last iteration trained on; None before the first."""
     seed: int = 0
     """Seed from which each iteration's shuffling was derived."""
+    kl_coefficient: float | None = None
+    """Where the adaptive KL controller stands; None without one, and before the first iteration."""
 
 
 def load_model(directory: Path, *, packed: bool, device: torch.device) -> PreTrainedModel:
@@ -111,17 +117,24 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
     return {
         file.name: file.read_bytes()
         for file in sorted(directory.iterdir())
-        if file.is_file() and file.name not in _NOT_COPIED and not file.name.endswith(_WEIGHT_SUFFIXES)
+        if file.is_file() and not _NOT_COPIED.fullmatch(file.name) and not file.name.endswith(_WEIGHT_SUFFIXES)
     }
 
 
-def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: Path) -> None:
-    """Write the model's directory: side files, then config.json and weights."""
+def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: Path, ranks: Ranks) -> None:
+    """Write the model's directory: side files, then config.json and weights, an adapter merged into them.
+
+    The leading rank writes, all ranks take part.
+    """
+    changed = ranks.size > 1 or hasattr(model, "peft_config")
+    weights = merged(model) if changed else None
+    if not ranks.leads:
+        return
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in side_files.items():
         (directory / name).write_bytes(data)
     with _no_progress_bars():
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=weights)
 
 
 def save_cursor(cursor: Cursor, directory: Path) -> None:

@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from roundhouse.errors import DataError
 from roundhouse.training.attention import PACKED
-from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.packing import Microbatch, build_microbatches
+from roundhouse.training.balance import Dealer
+from roundhouse.training.logits import chunked_log_probs
+from roundhouse.training.packing import FlatTokens, Microbatch, build_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,81 +32,115 @@ class Prediction:
     """[M] float32, when asked for."""
 
 
-def predict(
-    model: PreTrainedModel,
-    microbatch: Microbatch,
-    *,
-    temperature: float = 1.0,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    with_entropy: bool = False,
-) -> Prediction:
-    """One forward pass. Under bfloat16 the model runs in autocast; the softmax is float32 all the same."""
-    device = microbatch.input_ids.device
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-        logits = _logits(model, microbatch)
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    log_probs = -cross_entropy(logits, microbatch.targets, reduction="none")
-    entropy = None
-    if with_entropy:
-        all_log_probs = torch.log_softmax(logits, dim=-1)
-        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    return Prediction(log_probs, entropy)
+class Scorer(torch.nn.Module):
+    """A causal language model together with its loss-side end, from microbatches to log-probabilities.
+
+    One module, so that a model sharded over ranks gathers the output layer for the pass that uses it, whichever way.
+
+    Args:
+        temperature: that the sequences were sampled at.
+        dtype: bfloat16 runs the model in autocast; the softmax is float32 all the same.
+        logits_chunk: rows of logits at a time (`logits`); 0 computes all at once and keeps them for backward.
+        sharded: parameters are spread over ranks and come gathered in `dtype`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        logits_chunk: int = 0,
+        sharded: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model, self.temperature, self.logits_chunk = model, temperature, logits_chunk
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self.sharded = sharded
+
+    @property
+    def packed(self) -> bool:
+        """Whether microbatches are rows of packed sequences."""
+        return self.model.config._attn_implementation == PACKED
+
+    def predict(self, microbatch: Microbatch, *, with_entropy: bool = False) -> Prediction:
+        """One forward pass."""
+        return Prediction(*self(microbatch, with_entropy))
+
+    def forward(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        device = microbatch.input_ids.device
+        with torch.autocast(
+            device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16 and not self.sharded
+        ):
+            if self.logits_chunk:
+                return self._in_chunks(microbatch, with_entropy)
+            logits = self._logits(microbatch)
+        logits = logits.float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        log_probs = -cross_entropy(logits, microbatch.targets, reduction="none")
+        entropy = None
+        if with_entropy:
+            all_log_probs = torch.log_softmax(logits, dim=-1)
+            entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        return log_probs, entropy
+
+    def _in_chunks(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = self.model.base_model(**_inputs(microbatch), use_cache=False).last_hidden_state
+        output = self.model.get_output_embeddings()
+        return chunked_log_probs(
+            hidden.flatten(0, 1).index_select(0, microbatch.predict),
+            output.weight,
+            output.bias,
+            microbatch.targets,
+            temperature=self.temperature,
+            chunk=self.logits_chunk,
+            dtype=self.dtype,
+            with_entropy=with_entropy,
+        )
+
+    def _logits(self, microbatch: Microbatch) -> torch.Tensor:
+        """[M, V] logits at the predicting positions."""
+        if microbatch.spans is None:
+            return self.model(**_inputs(microbatch), use_cache=False).logits.flatten(0, 1)[microbatch.predict]
+        output = self.model(**_inputs(microbatch), use_cache=False, logits_to_keep=microbatch.predict)
+        return output.logits[0]
+
+
+def _inputs(microbatch: Microbatch) -> dict[str, object]:
+    """What the model is called with."""
+    inputs: dict[str, object] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+    if microbatch.spans is None:
+        return inputs | {"attention_mask": microbatch.attention_mask}
+    return inputs | {"spans": microbatch.spans}
 
 
 def recompute_log_probs(
-    model: PreTrainedModel,
-    sequences: TrainingSequences,
+    scorer: Scorer,
+    sequences: FlatTokens,
     *,
-    trained: np.ndarray | None = None,
-    temperature: float = 1.0,
+    trained: np.ndarray,
     tokens_per_microbatch: int = 4096,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dealer: Dealer | None = None,
 ) -> np.ndarray:
-    """[T] float32 log-probabilities of the generated tokens under `model`, aligned with `sequences.token_ids`.
-
-    Zero elsewhere. Packed when the model was loaded so, padded otherwise. `trained` ([T] bool) narrows the tokens; the
-    loss mask by default. `model` is a causal language model of transformers, in eval mode.
-    """
-    trained = sequences.loss_mask if trained is None else trained
+    """[T] float32 log-probabilities of the `trained` tokens ([T] bool); zero elsewhere, and on other ranks' sequences."""
     log_probs = np.zeros(len(sequences.token_ids), dtype=np.float32)
     indices = sequences_with(sequences, trained)
-    packed = model.config._attn_implementation == PACKED
-    microbatches = build_microbatches(sequences, indices, trained, budget=tokens_per_microbatch, packed=packed)
-    with torch.inference_mode():
+    microbatches = build_microbatches(
+        sequences, indices, trained, budget=tokens_per_microbatch, packed=scorer.packed, dealer=dealer
+    )
+    with (
+        torch.no_grad() if scorer.sharded else torch.inference_mode()
+    ):  # FSDP keeps parameters it gathered in inference
         for microbatch in microbatches:
-            prediction = predict(model, microbatch.to(model.device), temperature=temperature, dtype=dtype)
+            prediction = scorer.predict(microbatch.to(scorer.model.device))
             log_probs[microbatch.source] = prediction.log_probs.cpu().numpy()
     return log_probs
 
 
-def sequences_with(sequences: TrainingSequences, trained: np.ndarray) -> list[int]:
+def sequences_with(sequences: FlatTokens, trained: np.ndarray) -> list[int]:
     """Indices of the sequences that have a trained token."""
     return np.flatnonzero(np.add.reduceat(trained.astype(np.int64), sequences.offsets[:-1])).tolist()
-
-
-def check_fits(model: PreTrainedModel, sequences: TrainingSequences) -> None:
-    """Refuse sequences that the model cannot take.
-
-    Raises:
-        DataError: a token id is outside the vocabulary, or a sequence is longer than the model's positions.
-    """
-    vocabulary = vocabulary_size(model)
-    highest = int(sequences.token_ids.max())
-    if highest >= vocabulary:
-        owner = sequences.sequence_ids[sequences.sequence_of_token[int(sequences.token_ids.argmax())]]
-        raise DataError(
-            f"sequence {owner!r} has token id {highest}, but the model's vocabulary ends at {vocabulary - 1}: the "
-            "sequences were generated by another model."
-        )
-    positions = getattr(model.config, "max_position_embeddings", None)
-    longest = int(sequences.lengths.max())
-    if positions is not None and longest > positions:
-        owner = sequences.sequence_ids[int(sequences.lengths.argmax())]
-        raise DataError(
-            f"sequence {owner!r} has {longest} tokens, but the model has {positions} positions. Lower rollout.max_tokens."
-        )
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -123,23 +157,3 @@ def cpu_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _logits(model: PreTrainedModel, microbatch: Microbatch) -> torch.Tensor:
-    """[M, V] logits at the predicting positions."""
-    if microbatch.spans is not None:
-        output = model(
-            input_ids=microbatch.input_ids,
-            position_ids=microbatch.position_ids,
-            use_cache=False,
-            logits_to_keep=microbatch.predict,
-            spans=microbatch.spans,
-        )
-        return output.logits[0]
-    output = model(
-        input_ids=microbatch.input_ids,
-        position_ids=microbatch.position_ids,
-        attention_mask=microbatch.attention_mask,
-        use_cache=False,
-    )
-    return output.logits.flatten(0, 1)[microbatch.predict]

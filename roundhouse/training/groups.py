@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundhouse.training.batch import TrainingSequences
-
-SPREAD_TOLERANCE = 1e-9
-"""Rollout rewards of a group that differ by less (relative to the largest) count as equal: it is rounding of the mean."""
+from roundhouse.trajectories.spread import SPREAD_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +41,14 @@ class Groups:
     """[G] bool: the rollouts' rewards are not all equal. Only such a group can teach anything."""
 
     @classmethod
-    def of(cls, sequences: TrainingSequences) -> Groups:
-        """Statistics over the rewards of `sequences`."""
+    def of(cls, sequences: TrainingSequences, rewards: np.ndarray | None = None) -> Groups:
+        """Statistics over `rewards` ([S] float64), by default those of `sequences`."""
         rollouts, rollout_of_sequence = _number(sequences.rollout_ids)
         groups, group_of_sequence = _number(sequences.group_ids)
         group_of_rollout = np.zeros(len(rollouts), dtype=np.int64)
         group_of_rollout[rollout_of_sequence] = group_of_sequence
-        rewards = _means(sequences.rewards, rollout_of_sequence, len(rollouts))
+        given = sequences.rewards if rewards is None else rewards
+        rewards = _means(given, rollout_of_sequence, len(rollouts))
         sizes = np.bincount(group_of_rollout, minlength=len(groups))
         means = _means(rewards, group_of_rollout, len(groups))
         squares = np.bincount(group_of_rollout, (rewards - means[group_of_rollout]) ** 2, minlength=len(groups))
@@ -69,6 +68,20 @@ class Groups:
             stds=np.sqrt(squares / np.maximum(sizes - 1, 1)),
             has_spread=highest - lowest > SPREAD_TOLERANCE * largest,
         )
+
+    def of_sequences(self, values: np.ndarray) -> np.ndarray:
+        """[S] from [G]: each sequence's group's value."""
+        return values[self.group_of_sequence]
+
+    def per_rollout(self, values: np.ndarray) -> np.ndarray:
+        """[R] from [S]: the mean over each rollout's sequences."""
+        return _means(values, self.rollout_of_sequence, len(self.rollout_rewards))
+
+    def totals(self, values: np.ndarray) -> np.ndarray:
+        """[S] from [S]: the sum over all sequences of the same rollout."""
+        return np.bincount(self.rollout_of_sequence, values, minlength=len(self.rollout_rewards))[
+            self.rollout_of_sequence
+        ]
 
     def percentages(self) -> dict[str, float]:
         """Shares of the groups in percent: all rewards 0, all 1, all equal to something else, and mixed."""

@@ -9,11 +9,16 @@ over microbatches, however they were cut, is exactly the loss of the update, and
     ref  the frozen reference's
     A    advantage
 
-    r      = exp(cur − old)
-    policy = max(−A·r, −A·clamp(r, 1 − clip_low, 1 + clip_high))     PPO's clipped surrogate (arXiv 1707.06347), with
-                                                                     independent bounds (DAPO, 2503.14476)
-    policy = min(policy, −A·dual_clip)        where A < 0            dual clip (1912.09729)
-    total  = Σ scale · (policy_weight · w · policy + kl_weight · KL − entropy_weight · H)
+    r      = exp(cur − old); for GSPO (2507.18071) the exp of its mean log over the sequence's trained tokens;
+             forced on-policy: exp(cur − stop(cur)), 1 with a gradient
+    rc     = clamp(r, 1 − clip_low, 1 + clip_high)      independent bounds (DAPO, 2503.14476)
+
+    clipped    policy = max(−A·r, −A·rc)                PPO's surrogate (1707.06347)
+               policy = min(policy, −A·dual_clip)       where A < 0 (1912.09729)
+    cispo      policy = −A · stop(rc) · cur             (MiniMax-M1, 2506.13585)
+    reinforce  policy = −A · cur
+
+    total  = Σ scale · (policy_weight · w · policy + cross_entropy_weight · (−cur) + kl_weight · KL − entropy_weight · H)
 
 with w the mismatch correction (`mismatch.correction_weights`).
 """
@@ -25,9 +30,10 @@ from typing import Literal
 
 import torch
 
+from roundhouse.config.objectives import Aggregation
 from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.metrics import MetricSums
-from roundhouse.training.mismatch import correction_weights
+from roundhouse.training.mismatch import correction_weights, sequence_means
 
 KL_INPUT_CLAMP = 20.0
 KL_OUTPUT_CLAMP = 10.0
@@ -35,7 +41,7 @@ KL_OUTPUT_CLAMP = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The trained tokens of a microbatch; every tensor is [M] float32."""
+    """The trained tokens of a microbatch, of whole sequences; every tensor is [M] float32."""
 
     cur: torch.Tensor
     old: torch.Tensor
@@ -49,6 +55,10 @@ class Tokens:
     entropy: torch.Tensor | None = None
     """Entropy of the distribution that the token was drawn from; carries a gradient."""
     entropy_weights: torch.Tensor | None = None
+    cross_entropy_weights: torch.Tensor | None = None
+    """None where the algorithm has none."""
+    sequence: torch.Tensor | None = None
+    """int64: a number for each token's sequence, any numbers; needed when `LossSettings.whole_sequences`."""
 
 
 def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,16 +66,22 @@ def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tupl
 
     Statistics over tokens go to `sums`.
     """
-    ratio = torch.exp(tokens.cur - tokens.old)
-    policy = clipped_policy_loss(ratio, tokens.advantages, settings)
+    sequence = None
+    if settings.whole_sequences and tokens.sequence is not None:
+        sequence = torch.unique(tokens.sequence, return_inverse=True)[1]
+    ratio = importance_ratio(tokens, settings, sequence)
     weights = tokens.scale * tokens.policy_weights
-    correction = correction_weights(tokens.old, tokens.gen, settings.mismatch_correction, settings.mismatch_bounds)
+    correction = correction_weights(tokens.old, tokens.gen, settings, sequence)
     if correction is not None:
         weights = weights * correction
-    policy_term = (weights * policy).sum()
+    policy_term = (weights * policy_loss(tokens.cur, ratio, tokens.advantages, settings)).sum()
     total = policy_term
+    if tokens.cross_entropy_weights is not None:
+        total = total - (tokens.scale * tokens.cross_entropy_weights * tokens.cur).sum()
+        sums.add("nll", -tokens.cur[tokens.cross_entropy_weights != 0])
     if tokens.ref is not None and tokens.kl_weights is not None:
-        kl = reference_kl(tokens.cur, tokens.ref, settings.kl_estimator)
+        gen = tokens.gen if settings.kl_importance_weighting else None
+        kl = reference_kl(tokens.cur, tokens.ref, settings.kl_estimator, gen)
         total = total + (tokens.scale * tokens.kl_weights * kl).sum()
         sums.add("kl_penalty", kl)
     if tokens.entropy is not None and tokens.entropy_weights is not None:
@@ -75,24 +91,50 @@ def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tupl
     return total, policy_term.detach()
 
 
+def importance_ratio(tokens: Tokens, settings: LossSettings, sequence: torch.Tensor | None) -> torch.Tensor:
+    """[M] policy ratio r; `sequence` [M] numbers the sequences from 0 without gaps, needed for ratios of whole sequences."""
+    if settings.importance_ratio == "on_policy":
+        return torch.exp(tokens.cur - tokens.cur.detach())
+    difference = tokens.cur - tokens.old
+    if settings.importance_ratio == "sequence":
+        if sequence is None:
+            raise ValueError("importance_ratio sequence needs the sequence of each token")
+        difference = sequence_means(difference, sequence)[sequence]
+    return torch.exp(difference)
+
+
+def policy_loss(
+    cur: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings
+) -> torch.Tensor:
+    """[M] policy term per token, to be minimised."""
+    if settings.policy_loss == "reinforce":
+        return -advantages * cur
+    if settings.policy_loss == "cispo":
+        return -advantages * _clamped(ratio, settings).detach() * cur
+    return clipped_policy_loss(ratio, advantages, settings)
+
+
 def clipped_policy_loss(ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings) -> torch.Tensor:
     """Clipped surrogate per token, to be minimised."""
-    clamped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clamped)
+    loss = torch.maximum(-advantages * ratio, -advantages * _clamped(ratio, settings))
     if settings.dual_clip is not None:
         bounded = torch.minimum(loss, -advantages * settings.dual_clip)
         loss = torch.where(advantages < 0, bounded, loss)
     return loss
 
 
-def reference_kl(cur: torch.Tensor, ref: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+def reference_kl(
+    cur: torch.Tensor, ref: torch.Tensor, estimator: Literal["k1", "k2", "k3"], gen: torch.Tensor | None = None
+) -> torch.Tensor:
     """KL(policy ‖ reference) per token, estimated from the sampled token, with d = ref − cur clamped to ±20:
 
         k1 = −d        k2 = d²/2        k3 = exp(d) − 1 − d        (Schulman 2020), each clamped to ±10
 
     The gradient is that of the estimator's expectation under the policy: the value is multiplied by exp(cur − stop(cur)),
     which is 1 and adds the score-function term. Without it k1 has no gradient on average and k3 has that of another
-    divergence. Where a clamp acts, its side of the gradient is zero; where the one on d acts, so is the score term.
+    divergence. With `gen`, the factor is exp(cur − gen): the expectation is then that of tokens the engine sampled from an
+    older policy (a factor that is not finite becomes 0). Where a clamp acts, its side of the gradient is zero; where the one
+    on d acts, so is the factor's.
     """
     difference = ref - cur
     d = difference.clamp(-KL_INPUT_CLAMP, KL_INPUT_CLAMP)
@@ -102,30 +144,59 @@ def reference_kl(cur: torch.Tensor, ref: torch.Tensor, estimator: Literal["k1", 
         kl = d.square() / 2
     else:
         kl = torch.expm1(d) - d
-    score = torch.exp(cur - cur.detach())
-    score = torch.where(difference.abs() > KL_INPUT_CLAMP, score.detach(), score)
-    return score * kl.clamp(-KL_OUTPUT_CLAMP, KL_OUTPUT_CLAMP)
+    factor = torch.exp(cur - (cur.detach() if gen is None else gen))
+    factor = torch.where(torch.isfinite(factor), factor, torch.zeros_like(factor))
+    factor = torch.where(difference.abs() > KL_INPUT_CLAMP, factor.detach(), factor)
+    return factor * kl.clamp(-KL_OUTPUT_CLAMP, KL_OUTPUT_CLAMP)
 
 
-def sequence_scale(trained_tokens: torch.Tensor, aggregation: Literal["token", "sequence"]) -> torch.Tensor:
+def sequence_scale(
+    trained_tokens: torch.Tensor,
+    aggregation: Aggregation,
+    *,
+    rollouts: torch.Tensor | None = None,
+    fixed_length: int | None = None,
+) -> torch.Tensor:
     """[n] factor of the tokens of each of an update's sequences, so that the update's sum becomes a mean.
+
+        token          1 / (all trained tokens): the mean over tokens
+        sequence       1 / (n · trained tokens of this sequence): the mean over sequences of their token means
+        rollout        1 / (rollouts · sequences of this rollout · trained tokens of this sequence): the mean over rollouts of
+                       the means over their sequences, so that a rollout counts once however often it was split
+        fixed_length   1 / (rollouts · fixed_length): the sum over tokens, the same for short and long (Dr. GRPO, 2503.20783)
 
     Args:
         trained_tokens: [n] trained tokens of each sequence, all positive.
-        aggregation: token: 1 / (all trained tokens), the mean over tokens.
-            sequence: 1 / (n · trained tokens of this sequence), the mean over sequences of their token means.
+        rollouts: [n] int64, a number for each sequence's rollout; None: each sequence is a rollout.
     """
     if aggregation == "token":
         return torch.ones_like(trained_tokens, dtype=torch.float32) / trained_tokens.sum()
-    return 1.0 / (trained_tokens * len(trained_tokens)).float()
+    if aggregation == "sequence":
+        return 1.0 / (trained_tokens * len(trained_tokens)).float()
+    count, siblings = len(trained_tokens), torch.ones_like(trained_tokens)
+    if rollouts is not None:
+        _, index, sizes = torch.unique(rollouts, return_inverse=True, return_counts=True)
+        count, siblings = len(sizes), sizes[index]
+    if aggregation == "rollout":
+        return 1.0 / (trained_tokens * siblings * count).float()
+    if fixed_length is None:
+        raise ValueError("aggregation fixed_length needs fixed_length")
+    return torch.full((len(trained_tokens),), 1.0 / (count * fixed_length))
+
+
+def _clamped(ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    return ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
 
 
 def _add_ratio_statistics(sums: MetricSums, ratio: torch.Tensor, tokens: Tokens, settings: LossSettings) -> None:
-    clamped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    clamped = _clamped(ratio, settings)
     cur = tokens.cur.detach()
     sums.add("probs_ratio", ratio)
     sums.add("probs_ratio_clamped", clamped)
     sums.add("probs_ratio_min", ratio)
     sums.add("probs_ratio_max", ratio)
-    sums.add("clip_fraction", (-tokens.advantages * clamped > -tokens.advantages * ratio).float())
+    if settings.policy_loss == "clipped":
+        sums.add("clip_fraction", (-tokens.advantages * clamped > -tokens.advantages * ratio).float())
+    elif settings.policy_loss == "cispo":
+        sums.add("clip_fraction", (clamped != ratio).float())
     sums.add("approx_entropy", -torch.exp(cur - tokens.gen) * cur)

@@ -52,6 +52,9 @@ METRICS: dict[str, Metric] = {
     "loss": Metric(_UPDATES, "the loss minimised, all terms", "near 0; its size says little"),
     "policy_loss": Metric(_UPDATES, "its policy term", "near 0"),
     "kl_penalty": Metric(_TOKENS, "KL(policy ‖ reference) by the configured estimator, unscaled", "0.001 … 0.1"),
+    "kl_coefficient": Metric(_LAST, "weight of the KL; moves under adaptive_kl (only where it is not 0)"),
+    "teacher_kl": Metric(_TOKENS, "log policy − log teacher on the policy's tokens (distillation)", "falls to 0"),
+    "nll": Metric(_TOKENS, "−cur over the tokens with a cross-entropy weight (only where there are any)", "falls"),
     "approx_entropy": Metric(_TOKENS, "−exp(cur − gen) · cur, an estimate from the sampled tokens", "slow decline"),
     "entropy": Metric(_TOKENS, "exact entropy of the next-token distribution (only with entropy_coefficient > 0)"),
     "grad_norm": Metric(_UPDATES, "gradient norm before clipping", "no spikes"),
@@ -65,7 +68,7 @@ METRICS: dict[str, Metric] = {
     "probs_ratio_clamped": Metric(_TOKENS, "the same, clamped to the clip bounds", "0.99 … 1.01"),
     "probs_ratio_min": Metric(_MIN, "smallest ratio", "> 0.1"),
     "probs_ratio_max": Metric(_MAX, "largest ratio", "< 10"),
-    "clip_fraction": Metric(_TOKENS, "share of tokens whose gradient the clip removed", "< 0.2"),
+    "clip_fraction": Metric(_TOKENS, "share of tokens whose gradient the clip removed (cispo: bounded)", "< 0.2"),
     # the engine against the trainer, before the first update
     "token_mult_prob_error": Metric(_TOKENS, "exp(abs(gen − old))", "< 1.02; float32 on one machine: < 1.0001"),
     "gen_kl_error": Metric(_TOKENS, "KL(engine ‖ trainer), k3 from the engine's samples", "< 0.002"),
@@ -76,8 +79,16 @@ METRICS: dict[str, Metric] = {
     "logprob_abs_diff_mean": Metric(_TOKENS, "abs(gen − old)", "< 0.02; float32: < 1e-5"),
     "logprob_abs_diff_max": Metric(_MAX, "largest abs(gen − old)", "float32: < 1e-4"),
     "seq_mult_prob_error_max": Metric(_MAX, "largest of the sequences' means of exp(abs(gen − old))", "< 1.05"),
+    "correction_dropped": Metric(
+        _TOKENS, "share of tokens that the correction gave weight 0 (only with one)", "< 0.05"
+    ),
+    "correction_nonfinite": Metric(_SUM, "tokens whose exp(old − gen) is not finite; their weight is 0", "0"),
+    "num_masked_seqs": Metric(_SUM, "sequences without any weight left after the correction"),
     # rewards and groups
     "reward": Metric(Denominator.ROLLOUTS, "mean reward; a rollout counts once"),
+    "reward_shaped": Metric(
+        Denominator.ROLLOUTS, "the same after shaping and KL in the reward (only with one of them)"
+    ),
     "advantages/mean": Metric(_ALL, "mean advantage", "near 0"),
     "advantages/max": Metric(_MAX, "largest advantage"),
     "advantages/min": Metric(_MIN, "smallest advantage"),
@@ -86,6 +97,9 @@ METRICS: dict[str, Metric] = {
     "baseline_reward/pct_flat": Metric(_GROUPS, "percent of groups whose rewards all equal another number"),
     "baseline_reward/pct_mixed": Metric(_GROUPS, "percent of groups with spread: those that teach", "> 30"),
     "group_size_min": Metric(_MIN, "rollouts of the smallest group"),
+    "num_groups_of_one": Metric(_SUM, "groups with a single rollout, which has nothing to be compared with", "0"),
+    "num_truncated_masked": Metric(_SUM, "sequences left out by mask_truncated"),
+    "num_selected": Metric(_SUM, "rollouts that cross-entropy learns from"),
     # counts
     "num_groups": Metric(_SUM, "groups"),
     "num_rollouts": Metric(_SUM, "rollouts"),
@@ -93,6 +107,7 @@ METRICS: dict[str, Metric] = {
     "num_valid_samples": Metric(_SUM, "sequences trained on"),
     "global_valid_toks": Metric(_SUM, "tokens trained on"),
     "num_microbatches": Metric(_SUM, "forward and backward passes"),
+    "idle_turns": Metric(_MAX, "turns of an update in which a rank had no sequence (several ranks only)", "0"),
     "mean_trained_tokens": Metric(_SEQUENCES, "trained tokens of a sequence"),
     # speed
     "tokens_per_second": Metric(_LAST, "real tokens of the trained sequences through forward and backward, a second"),
@@ -100,8 +115,18 @@ METRICS: dict[str, Metric] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a part of the work adds to a metric."""
+
+    value: float
+    """A sum over units of the denominator, or an extreme."""
+    count: int
+    """Units in the sum; 0 for an extreme."""
+
+
 class MetricSums:
-    """Adds up metrics over microbatches without leaving the device; `values` reads them once."""
+    """Adds up metrics over microbatches without leaving the device; `values` and `shares` read them once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
@@ -120,7 +145,26 @@ class MetricSums:
         total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64, device=values.device), 0))
         self._sums[name] = (total + values.sum(dtype=torch.float64), count + values.numel())
 
+    def shares(self) -> dict[str, Share]:
+        """Every metric so far, to be merged elsewhere."""
+        sums = {name: Share(float(total), count) for name, (total, count) in self._sums.items() if count}
+        return sums | {name: Share(float(value), 0) for name, value in self._extremes.items()}
+
+    def merge(self, shares: dict[str, Share]) -> None:
+        """Add what another part of the work found."""
+        for name, share in shares.items():
+            value = torch.tensor(share.value, dtype=torch.float64)
+            if share.count == 0:
+                self.add(name, value)
+                continue
+            total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
+            self._sums[name] = (total + value.to(total.device), count + share.count)
+
     def values(self) -> dict[str, float]:
         """Every metric as a number."""
-        means = {name: float(total) / count for name, (total, count) in self._sums.items()}
+        means = {
+            name: float(total) if METRICS[name].denominator is Denominator.SUM else float(total) / count
+            for name, (total, count) in self._sums.items()
+            if count
+        }
         return means | {name: float(value) for name, value in self._extremes.items()}

@@ -7,10 +7,9 @@ All arguments are [M] tensors, one value a trained token.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.metrics import MetricSums
 
 
@@ -39,29 +38,74 @@ def add_mismatch(
 
 
 def correction_weights(
-    old: torch.Tensor, gen: torch.Tensor, kind: Literal["none", "tis", "icepop"], bounds: tuple[float, float]
+    old: torch.Tensor, gen: torch.Tensor, settings: LossSettings, sequence: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Per-token weight w = exp(old − gen) of the policy loss, bounded; None without correction.
+    """Per-token weight w of the policy loss, from the ratio exp(old − gen); None where nothing is to be corrected.
 
-    tis: clamped to the bounds (truncated importance sampling). icepop: 0 outside of the bounds. A ratio that is not
-    finite becomes 0. A token of weight 0 still counts in the loss' denominator.
+        tis            w = clamp(ratio, bounds): truncated importance sampling
+        icepop         w = ratio inside the bounds, else 0
+        seq-mask-tis   w = ratio in sequences whose geometric mean of the ratio is inside the bounds, else 0
+
+    With a ratio of whole sequences (GSPO), the correction's ratio is the product over the sequence too. A ratio that is not
+    finite becomes 0, and so does every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`.
+    A token of weight 0 still counts in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when
+    `settings.whole_sequences`.
     """
-    if kind == "none":
-        return None
-    low, high = bounds
-    ratio = torch.exp(old - gen)
-    bounded = ratio.clamp(low, high)
-    kept = torch.isfinite(ratio) if kind == "tis" else ratio == bounded
-    return torch.where(kept, bounded, torch.zeros_like(ratio))
+    weights = None
+    if settings.mismatch_correction != "none":
+        weights = _bounded(old, gen, settings, sequence)
+    if settings.max_sequence_error is not None:
+        error = sequence_means(torch.exp((old - gen).abs()), _needed(sequence))[_needed(sequence)]
+        kept = (error <= settings.max_sequence_error).to(old.dtype)
+        weights = kept if weights is None else weights * kept
+    return weights
+
+
+def add_correction(
+    sums: MetricSums, old: torch.Tensor, gen: torch.Tensor, settings: LossSettings, sequence: torch.Tensor
+) -> None:
+    """Add how many tokens and sequences the correction takes out; arguments as in `add_mismatch`."""
+    weights = correction_weights(old, gen, settings, sequence)
+    if weights is None:
+        return
+    sums.add("correction_dropped", (weights == 0).double())
+    sums.add("correction_nonfinite", (~torch.isfinite(torch.exp(old - gen))).double())
+    sums.add("num_masked_seqs", (sequence_means(weights.double(), sequence) == 0).double())
 
 
 def sequence_means(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """[n] mean over each sequence's tokens."""
-    totals = torch.zeros(int(sequence.max()) + 1, dtype=values.dtype, device=values.device)
-    counts = torch.zeros_like(totals)
-    totals.index_add_(0, sequence, values)
-    counts.index_add_(0, sequence, torch.ones_like(values))
+    length = int(sequence.max()) + 1
+    totals = torch.zeros(length, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
+    counts = torch.zeros_like(totals).index_add(0, sequence, torch.ones_like(values))
     return totals / counts
+
+
+def _bounded(
+    old: torch.Tensor, gen: torch.Tensor, settings: LossSettings, sequence: torch.Tensor | None
+) -> torch.Tensor:
+    low, high = settings.mismatch_bounds
+    difference = old - gen
+    if settings.importance_ratio == "sequence":
+        owner = _needed(sequence)
+        totals = torch.zeros(int(owner.max()) + 1, dtype=old.dtype, device=old.device)
+        difference = totals.index_add(0, owner, difference)[owner]
+    ratio = torch.exp(difference)
+    bounded = ratio.clamp(low, high)
+    if settings.mismatch_correction == "tis":
+        kept, weights = torch.isfinite(ratio), bounded
+    elif settings.mismatch_correction == "icepop":
+        kept, weights = ratio == bounded, bounded
+    else:
+        geometric = torch.exp(sequence_means(difference, _needed(sequence)))[_needed(sequence)]
+        kept, weights = (geometric >= low) & (geometric <= high) & torch.isfinite(ratio), ratio
+    return torch.where(kept, weights, torch.zeros_like(ratio))
+
+
+def _needed(sequence: torch.Tensor | None) -> torch.Tensor:
+    if sequence is None:
+        raise ValueError("a correction of whole sequences needs the sequence of each token")
+    return sequence
 
 
 def _k3(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import DataError
+from roundhouse.training.parallel import Ranks, full, sharded_like
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -41,18 +42,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Write every state tensor as `<kind>/<parameter name>`, on CPU."""
+def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
+    """Write every state tensor whole as `<kind>/<parameter name>`; the leading rank writes, all ranks take part."""
     tensors = {
-        f"{kind}/{name}": value.detach().cpu().contiguous()
+        f"{kind}/{name}": full(value.detach()).cpu().contiguous()
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
-    save_file(tensors, directory / OPTIMIZER_FILE)
+    if ranks.leads:
+        save_file(tensors, directory / OPTIMIZER_FILE)
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Put a saved state back, in place.
+    """Put a saved state back, in place, each rank its part.
 
     Raises:
         DataError: the file is missing or damaged, or belongs to another architecture.
@@ -74,4 +76,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
                 f"{path} holds {key} of shape {tuple(value.shape)}; the model has {held}: the state belongs to another "
                 "architecture. Use the trainer state that lies beside the model."
             )
-        optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
+        one_each = kind == "step"
+        optimizer.state[parameter][kind] = (
+            value.to(parameter.device, copy=True) if one_each else sharded_like(value, parameter)
+        )

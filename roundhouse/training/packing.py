@@ -13,15 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.balance import Dealer
 
 SPAN_RATIO = 0.8
 """Sequences of a row whose lengths lie within this ratio share one attention call, padded to the longest of them. On the
 quickstart's lengths 0.8 and 0.9 were alike within the noise; 1.0 makes many small calls, and 0 pads without bound."""
+
+
+class FlatTokens(Protocol):
+    """Ragged sequences, held flat: sequence s owns the slice `offsets[s]:offsets[s + 1]` of the tokens."""
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """[S + 1] int64."""
+        ...
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[T] int32."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +74,7 @@ class Microbatch:
     source: np.ndarray
     """[M] where the trained tokens stand in the token arrays of the sequences."""
     real_tokens: int
-    """Positions that are not padding."""
+    """Positions that are not padding; 0 when the microbatch is idle and predicts nothing."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on a device."""
@@ -105,25 +120,48 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def build_microbatches(
-    sequences: TrainingSequences, indices: Sequence[int], trained: np.ndarray, *, budget: int, packed: bool
+    sequences: FlatTokens,
+    indices: Sequence[int],
+    trained: np.ndarray,
+    *,
+    budget: int,
+    packed: bool,
+    dealer: Dealer | None = None,
 ) -> list[Microbatch]:
     """Microbatches that together predict the `trained` tokens ([T] bool) of the sequences with these `indices`.
 
     Args:
         budget: positions of one microbatch, padding included; a longer sequence gets a microbatch of its own.
         packed: rows with block-diagonal attention, else rectangles of sequences of similar length.
+        dealer: narrows them to one rank's; all ranks get equally many, some of them perhaps idle.
     """
     needed = np.array([_needed_length(sequences, index, trained) for index in indices], dtype=np.int64)
-    if packed:
-        bins = pack(needed.tolist(), budget)
-        return [_packed(sequences, [indices[i] for i in members], needed[members], trained) for members in bins]
+    bins = pack(needed.tolist(), budget) if packed else _rectangles(needed, budget)
+    # sequences of a rectangle spread anew would be padded beyond the budget
+    turns = bins if dealer is None else dealer.turns(bins, needed, budget if packed else 0)
+    build = _packed if packed else _padded
     return [
-        _padded(sequences, [indices[i] for i in members], needed[members], trained)
-        for members in _rectangles(needed, budget)
+        build(sequences, [indices[i] for i in members], needed[members], trained) if members else _idle(packed)
+        for members in turns
     ]
 
 
-def _needed_length(sequences: TrainingSequences, index: int, trained: np.ndarray) -> int:
+def _idle(packed: bool) -> Microbatch:
+    """One position that predicts nothing: what a rank computes while its peers have work that it takes part in."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return Microbatch(
+        input_ids=torch.zeros(1, 1, dtype=torch.long),
+        position_ids=torch.zeros(1, 1, dtype=torch.long),
+        attention_mask=None if packed else torch.ones(1, 1, dtype=torch.long),
+        spans=(Span(0, 1, 1, 1, None, None),) if packed else None,
+        predict=_long(nothing),
+        targets=_long(nothing),
+        source=nothing,
+        real_tokens=0,
+    )
+
+
+def _needed_length(sequences: FlatTokens, index: int, trained: np.ndarray) -> int:
     start, stop = sequences.offsets[index], sequences.offsets[index + 1]
     return int(np.flatnonzero(trained[start:stop])[-1])
 
@@ -139,7 +177,7 @@ def _rectangles(needed: np.ndarray, budget: int) -> list[list[int]]:
     return groups
 
 
-def _packed(sequences: TrainingSequences, members: list[int], needed: np.ndarray, trained: np.ndarray) -> Microbatch:
+def _packed(sequences: FlatTokens, members: list[int], needed: np.ndarray, trained: np.ndarray) -> Microbatch:
     starts = np.concatenate([[0], np.cumsum(needed)[:-1]])
     positions = np.arange(int(needed.sum())) - np.repeat(starts, needed)
     tokens = np.repeat(sequences.offsets[members], needed) + positions
@@ -156,7 +194,7 @@ def _packed(sequences: TrainingSequences, members: list[int], needed: np.ndarray
     )
 
 
-def _padded(sequences: TrainingSequences, members: list[int], needed: np.ndarray, trained: np.ndarray) -> Microbatch:
+def _padded(sequences: FlatTokens, members: list[int], needed: np.ndarray, trained: np.ndarray) -> Microbatch:
     width = int(needed.max())
     real = np.arange(width) < needed[:, None]
     tokens = np.where(real, sequences.offsets[members][:, None] + np.arange(width), 0)
@@ -174,7 +212,7 @@ def _padded(sequences: TrainingSequences, members: list[int], needed: np.ndarray
 
 
 def _predictions(
-    sequences: TrainingSequences, members: list[int], row_starts: np.ndarray, trained: np.ndarray
+    sequences: FlatTokens, members: list[int], row_starts: np.ndarray, trained: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[M] trained tokens as indices into the token arrays, and [M] the flat position before each."""
     source, predict = [], []

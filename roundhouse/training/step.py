@@ -1,7 +1,8 @@
-"""One training step: columns, old log-probabilities, updates, report.
+"""One training step, as a driver over the verbs of a train service: columns, old log-probabilities, updates, report.
 
 Invariant: an update is applied only when its loss and the norm of its gradient are finite, and the parts of an epoch hold
-every trained sequence exactly once, in an order that depends on (seed, iteration, epoch) alone.
+every trained sequence exactly once, in an order that depends on (seed, iteration, epoch) alone. The driver holds no model
+and no gradient: what it asks of the service is all that happens to the weights.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
-from roundhouse.training.algorithm import Algorithm, Stamp
+from roundhouse.training.algorithm import Algorithm, Evidence, Stamp, TokenColumns, check_columns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.forward import Prediction, predict, recompute_log_probs, sequences_with
-from roundhouse.training.loss import Tokens, sequence_scale, token_loss
+from roundhouse.training.forward import sequences_with
+from roundhouse.training.kl import next_coefficient
+from roundhouse.training.loss import sequence_scale
 from roundhouse.training.metrics import MetricSums
-from roundhouse.training.mismatch import add_mismatch
-from roundhouse.training.optimizer import learning_rate, set_learning_rate
-from roundhouse.training.packing import Microbatch, build_microbatches
+from roundhouse.training.mismatch import add_correction, add_mismatch
+from roundhouse.training.optimizer import learning_rate
 from roundhouse.training.report import StepReport, sequence_rows
+from roundhouse.training.service.verbs import Gradient, LossBatch, Role, TokenBatch, TrainService, token_positions
 from roundhouse.trajectories.tokens import derive_seed
 
 
@@ -39,59 +40,21 @@ class NonFiniteError(DataError):
 
 @dataclass(slots=True)
 class Learner:
-    """What a step works with; it changes the weights, the optimizer's state and the cursor."""
+    """What a step works with; it changes the service's weights and the cursor."""
 
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    service: TrainService
     algorithm: Algorithm
     config: TrainConfig
     cursor: Cursor
-    temperature: float
-    reference: PreTrainedModel | None = None
 
-    def log_probs(
-        self, model: PreTrainedModel, sequences: TrainingSequences, trained: np.ndarray | None = None
-    ) -> np.ndarray:
-        """[T] log-probabilities of the `trained` tokens, by default all generated ones."""
-        return recompute_log_probs(
-            model,
-            sequences,
-            trained=trained,
-            temperature=self.temperature,
-            tokens_per_microbatch=self.config.tokens_per_microbatch,
-            dtype=self.config.dtype,
-        )
-
-
-@dataclass(slots=True)
-class _TokenTensors:
-    """[T] tensors on the device, over all tokens of the iteration; microbatches take from them."""
-
-    owner: torch.Tensor
-    """Sequence of each token."""
-    gen: torch.Tensor
-    advantages: torch.Tensor
-    policy_weights: torch.Tensor
-    kl_weights: torch.Tensor
-    entropy_weights: torch.Tensor
-    ref: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, sequences: TrainingSequences, stamp: Stamp, device: torch.device) -> _TokenTensors:
-        columns = stamp.columns
-        return cls(
-            *(
-                torch.from_numpy(np.ascontiguousarray(values)).to(device)
-                for values in (
-                    sequences.sequence_of_token,
-                    sequences.gen_logprobs,
-                    columns.advantages,
-                    columns.policy_weights,
-                    columns.reference_kl_weights,
-                    columns.entropy_weights,
-                )
-            )
-        )
+    def log_probs(self, sequences: TrainingSequences, predicted: np.ndarray, role: Role = Role.POLICY) -> np.ndarray:
+        """[T] log-probabilities of the `predicted` tokens ([T] bool), 0 elsewhere."""
+        indices = sequences_with(sequences, predicted)
+        log_probs = np.zeros(len(sequences.token_ids), dtype=np.float32)
+        if indices:
+            batch = TokenBatch.of(sequences, indices, predicted)
+            log_probs[token_positions(sequences, indices)] = self.service.forward(batch, role)
+        return log_probs
 
 
 class Step:
@@ -99,9 +62,12 @@ class Step:
 
     def __init__(self, learner: Learner, sequences: TrainingSequences, iteration: int) -> None:
         self.learner, self.sequences, self.iteration = learner, sequences, iteration
-        self.config, self.model = learner.config, learner.model
-        self.device: torch.device = self.model.device
-        self.stamp = learner.algorithm.stamp(sequences)
+        self.config, self.service = learner.config, learner.service
+        self.old = np.zeros(len(sequences.token_ids), dtype=np.float32)
+        self.ref: np.ndarray | None = None
+        self.seconds = {"forward_old": 0.0, "forward_reference": 0.0, "updates": 0.0}
+        self.batches: list[list[int]] = []
+        self.stamp = self._stamp()
         self.trained = self.stamp.columns.trained
         self.batches = plan_updates(
             sequences_with(sequences, self.trained),
@@ -111,132 +77,141 @@ class Step:
             iteration,
         )
         self.measured = self.trained if self.batches else sequences.loss_mask
-        self.tokens = _TokenTensors.of(sequences, self.stamp, self.device)
-        self.old = torch.zeros(len(sequences.token_ids), device=self.device)
+        self.rollouts = np.unique(sequences.rollout_ids, return_inverse=True)[1]
+        """[S] a number for each sequence's rollout."""
         self.sums = MetricSums()
-        self.seconds = {"forward_old": 0.0, "forward_reference": 0.0, "updates": 0.0}
         self.computed = {"microbatches": 0, "real": 0, "positions": 0}
+        self.updating = False
+        """Whether the service may hold a gradient, or weights of no version."""
 
     def run(self) -> StepReport:
-        begun, learner = time.perf_counter(), self.learner
-        with self._timed("forward_old"):
+        begun = time.perf_counter()
+        if not self.learner.algorithm.needs_log_probs:
             self._compute_old()
-        if learner.reference is not None and self.batches:
-            with self._timed("forward_reference"):
-                ref = learner.log_probs(learner.reference, self.sequences, self.trained)
-                self._require_finite("reference log-probability", float(ref.sum()), 0)
-                self.tokens.ref = torch.from_numpy(ref).to(self.device)
+        if self.stamp.columns.reference_kl_weights.any() and self.ref is None:
+            self.ref = self._log_probs("reference", self.trained, Role.REFERENCE)
         with self._timed("updates"):
             for number, indices in enumerate(self.batches):
                 self._update(indices, number)
         self._measure_mismatch()
+        self._steer_kl()
         self.seconds["total"] = time.perf_counter() - begun
         return self._report()
+
+    def _stamp(self) -> Stamp:
+        """The algorithm's columns, from log-probabilities of all generated tokens where it reads them."""
+        algorithm, mask = self.learner.algorithm, self.sequences.loss_mask
+        evidence = Evidence(kl_coefficient=self.learner.cursor.kl_coefficient)
+        if algorithm.needs_log_probs:
+            self.old = self._log_probs("old", mask)
+            if algorithm.needs_reference:
+                self.ref = self._log_probs("reference", mask, Role.REFERENCE)
+            evidence = Evidence(self.old, self.ref, self.learner.cursor.kl_coefficient)
+        stamp = algorithm.stamp(self.sequences, evidence)
+        check_columns(stamp.columns, self.sequences, type(algorithm).__name__)
+        return stamp
+
+    def _log_probs(self, name: str, tokens: np.ndarray, role: Role = Role.POLICY) -> np.ndarray:
+        with self._timed(f"forward_{name}"):
+            log_probs = self.learner.log_probs(self.sequences, tokens, role)
+        self._require_finite(f"{name} log-probability", float(log_probs.sum()), 0)
+        return log_probs
 
     def _compute_old(self) -> None:
         """`old` of all but the first update's sequences: those are computed by that update itself, on the same weights."""
         first = self.batches[0] if self.batches else []
         ahead = self.measured & ~np.isin(self.sequences.sequence_of_token, first)
-        if ahead.any():
-            old = self.learner.log_probs(self.model, self.sequences, ahead)
-            self._require_finite("old log-probability", float(old.sum()), 0)
-            self.old += torch.from_numpy(old).to(self.device)
+        self.old = self._log_probs("old", ahead)
 
-    def _update(self, indices: Sequence[int], number: int) -> None:
+    def _update(self, indices: list[int], number: int) -> None:
         """One optimizer step on the sequences with these indices."""
-        learner, model = self.learner, self.model
-        loss, policy_loss = self._accumulate(indices, first=number == 0)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.max_grad_norm)
-        self._require_finite("loss", float(loss), number)
-        self._require_finite("grad_norm", float(norm), number)
-        set_learning_rate(learner.optimizer, learning_rate(self.config.optimizer, learner.cursor.optimizer_steps))
-        learner.optimizer.step()
-        learner.optimizer.zero_grad(set_to_none=True)
+        learner = self.learner
+        first = number == 0 and not learner.algorithm.needs_log_probs
+        chosen = token_positions(self.sequences, indices)
+        self.updating = True
+        gradient = self.service.forward_backward(self._loss_batch(indices, chosen, first=first))
+        self._require_finite("loss", gradient.loss, number)
+        if first:
+            self.old[chosen] = gradient.log_probs
+        rate = learning_rate(self.config.optimizer, learner.cursor.optimizer_steps)
+        norm = self.service.optim_step(rate, self.config.optimizer.max_grad_norm).grad_norm
+        if norm is not None:
+            self._require_finite("grad_norm", norm, number)
         learner.cursor = learner.cursor.model_copy(update={"optimizer_steps": learner.cursor.optimizer_steps + 1})
-        for name, value in (("loss", loss), ("policy_loss", policy_loss), ("grad_norm", norm), ("grad_norm_max", norm)):
-            self.sums.add(name, value)
+        self._count(gradient, norm)
 
-    def _accumulate(self, indices: Sequence[int], *, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the update's gradient up over its microbatches; return its loss and policy loss."""
-        config = self.config
-        microbatches = build_microbatches(
-            self.sequences, indices, self.trained, budget=config.tokens_per_microbatch, packed=config.packing
+    def _loss_batch(self, indices: list[int], chosen: np.ndarray, *, first: bool) -> LossBatch:
+        """The update's sequences, with what the token loss needs of them; `chosen` are their tokens.
+
+        `first`: their old log-probabilities are those of the very pass that computes the gradient.
+        """
+        sequences, columns = self.sequences, self.stamp.columns
+        return LossBatch(
+            tokens=TokenBatch.of(sequences, indices, self.trained),
+            columns=TokenColumns(
+                **{field.name: getattr(columns, field.name)[chosen] for field in fields(TokenColumns)}
+            ),
+            gen_logprobs=sequences.gen_logprobs[chosen],
+            scale=self._scale(indices),
+            loss=self.learner.algorithm.loss,
+            old_logprobs=None if first else self.old[chosen],
+            ref_logprobs=None if self.ref is None else self.ref[chosen],
         )
-        scale = self._scale(indices)
-        losses = torch.zeros(2, device=self.device)
-        for microbatch in microbatches:
-            on_device = microbatch.to(self.device)
-            prediction = predict(
-                self.model,
-                on_device,
-                temperature=self.learner.temperature,
-                dtype=config.dtype,
-                with_entropy=bool(self.stamp.columns.entropy_weights.any()),
-            )
-            source = torch.from_numpy(microbatch.source).to(self.device)
-            if first:
-                self.old[source] = prediction.log_probs.detach()
-            tokens = self._tokens_of(source, prediction, scale)
-            loss, policy_loss = token_loss(tokens, self.learner.algorithm.loss, self.sums)
-            loss.backward()
-            losses += torch.stack([loss.detach(), policy_loss])
-            self._count(microbatch)
-        return losses[0], losses[1]
 
-    def _scale(self, indices: Sequence[int]) -> torch.Tensor:
-        """[S] scale of each sequence's tokens in this update."""
-        counts = np.add.reduceat(self.trained.astype(np.int64), self.sequences.offsets[:-1])[list(indices)]
-        scale = torch.zeros(len(self.sequences))
-        scale[list(indices)] = sequence_scale(torch.from_numpy(counts), self.learner.algorithm.loss.aggregation)
-        return scale.to(self.device)
-
-    def _tokens_of(self, source: torch.Tensor, prediction: Prediction, scale: torch.Tensor) -> Tokens:
-        every = self.tokens
-        return Tokens(
-            cur=prediction.log_probs,
-            old=self.old[source],
-            gen=every.gen[source],
-            advantages=every.advantages[source],
-            policy_weights=every.policy_weights[source],
-            scale=scale[every.owner[source]],
-            ref=None if every.ref is None else every.ref[source],
-            kl_weights=every.kl_weights[source],
-            entropy=prediction.entropy,
-            entropy_weights=every.entropy_weights[source],
+    def _scale(self, indices: list[int]) -> np.ndarray:
+        """[T of the update] scale of each token."""
+        counts = np.add.reduceat(self.trained.astype(np.int64), self.sequences.offsets[:-1])[indices]
+        loss, rollouts = self.learner.algorithm.loss, torch.from_numpy(self.rollouts[indices])
+        scale = sequence_scale(
+            torch.from_numpy(counts), loss.aggregation, rollouts=rollouts, fixed_length=loss.fixed_length
         )
+        return np.repeat(scale.numpy(), self.sequences.lengths[indices])
 
     def _measure_mismatch(self) -> None:
         """Over the trained tokens; over all generated ones when none is trained."""
         source = np.flatnonzero(self.measured)
         owner = np.unique(self.sequences.sequence_of_token[source], return_inverse=True)[1]
-        add_mismatch(
-            self.sums,
-            self.old.cpu()[source],
-            torch.from_numpy(self.sequences.gen_logprobs[source]),
-            torch.from_numpy(owner),
-            self.learner.algorithm.loss.mismatch_bounds,
-        )
+        old, gen = torch.from_numpy(self.old[source]), torch.from_numpy(self.sequences.gen_logprobs[source])
+        loss, sequence = self.learner.algorithm.loss, torch.from_numpy(owner)
+        add_mismatch(self.sums, old, gen, sequence, loss.mismatch_bounds)
+        add_correction(self.sums, old, gen, loss, sequence)
+
+    def _steer_kl(self) -> None:
+        """Let an adaptive controller choose the next iteration's KL coefficient."""
+        controller, learner = self.config.algorithm.adaptive_kl, self.learner
+        measured = (self.stamp.metrics | self.sums.values()).get("kl_penalty")
+        if controller is None or measured is None:
+            return
+        current = learner.cursor.kl_coefficient
+        coefficient = self.config.algorithm.kl_coefficient if current is None else current
+        following = next_coefficient(coefficient, measured, int(self.rollouts.max()) + 1, controller)
+        learner.cursor = learner.cursor.model_copy(update={"kl_coefficient": following})
 
     def _require_finite(self, metric: str, value: float, number: int) -> None:
         if math.isfinite(value):
             return
+        self.updating = number > 0  # the service has dropped the gradient
         raise NonFiniteError(
             f"Iteration {self.iteration}, update {number + 1} of {len(self.batches)}: {metric} is {value}. The update was "
             "not applied. Look at token_mult_prob_error and grad_norm of the iterations before, and lower "
             "train.optimizer.learning_rate."
         )
 
-    def _count(self, microbatch: Microbatch) -> None:
-        self.computed["microbatches"] += 1
-        self.computed["real"] += microbatch.real_tokens
-        self.computed["positions"] += microbatch.input_ids.numel()
+    def _count(self, gradient: Gradient, norm: float | None) -> None:
+        self.sums.merge(gradient.shares)
+        found = {"loss": gradient.loss, "policy_loss": gradient.policy_loss}
+        if norm is not None:
+            found |= {"grad_norm": norm, "grad_norm_max": norm}
+        for name, value in found.items():
+            self.sums.add(name, torch.tensor(value, dtype=torch.float64))
+        self.computed["microbatches"] += gradient.microbatches
+        self.computed["real"] += gradient.real_tokens
+        self.computed["positions"] += gradient.positions
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         begun = time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self.seconds[part] += time.perf_counter() - begun
 
     def _report(self) -> StepReport:
@@ -252,15 +227,16 @@ class Step:
                 "generated": int(sequences.loss_mask.sum()),
                 "trained": trained,
             },
-            columns=sequence_rows(sequences, self.stamp, self.measured, self.old.cpu().numpy()),
+            columns=sequence_rows(sequences, self.stamp, self.measured, self.old),
         )
 
     def _counts(self, trained: int) -> dict[str, float]:
         teaching = len(sequences_with(self.sequences, self.trained))
+        steps = self.learner.cursor.optimizer_steps
         counts = {
-            "lr": self.learner.optimizer.param_groups[0]["lr"],
+            "lr": learning_rate(self.config.optimizer, max(steps - 1, 0)),
             "wd": self.config.optimizer.weight_decay,
-            "optimizer_steps": float(self.learner.cursor.optimizer_steps),
+            "optimizer_steps": float(steps),
             "num_updates": float(len(self.batches)),
             "num_valid_samples": float(teaching),
             "global_valid_toks": float(trained),

@@ -76,23 +76,86 @@ def token_term(
     return chosen
 
 
-def kl_term(cur: Any, ref: Any, kind: str) -> Any:
-    """KL to the reference at one token, whose gradient has the score-function term written out."""
+def policy_terms(
+    curs: list[Any],
+    olds: list[Any],
+    gens: list[float],
+    advantages: list[float],
+    *,
+    kind: str = "clipped",
+    ratio: str = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    correction: str = "none",
+    bounds: tuple[float, float] = (0.5, 5.0),
+    max_error: float | None = None,
+) -> list[Any]:
+    """The policy losses of one sequence's tokens, for every kind of loss, ratio and correction."""
+    n = len(curs)
+    log_weights = [float(old) - gen for old, gen in zip(olds, gens, strict=True)]
+    geometric = math.exp(sum(log_weights) / n)
+    error = sum(math.exp(abs(w)) for w in log_weights) / n
+    sequence_ratio = torch.exp(sum(cur - old for cur, old in zip(curs, olds, strict=True)) / n)
+    terms = []
+    for cur, old, log_weight, advantage in zip(curs, olds, log_weights, advantages, strict=True):
+        r = {"token": torch.exp(cur - old), "sequence": sequence_ratio, "on_policy": torch.exp(cur - cur.detach())}[
+            ratio
+        ]
+        bounded = min(max(float(r.detach()), 1 - clip_low), 1 + clip_high)
+        if kind == "reinforce":
+            term = -advantage * cur
+        elif kind == "cispo":
+            term = -advantage * bounded * cur
+        else:
+            clipped = r if bounded == float(r.detach()) else torch.tensor(bounded, dtype=cur.dtype)
+            term = -advantage * r if advantage * float(r.detach()) <= advantage * bounded else -advantage * clipped
+            if dual_clip is not None and advantage < 0 and float(term.detach()) > -advantage * dual_clip:
+                term = torch.tensor(-advantage * dual_clip, dtype=cur.dtype)
+        weight = math.exp(sum(log_weights) if ratio == "sequence" else log_weight)
+        inside = bounds[0] <= weight <= bounds[1]
+        if correction == "tis":
+            term = term * min(max(weight, bounds[0]), bounds[1])
+        elif correction == "icepop":
+            term = term * (weight if inside else 0.0)
+        elif correction == "seq-mask-tis":
+            term = term * (weight if bounds[0] <= geometric <= bounds[1] else 0.0)
+        if max_error is not None and error > max_error:
+            term = term * 0.0
+        terms.append(term)
+    return terms
+
+
+def kl_term(cur: Any, ref: Any, kind: str, gen: float | None = None) -> Any:
+    """KL to the reference at one token, whose gradient has the score-function term written out.
+
+    With `gen`, weighted by exp(cur − gen), by the product rule.
+    """
     d = torch.clamp(ref - cur, -20, 20)
     value = {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - 1 - d}[kind]
     value = torch.clamp(value, -10, 10)
-    if abs(float((ref - cur).detach())) > 20:
-        return value
-    return value + value.detach() * (cur - cur.detach())
+    far = abs(float((ref - cur).detach())) > 20
+    weight = 1.0 if gen is None else math.exp(float(cur.detach()) - gen)
+    if far:
+        return weight * value
+    return weight * (value + value.detach() * (cur - cur.detach()))
 
 
-def mean(terms: list[list[Any]], aggregation: str) -> Any:
-    """Over all tokens, or over sequences of their token means. `terms` holds a list for each sequence."""
+def mean(terms: list[list[Any]], aggregation: str, rollouts: list[str] | None = None, length: int = 1) -> Any:
+    """The mean of the terms of an update. `terms` holds a list for each sequence, `rollouts` the rollout of each."""
     if aggregation == "token":
         tokens = [term for sequence in terms for term in sequence]
         return sum(tokens) / len(tokens)
     means = [sum(sequence) / len(sequence) for sequence in terms]
-    return sum(means) / len(means)
+    if aggregation == "sequence":
+        return sum(means) / len(means)
+    names = list(dict.fromkeys(rollouts or range(len(terms))))
+    by_rollout: dict[Any, list[int]] = {name: [] for name in names}
+    for index, name in enumerate(rollouts or range(len(terms))):
+        by_rollout[name].append(index)
+    if aggregation == "rollout":
+        return sum(sum(means[i] for i in own) / len(own) for own in by_rollout.values()) / len(names)
+    return sum(term for sequence in terms for term in sequence) / (len(names) * length)
 
 
 def loss(

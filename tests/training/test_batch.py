@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from roundhouse.errors import DataError
-from roundhouse.training.batch import SCHEMA, TrainingSequences
+from roundhouse.training.batch import OPTIONAL, SCHEMA, TrainingSequences
 from roundhouse.trajectories.schemas import SEQUENCES
 from tests.training.tiny import record, records
 
@@ -36,7 +36,7 @@ def test_a_slice_of_a_table_and_several_chunks_read_like_the_rows_they_hold() ->
 
 
 def test_the_sequences_dataset_has_the_columns_that_training_reads() -> None:
-    for field in SCHEMA:
+    for field in (*SCHEMA, *OPTIONAL):
         assert SEQUENCES.field(field.name).type == field.type
 
 
@@ -92,3 +92,25 @@ def test_an_empty_table_and_a_missing_column_are_refused() -> None:
     table = pa.Table.from_pylist(records(), schema=SCHEMA).drop_columns(["reward"])
     with pytest.raises(DataError, match="no column 'reward'"):
         TrainingSequences.from_table(table)
+
+
+def test_datasets_written_before_a_column_existed_stay_readable() -> None:
+    rows = [record("a/0", "g", 1.0, rollout="a"), record("a/1", "g", 1.0, rollout="a"), record("b", "g", 0.0)]
+    batch = TrainingSequences.from_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    counts = [sum(row["loss_mask"]) for row in rows]
+    assert batch.truncated.tolist() == [False] * 3
+    assert batch.generated_tokens.tolist() == [counts[0] + counts[1]] * 2 + [counts[2]]
+    assert batch.reward_components == {}
+
+
+def test_reward_parts_are_columns_by_name_with_nan_where_a_rollout_has_none() -> None:
+    rows = [
+        record("a", "g", 1.0) | {"reward_components": {"format": 1.0, "answer": 0.0}, "truncated": True},
+        record("b", "g", 0.0) | {"reward_components": {"format": 0.5}, "rollout_generated_tokens": 99},
+    ]
+    batch = TrainingSequences.from_records(rows)
+    assert sorted(batch.reward_components) == ["answer", "format"]
+    assert batch.reward_components["format"].tolist() == [1.0, 0.5]
+    np.testing.assert_array_equal(batch.reward_components["answer"], [0.0, np.nan])
+    assert batch.truncated.tolist() == [True, False]
+    assert batch.generated_tokens[1] == 99

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from roundhouse.config.models import GRPO
+from roundhouse.training.algorithms.group_relative import GroupRelative
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.groups import Groups
-from roundhouse.training.grpo import GroupRelative
 from tests.training import reference
 from tests.training.tiny import record, records
 

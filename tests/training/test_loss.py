@@ -163,8 +163,8 @@ def test_the_kl_is_clamped_and_then_pulls_no_more() -> None:
 def test_correction_weights_are_bounded_and_a_ratio_that_is_not_finite_counts_as_zero() -> None:
     old = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
     gen = torch.log(torch.tensor([0.5, 0.05, 2.0, 0.0]))
-    assert correction_weights(old, gen, "none", (0.5, 5.0)) is None
-    tis, icepop = (correction_weights(old, gen, kind, (0.5, 5.0)) for kind in ("tis", "icepop"))  # type: ignore[arg-type]
+    assert correction_weights(old, gen, LossSettings()) is None
+    tis, icepop = (correction_weights(old, gen, LossSettings(mismatch_correction=kind)) for kind in ("tis", "icepop"))  # type: ignore[arg-type]
     torch.testing.assert_close(tis, torch.tensor([1.0, 5.0, 0.5, 0.0]))
     torch.testing.assert_close(icepop, torch.tensor([1.0, 0.0, 0.0, 0.0]))
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
 from roundhouse.errors import ConfigError
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import load_model
-from roundhouse.training.forward import recompute_log_probs
+from roundhouse.training.forward import Scorer, recompute_log_probs
 from roundhouse.training.packing import build_microbatches, pack
 from tests.training import reference
 from tests.training.tiny import plain_model, record, records, sequences
@@ -77,7 +77,7 @@ def test_packed_padded_and_single_sequences_have_the_same_log_probabilities(mode
                 alone[batch.offsets[s] + position] = float(value)
     for packed in (True, False):
         model = load_model(model_dir, packed=packed, device=CPU)
-        found = recompute_log_probs(model, batch, tokens_per_microbatch=budget)
+        found = recompute_log_probs(Scorer(model), batch, trained=batch.loss_mask, tokens_per_microbatch=budget)
         np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_a_neighbour_in_the_row_changes_nothing(model_dir: Path) -> None:
     for seed in range(3):
         neighbours = [record(f"n{i}", "g", 0.0, seed=seed) for i in range(4)]
         batch = TrainingSequences.from_records([kept, *neighbours])
-        results.append(recompute_log_probs(model, batch)[: batch.offsets[1]])
+        results.append(recompute_log_probs(Scorer(model), batch, trained=batch.loss_mask)[: batch.offsets[1]])
     np.testing.assert_allclose(results[0], results[1], rtol=0, atol=2e-6)
     np.testing.assert_allclose(results[0], results[2], rtol=0, atol=2e-6)
 
@@ -108,8 +108,10 @@ def test_a_sliding_window_shorter_than_a_sequence_is_refused_when_packed(tmp_pat
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     batch = sequences()
     with pytest.raises(ConfigError, match=r"sliding window of 4 .*train.packing"):
-        recompute_log_probs(load_model(tmp_path, packed=True, device=CPU), batch)
-    assert np.isfinite(recompute_log_probs(load_model(tmp_path, packed=False, device=CPU), batch)).all()
+        recompute_log_probs(Scorer(load_model(tmp_path, packed=True, device=CPU)), batch, trained=batch.loss_mask)
+    assert np.isfinite(
+        recompute_log_probs(Scorer(load_model(tmp_path, packed=False, device=CPU)), batch, trained=batch.loss_mask)
+    ).all()
 
 
 def test_attention_sinks_are_refused_when_packed(tmp_path: Path) -> None:
@@ -118,5 +120,6 @@ def test_attention_sinks_are_refused_when_packed(tmp_path: Path) -> None:
         intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"],
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    batch = sequences()
     with pytest.raises(ConfigError, match=r"s_aux.*train.packing"):
-        recompute_log_probs(load_model(tmp_path, packed=True, device=CPU), sequences())
+        recompute_log_probs(Scorer(load_model(tmp_path, packed=True, device=CPU)), batch, trained=batch.loss_mask)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS, Denominator
-from roundhouse.training.step import plan_updates
+from roundhouse.training.step import Step, plan_updates
 from roundhouse.training.trainer import Trainer
 from tests.training import reference
 from tests.training.tiny import make_model, plain_model, record, records, sequences
@@ -31,7 +31,7 @@ def _config(*, updates: int = 1, grpo: dict[str, Any] | None = None, **changes: 
 
 def _gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The gradient of a first update, read back from AdamW's first moment."""
-    state = trainer.learner.optimizer.state
+    state = trainer.engine.optimizer.state
     return {name: state[p]["exp_avg"] / (1 - BETA) for name, p in trainer.model.named_parameters()}
 
 
@@ -92,6 +92,46 @@ def test_packed_padded_and_accumulated_gradients_agree_to_rounding(model_dir: Pa
             found[packing, budget] = _gradient(trainer)
     whole = found[True, 100_000]
     assert max(_relative(gradient, whole) for gradient in found.values()) < 1e-6
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "saving",
+    [{"logits_chunk_tokens": 5}, {"logits_chunk_tokens": 10_000}, {"activation_checkpointing": True}],
+    ids=str,
+)
+def test_what_saves_memory_changes_neither_loss_nor_gradient(
+    model_dir: Path, packing: bool, saving: dict[str, Any]
+) -> None:
+    found = []
+    for changes in ({}, saving):
+        config = _config(grpo={"entropy_coefficient": 0.02}, packing=packing, tokens_per_microbatch=170, **changes)
+        trainer = Trainer.load(model_dir, config, temperature=0.8)
+        report = trainer.step(sequences(4, 6), 1)
+        found.append((_gradient(trainer), report.metrics))
+    (plain, before), (saved, after) = found
+    assert _relative(saved, plain) < 1e-6
+    for metric in ("loss", "policy_loss", "entropy", "grad_norm"):
+        assert after[metric] == pytest.approx(before[metric], rel=1e-6, abs=1e-7)
+
+
+def test_which_sequences_an_update_holds_does_not_depend_on_their_lengths(model_dir: Path) -> None:
+    """The same rollouts with other tokens appended to their prompts are split into updates in the same way."""
+    rows = records(groups=3, size=4)
+    longer = [
+        row
+        | {
+            "token_ids": [1] * (7 * i) + row["token_ids"],
+            "loss_mask": [0] * (7 * i) + row["loss_mask"],
+            "gen_logprobs": [0.0] * (7 * i) + row["gen_logprobs"],
+        }
+        for i, row in enumerate(rows)
+    ]
+    held = []
+    for chosen in (rows, longer):
+        trainer = Trainer.load(model_dir, _config(updates=3, tokens_per_microbatch=200))
+        held.append(Step(trainer.learner, TrainingSequences.from_records(chosen), 1).batches)
+    assert held[0] == held[1]
 
 
 def test_temperature_divides_the_logits(model_dir: Path) -> None:
@@ -221,7 +261,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_rate_warms_up_over_the_whole_
     first = trainer.step(sequences(), 1)
     assert first.metrics["lr"] == pytest.approx(0.75e-3)
     assert first.metrics["grad_norm"] > 1e-3
-    moments = [trainer.learner.optimizer.state[p]["exp_avg"] for p in trainer.model.parameters()]
+    moments = [trainer.engine.optimizer.state[p]["exp_avg"] for p in trainer.model.parameters()]
     assert sum(float(m.square().sum()) for m in moments) ** 0.5 < 1e-3
     trainer.save(tmp_path)
     resumed = Trainer.load(tmp_path, config, trainer_state=tmp_path / "trainer")

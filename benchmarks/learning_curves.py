@@ -1,0 +1,199 @@
+"""Learning curves: the quickstart's task, trained with several algorithms and seeds by the library alone, in one process.
+
+    python benchmarks/learning_curves.py [--algorithms grpo rloo gspo] [--seeds 0 1 2] [--iterations 25] [--config FILE]
+                                         [--output docs/images/learning-curves] [--work DIR]
+
+No server, no workflow engine, no vLLM: transformers generates in this process, the environment judges, `validate` proves the
+tokens, the trainer takes its step. All runs start from the same warm start and differ in algorithm and in the seed of tasks
+and sampling. `--output` gets .json (written after every run, and read to skip those already there) and .png. The last line is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundhouse.config.loading import load_config
+from roundhouse.config.models import RunConfig, Sampling
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.client import request_body
+from roundhouse.generation.protocol import Completion
+from roundhouse.generation.requests import read_request
+from roundhouse.generation.transformers_engine import TransformersEngine
+from roundhouse.gym.collector import collect, plan_rollouts
+from roundhouse.gym.environments import load
+from roundhouse.gym.sessions import open_environment
+from roundhouse.gym.task_sampler import sample_tasks
+from roundhouse.policy.warm_start import make_starting_policy
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.trainer import Trainer
+from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.validation import validate
+
+MODEL, HELDOUT_SEED = "policy", 7
+
+
+class PolicyInProcess:
+    """A `PolicyClient` on an engine of this process."""
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self.codec = ChatCodec(str(directory), config.generation.max_model_len)
+        self.engine = TransformersEngine(config.generation, str(directory), MODEL, self.codec)
+        self.version = 0
+
+    async def take(self, directory: Path, version: int) -> None:
+        await self.engine.load_weights(str(directory))
+        self.version = version
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        begun = time.perf_counter()
+        request = read_request(request_body(messages, tools, sampling, seed, MODEL), MODEL)
+        prompt = self.codec.prompt(request)
+        generated = await self.engine.generate(prompt.token_ids, prompt.draw)
+        message, finish_reason = self.codec.message(generated, request.tools)
+        return Completion(
+            message=message,
+            finish_reason=finish_reason,
+            prompt_token_ids=prompt.token_ids,
+            generation_token_ids=generated.token_ids,
+            generation_log_probs=generated.log_probs,
+            policy_version=self.version,
+            latency_seconds=time.perf_counter() - begun,
+        )
+
+
+async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, Any]:
+    """One run: reward by iteration, and of the held-out tasks before and after."""
+    cpu, curve = time.process_time(), []
+    reference = start if config.train.algorithm.reference_source == "start" else None
+    trainer = Trainer.load(start, config.train, seed=config.seed, reference_dir=reference)
+    policy = PolicyInProcess(config, start)
+    await policy.engine.start()
+    await policy.take(start, 0)
+    before = await _heldout(config, policy)
+    for iteration in range(1, iterations + 1):
+        rows = sample_tasks(
+            open_environment(config.environment).tasks("train"), config.seed, iteration, config.rollout.tasks
+        )
+        rollouts = await _roll_out(config, policy, rows, config.rollout.group_size, iteration)
+        validated = validate(
+            rollouts,
+            config.validation,
+            vocabulary_size=policy.codec.vocabulary,
+            policy_version=policy.version,
+        )
+        report = trainer.step(TrainingSequences.from_table(validated.sequences), iteration)
+        with tempfile.TemporaryDirectory() as directory:
+            trainer.save(Path(directory))
+            await policy.take(Path(directory), iteration)
+        curve.append(report.metrics["reward"])
+    after = await _heldout(config, policy)
+    policy.engine.shutdown()
+    return {
+        "algorithm": config.train.algorithm.kind,
+        "seed": config.seed,
+        "reward": [round(value, 4) for value in curve],
+        "heldout_before": before,
+        "heldout_after": after,
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+    }
+
+
+async def _roll_out(
+    config: RunConfig,
+    policy: PolicyInProcess,
+    rows: Sequence[Any],
+    group_size: int,
+    iteration: int,
+    greedy: bool = False,
+) -> list[Rollout]:
+    specs = plan_rollouts(rows, group_size, HELDOUT_SEED if greedy else config.seed, iteration)
+    sampling = config.generation.sampling
+    if greedy:
+        sampling = sampling.model_copy(update={"temperature": 0.0})
+    async with open_environment(config.environment) as environment:
+        return await collect(specs, policy, environment, config.rollout, sampling, on_policy=not greedy)
+
+
+async def _heldout(config: RunConfig, policy: PolicyInProcess) -> float:
+    """Mean greedy reward of the held-out tasks."""
+    rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
+    rollouts = await _roll_out(config, policy, rows, 1, 0, greedy=True)
+    return round(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None), 4)
+
+
+def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
+    """Each algorithm's mean over seeds, with the range between its worst and best seed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=110)
+    for kind in dict.fromkeys(run["algorithm"] for run in runs):
+        curves = [run["reward"] for run in runs if run["algorithm"] == kind]
+        columns = list(zip(*curves, strict=True))
+        steps = range(1, len(columns) + 1)
+        (line,) = axes.plot(steps, [statistics.fmean(c) for c in columns], label=f"{kind} ({len(curves)} seeds)")
+        axes.fill_between(
+            steps, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.15
+        )
+    axes.set(xlabel="iteration", ylabel="mean reward of the training rollouts", ylim=(0, 1))
+    axes.set_title("The quickstart's task: mean over seeds, and the range between the worst and the best")
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--algorithms", nargs="+", default=["grpo", "rloo", "gspo"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=25)
+    parser.add_argument("--config", default="configs/quickstart.yaml")
+    parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/learning-curves"))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "roundhouse-learning-curves")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+    base = load_config(arguments.config, arguments.overrides)
+    start = arguments.work / "start"
+    if not start.is_dir():
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        make_starting_policy(base.policy, load(base.environment), 0, start)
+    results = arguments.output.with_suffix(".json")
+    runs: list[dict[str, Any]] = json.loads(results.read_text())["runs"] if results.is_file() else []
+    for kind in arguments.algorithms:
+        for seed in arguments.seeds:
+            if any(run["algorithm"] == kind and run["seed"] == seed for run in runs):
+                continue
+            overrides = [*arguments.overrides, f"train.algorithm.kind={kind}", f"seed={seed}", "train.threads=1"]
+            config = load_config(arguments.config, overrides)
+            runs.append(asyncio.run(train(config, start, arguments.iterations)))
+            results.write_text(
+                json.dumps({"machine": platform.processor() or platform.machine(), "runs": runs}, indent=1)
+            )
+            plot(runs, arguments.output.with_suffix(".png"))
+    last = [{"algorithm": r["algorithm"], "seed": r["seed"], "last": statistics.fmean(r["reward"][-3:])} for r in runs]
+    print(json.dumps({"bench": "learning_curves", "results": last}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""On-policy distillation: the policy's own rollouts, judged token by token by a teacher (arXiv 2306.13649).
+
+Invariant: a token's advantage is log teacher − log policy, from before the first update and under the same temperature; the
+environment's reward is recorded and has no part in it. In expectation over the policy's samples, this is a step down
+KL(policy ‖ teacher) of the next-token distribution, at each prefix that the policy came to.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roundhouse.training.algorithm import Evidence
+from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.groups import Groups
+
+
+class TeacherAgreement(PolicyGradientAlgorithm):
+    """Reads the teacher's log-probabilities from `Evidence.reference`."""
+
+    needs_log_probs = True
+
+    def read_rewards(
+        self, sequences: TrainingSequences, plain: Groups, evidence: Evidence, coefficient: float
+    ) -> Rewards:
+        if evidence.old is None or evidence.reference is None:
+            raise ValueError("distillation needs the log-probabilities of policy and teacher")
+        difference = (evidence.old.astype(np.float64) - evidence.reference) * sequences.loss_mask
+        return Rewards(
+            sequences.rewards, difference, {"teacher_kl": float(difference.sum() / sequences.loss_mask.sum())}
+        )
+
+    def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        assert rewards.kl is not None, "read_rewards sets it"
+        return -rewards.kl
+
+    def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        return np.ones(len(sequences), dtype=bool)

@@ -1,0 +1,167 @@
+"""The processes that train one model together, and what they add up.
+
+Invariant: every rank calls the same verbs with the same request and gets the same answer: each computes its share of the
+sequences, and sums over all ranks stand in the answer. One process alone is rank 0 of 1, where every function here returns what
+it was given, so that nothing of a run on one process depends on this module.
+
+`torchrun` starts the processes and tells them apart by environment variables; `join` makes them a group, over NCCL on GPUs and
+gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.training.metrics import METRICS, Denominator, Share
+
+TIMEOUT = timedelta(minutes=10)
+"""For one collective: a rank that died is noticed after this, and its peers stop with an error instead of waiting."""
+
+_EXTREMES = (Denominator.MAX, Denominator.MIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place among `size` processes."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among those of this machine: which of its GPUs to use."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """The sum over all ranks, element by element."""
+        return self._reduced(values, "SUM")
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """The maximum over all ranks, element by element."""
+        return self._reduced(values, "MAX")
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        self.sum(np.zeros(1))
+
+    def merge(self, shares: dict[str, Share]) -> dict[str, Share]:
+        """What all ranks found together of each metric; a rank that had no work adds nothing."""
+        if self.size == 1:
+            return shares
+        names = list(METRICS)
+        held = np.array([name in shares for name in names], dtype=np.float64)
+        counts = np.array([shares[name].count if name in shares else 0 for name in names], dtype=np.float64)
+        values = np.array([shares[name].value if name in shares else 0.0 for name in names], dtype=np.float64)
+        kinds = [METRICS[name].denominator for name in names]
+        sign = np.where([kind is Denominator.MIN for kind in kinds], -1.0, 1.0)
+        extremes = sign * self.largest(np.where(held > 0, sign * values, -np.inf))
+        held, counts, sums = self.sum(np.stack([held, counts, values]))
+        return {
+            name: Share(float(extremes[i] if kinds[i] in _EXTREMES else sums[i]), int(counts[i]))
+            for i, name in enumerate(names)
+            if held[i]
+        }
+
+    def _reduced(self, values: np.ndarray, operation: str) -> np.ndarray:
+        if self.size == 1:
+            return values
+        import torch.distributed as distributed
+
+        device = torch.device("cuda", self.local_rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
+        tensor = torch.from_numpy(np.array(values)).to(device)
+        try:
+            distributed.all_reduce(tensor, getattr(distributed.ReduceOp, operation))
+        except RuntimeError as error:
+            raise InfraError(
+                f"Rank {self.rank} of {self.size} lost its peers: {error}. Start the job again."
+            ) from error
+        return tensor.cpu().numpy()
+
+
+def join(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
+    """This process's place, from what `torchrun` put into the environment; alone when it put nothing there.
+
+    Args:
+        device: `cuda` or `cpu`, the kind that the model trains on.
+
+    Raises:
+        ConfigError: the machine has fewer GPUs than processes.
+        InfraError: the other ranks did not come within the time.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Ranks()
+    import torch.distributed as distributed
+
+    ranks = Ranks(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+    if device == "cuda":
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"Rank {ranks.rank} is process {ranks.local_rank} of its machine, which has {torch.cuda.device_count()} GPUs. "
+                "Start torchrun with --nproc-per-node no larger than that."
+            )
+        torch.cuda.set_device(ranks.local_rank)
+    if not distributed.is_initialized():
+        try:
+            distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise InfraError(f"Rank {ranks.rank} of {size} did not find its peers: {error}") from error
+    return ranks
+
+
+def leave() -> None:
+    """End the group of processes, where there is one."""
+    import torch.distributed as distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whole, on every rank; collective where it is sharded."""
+    whole = getattr(tensor, "full_tensor", None)  # DTensor, whose import costs a second that one process need not pay
+    return tensor if whole is None else whole()
+
+
+def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of `whole`, laid out over the ranks as the parameter is."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return whole.to(parameter.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(mesh.device_type, copy=True), mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks, device: str, dtype: str) -> None:
+    """Spread parameters, and later gradients and optimizer state, over all ranks with FSDP2; nothing when alone.
+
+    A layer's parameters are whole only while it computes; all others of `root` form a group of their own. Gradients are summed
+    over the ranks, not averaged: what a rank contributes is already scaled by counts of the whole update. Under bfloat16
+    parameters are gathered and used in it, and gradients are reduced in float32.
+    """
+    if ranks.size == 1:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device, (ranks.size,))
+    reduced = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = reduced if dtype == "bfloat16" else MixedPrecisionPolicy()
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # after a pass without gradient the root too has to be gathered anew, because an update may come before the next
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other

@@ -1,0 +1,108 @@
+"""The train service as a Ray actor: weights resident on a node of the cluster, verbs from anywhere in it.
+
+Invariant: between driver and actor travel bytes only, in the form of `protocol` and `wire`, so that nothing depends on the two
+sides unpickling each other's classes. The actor does one call at a time; when it dies, its weights are lost and the call raises
+`InfraError`: it is never restarted behind the driver's back.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.train_service import RayService
+from roundhouse.errors import InfraError
+from roundhouse.training.service import protocol
+from roundhouse.training.service.channel import ChannelService
+from roundhouse.training.service.files import TransferredFile, write_checked
+from roundhouse.training.service.served import ServedEngine
+
+
+class TrainActor:
+    """A served engine in an actor; files cross whole, one at a time."""
+
+    def __init__(self, config: str, temperature: float) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-train-")
+        settings = TrainConfig.model_validate_json(config)
+        self._engine = ServedEngine(None, settings, Path(self._scratch.name))
+        self._engine.begin(settings, temperature)
+
+    def answer(self, verb: str, body: bytes) -> tuple[int, bytes]:
+        """A verb's HTTP status and body."""
+        answer = self._engine.answer(verb, body)
+        return answer.status, answer.body
+
+    def missing(self, files: bytes) -> list[str]:
+        return self._engine.shelf.missing(protocol.parse(protocol.FileList, files).files)
+
+    def put(self, sha256: str, data: bytes) -> None:
+        self._engine.shelf.put(sha256, data)
+
+    def get(self, sha256: str) -> bytes | None:
+        path = self._engine.shelf.find(sha256)
+        return None if path is None else path.read_bytes()
+
+
+class RayTrainService(ChannelService):
+    """The verbs of `verbs.TrainService` on an actor that lives as long as this object is open.
+
+    Raises:
+        InfraError: the cluster cannot be reached.
+    """
+
+    def __init__(self, config: TrainConfig, service: RayService, *, temperature: float = 1.0) -> None:
+        if not ray.is_initialized():
+            try:
+                ray.init(address=service.address, log_to_driver=False, configure_logging=False)
+            except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+                raise InfraError(
+                    f"The Ray cluster (train.service.address: {service.address}) cannot be joined: {error}"
+                ) from error
+        options: dict[str, Any] = {"num_cpus": service.cpus, "num_gpus": service.gpus, "max_restarts": 0}
+        actor = ray.remote(TrainActor).options(**options).remote(config.model_dump_json(), temperature)
+        super().__init__(ActorChannel(actor, service.timeout_seconds))
+
+
+class ActorChannel:
+    """A handle's calls, with a time limit."""
+
+    def __init__(self, actor: Any, timeout_seconds: float) -> None:
+        self.actor, self.timeout_seconds = actor, timeout_seconds
+
+    def ask(self, verb: str, body: bytes) -> bytes:
+        return protocol.accepted(*self._call("answer", verb, body))
+
+    def change(self, verb: str, body: bytes) -> bytes:
+        return protocol.accepted(*self._call("answer", verb, body))
+
+    def missing(self, files: list[TransferredFile]) -> list[str]:
+        return self._call("missing", protocol.FileList(files=files).model_dump_json().encode())
+
+    def send(self, file: TransferredFile, source: Path) -> None:
+        self._call("put", file.sha256, source.read_bytes())
+
+    def fetch(self, file: TransferredFile, target: Path) -> None:
+        data = self._call("get", file.sha256)
+        if data is None:
+            raise InfraError(f"The train actor has no {file.path} any more.")
+        write_checked(target, [data], file)
+
+    def close(self) -> None:
+        if ray.is_initialized():
+            ray.kill(self.actor)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=self.timeout_seconds)
+        except GetTimeoutError as error:
+            raise InfraError(
+                f"The train actor did not answer {method} within train.service.timeout_seconds ({self.timeout_seconds:.0f} s). "
+                "Has the cluster the CPUs and GPUs that train.service asks for?"
+            ) from error
+        except RayError as error:
+            raise InfraError(f"The train actor was lost, and its weights with it: {error}") from error

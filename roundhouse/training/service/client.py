@@ -1,0 +1,158 @@
+"""The train service's verbs over HTTP.
+
+Invariant: a call that changes something is applied at most once, however often its request has to be sent; and when it is
+not certain that it was applied, the verb raises `InfraError`. Every request has a time limit, and repeating one stops after
+`retry_seconds`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.errors import DataError, InfraError
+from roundhouse.training.service import protocol
+from roundhouse.training.service.channel import ChannelService
+from roundhouse.training.service.files import CHUNK, TransferredFile, write_checked
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+_UNANSWERED = {502, 503, 504}
+"""What a proxy says in the server's place."""
+
+
+class RemoteTrainService(ChannelService):
+    """A train service at a URL. The session is opened by the first call.
+
+    Args:
+        owner: who trains; the same owner takes its own session over after a restart, another waits for it to end.
+        token: the server's bearer token.
+        timeout_seconds: time limit of one request.
+        retry_seconds: how long a request without an answer is repeated.
+        transport: another way to the server, for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: TrainConfig,
+        *,
+        owner: str,
+        token: str | None = None,
+        temperature: float = 1.0,
+        timeout_seconds: float = 600,
+        retry_seconds: float = 120,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        headers = {protocol.PROTOCOL_HEADER: protocol.PROTOCOL}
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
+        http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
+        opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
+        super().__init__(HttpChannel(http, opening, retry_seconds))
+
+
+class HttpChannel:
+    """A session with the server, and its calls in order."""
+
+    def __init__(self, http: httpx.Client, opening: protocol.OpenSession, retry_seconds: float) -> None:
+        self.http, self.retry_seconds = http, retry_seconds
+        self._opening = opening
+        self._session: str | None = None
+        self._number = 0
+
+    def ask(self, verb: str, body: bytes) -> bytes:
+        return self._post(f"/v1/{verb}", body)
+
+    def change(self, verb: str, body: bytes) -> bytes:
+        self._number += 1
+        return self._post(f"/v1/{verb}", body, {protocol.NUMBER_HEADER: str(self._number)})
+
+    def missing(self, files: list[TransferredFile]) -> list[str]:
+        listed = protocol.FileList(files=files).model_dump_json().encode()
+        return protocol.Digests.model_validate_json(self._post("/v1/missing", listed)).root
+
+    def send(self, file: TransferredFile, source: Path) -> None:
+        headers, path = self._session_header(), f"/v1/blobs/{file.sha256}"
+
+        def attempt() -> httpx.Response:
+            return self.http.put(path, content=_chunks(source), params={"size": str(file.size)}, headers=headers)
+
+        self._until_answered(file.path, attempt)
+
+    def fetch(self, file: TransferredFile, target: Path) -> None:
+        headers = self._session_header()
+
+        def attempt() -> httpx.Response:
+            with self.http.stream("GET", f"/v1/blobs/{file.sha256}", headers=headers) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    answer.read()
+                    return answer
+                try:
+                    write_checked(target, answer.iter_bytes(CHUNK), file)
+                except DataError as error:
+                    raise httpx.ReadError(str(error)) from error
+                return answer
+
+        self._until_answered(file.path, attempt, with_body=False)
+
+    def close(self) -> None:
+        if self._session is not None:
+            try:
+                self.http.delete("/v1/session", headers=self._session_header())
+            except httpx.TransportError as error:
+                logger.info("the train service ends the session by its time limit: %r", error)
+            self._session = None
+        self.http.close()
+
+    def _post(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
+        sent: dict[str, Any] = {"content": body, "headers": self._session_header() | (headers or {})}
+        return self._until_answered(path, lambda: self.http.post(path, **sent))
+
+    def _session_header(self) -> dict[str, str]:
+        if self._session is None:
+            body = self._opening.model_dump_json().encode()
+            answer = self._until_answered("the session", lambda: self.http.post("/v1/session", content=body))
+            self._session = protocol.parse(protocol.SessionOpened, answer).session
+        return {protocol.SESSION_HEADER: self._session}
+
+    def _until_answered(self, what: str, attempt: Callable[[], httpx.Response], *, with_body: bool = True) -> bytes:
+        """Send until there is an answer, and return its body.
+
+        Raises:
+            InfraError: there is none within `retry_seconds`, or it says that the service failed or lost the session.
+        """
+        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
+        while True:
+            try:
+                answer = attempt()
+                problem = f"status {answer.status_code}" if answer.status_code in _UNANSWERED else None
+            except httpx.TransportError as error:
+                problem = repr(error)
+            if problem is None:
+                return protocol.accepted(
+                    answer.status_code, answer.content if with_body or not answer.is_success else b""
+                )
+            if time.monotonic() + pause > deadline:
+                raise InfraError(
+                    f"The train service at {self.http.base_url} did not answer to {what}: {problem}. Is it running? It is "
+                    "started by `python -m roundhouse.training.service.server`."
+                )
+            logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _chunks(source: Path) -> Iterator[bytes]:
+    with source.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            yield chunk

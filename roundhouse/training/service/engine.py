@@ -1,0 +1,282 @@
+"""The train service in this process: a model, AdamW, and the verbs on them.
+
+Invariant: a verb that raises, and one whose loss or gradient norm is not finite, leaves no gradient behind and no weight
+changed. The weights after a verb depend on the weights, the optimizer's state and the request alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.training.balance import Dealer, cost_model
+from roundhouse.training.checkpoint import (
+    TRAINER_DIRECTORY,
+    Cursor,
+    load_cursor,
+    load_model,
+    read_side_files,
+    save_cursor,
+    save_model,
+)
+from roundhouse.training.forward import Prediction, Scorer, cpu_threads, recompute_log_probs, vocabulary_size
+from roundhouse.training.layers import checkpoint_activations, decoder_layers
+from roundhouse.training.logits import check_plain_logits
+from roundhouse.training.lora import attach, save_adapter
+from roundhouse.training.loss import Tokens, token_loss
+from roundhouse.training.metrics import MetricSums
+from roundhouse.training.norms import replace_norms
+from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
+from roundhouse.training.packing import build_microbatches
+from roundhouse.training.parallel import Ranks, full, shard
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+
+
+class TrainEngine:
+    """The verbs of `verbs.TrainService` on a model of transformers. It begins with `load_checkpoint`.
+
+    Args:
+        temperature: that the sequences were sampled at; log-probabilities are those of this distribution.
+        ranks: the processes that hold the model together (`parallel.join`); each calls every verb with the same request.
+    """
+
+    def __init__(self, config: TrainConfig, *, temperature: float = 1.0, ranks: Ranks | None = None) -> None:
+        if temperature <= 0:
+            raise ConfigError(f"The sampling temperature is {temperature}: training needs sequences sampled above 0.")
+        self.config, self.temperature = config, temperature
+        self.ranks = ranks or Ranks()
+        self.device = _device(config)
+        self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+        self._scorers: dict[Role, Scorer] = {}
+        self._dealer: Dealer | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._side_files: dict[str, bytes] = {}
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy."""
+        return self._scorer(Role.POLICY).model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise DataError("No policy was loaded: call load_checkpoint first.")
+        return self._optimizer
+
+    def facts(self) -> ModelFacts:
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        return ModelFacts(vocabulary=vocabulary_size(self.model), positions=positions)
+
+    def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
+        with cpu_threads(self.threads):
+            log_probs = recompute_log_probs(
+                self._scorer(role),
+                batch,
+                trained=batch.predicted,
+                tokens_per_microbatch=self.config.tokens_per_microbatch,
+                dealer=self._dealer,
+            )
+        return self.ranks.sum(log_probs)
+
+    def forward_backward(self, batch: LossBatch) -> Gradient:
+        with cpu_threads(self.threads), self._without_gradient_on_error():
+            gradient = self._accumulate(batch)
+        if not math.isfinite(gradient.loss):
+            self._drop_gradient()
+        return gradient
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
+        if not any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise DataError("optim_step has no gradient to apply: call forward_backward first.")
+        with cpu_threads(self.threads), self._without_gradient_on_error():
+            norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)))
+            if math.isfinite(norm):
+                set_learning_rate(self.optimizer, learning_rate)
+                self.optimizer.step()
+        self._drop_gradient()
+        return Applied(grad_norm=norm)
+
+    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
+        state = directory / TRAINER_DIRECTORY
+        state.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, self._side_files, directory, self.ranks)
+        save_optimizer(self.model, self.optimizer, state, self.ranks)
+        save_adapter(self.model, state, self.ranks)
+        if self.ranks.leads:
+            save_cursor(cursor, state)
+        self.ranks.wait()
+
+    def load_checkpoint(
+        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+    ) -> Cursor:
+        model = load_model(directory, packed=self.config.packing, device=self._loading_device())
+        if role is not Role.POLICY:
+            self._require_same_vocabulary(model, directory)
+            self._scorers[role] = self._prepared(model.requires_grad_(False))
+            return Cursor()
+        attach(model, self.config.lora, trainer_state, directory)
+        if role in self._scorers:
+            _require_same_architecture(self.model, model, directory)
+        if self.config.activation_checkpointing:
+            checkpoint_activations(model)
+        scorer = self._prepared(model)
+        optimizer = build_optimizer(model, self.config.optimizer)
+        cursor = Cursor()
+        if trainer_state is not None:
+            cursor = load_cursor(trainer_state)
+            load_optimizer(model, optimizer, trainer_state)
+        self._scorers[role], self._optimizer = scorer, optimizer
+        if self.ranks.size > 1:
+            self._dealer = Dealer(self.ranks.rank, self.ranks.size, cost_model(model))
+        self._side_files = read_side_files(directory)
+        return cursor
+
+    def close(self) -> None:
+        self._scorers.clear()
+        self._optimizer = None
+
+    def _accumulate(self, batch: LossBatch) -> Gradient:
+        """Add the gradient up over the batch's microbatches."""
+        config, tensors, sums = self.config, _LossTensors(batch, self.device), MetricSums()
+        scorer, with_entropy = self._scorer(Role.POLICY), bool(batch.columns.entropy_weights.any())
+        log_probs = torch.zeros(len(batch.tokens.token_ids), device=self.device)
+        losses = torch.zeros(2, device=self.device)
+        microbatches = build_microbatches(
+            batch.tokens,
+            range(len(batch.tokens)),
+            batch.tokens.predicted,
+            budget=config.tokens_per_microbatch,
+            packed=config.packing,
+            dealer=self._dealer,
+        )
+        for microbatch in microbatches:
+            prediction = scorer.predict(microbatch.to(self.device), with_entropy=with_entropy)
+            if microbatch.real_tokens == 0:
+                prediction.log_probs.sum().backward()
+                continue
+            source = torch.from_numpy(microbatch.source).to(self.device)
+            log_probs[source] = prediction.log_probs.detach()
+            loss, policy_loss = token_loss(tensors.tokens(source, prediction), batch.loss, sums)
+            loss.backward()
+            losses += torch.stack([loss.detach(), policy_loss])
+        working = [microbatch for microbatch in microbatches if microbatch.real_tokens]
+        positions = sum(microbatch.input_ids.numel() for microbatch in working)
+        idle = len(microbatches) - len(working)
+        computed = np.array([len(working), sum(microbatch.real_tokens for microbatch in working), positions, idle])
+        loss_sum, policy_sum = self.ranks.sum(losses.cpu().numpy()).tolist()
+        passes, real_tokens, positions, idle = self.ranks.sum(computed).tolist()
+        if self.ranks.size > 1:
+            sums.add("idle_turns", torch.tensor(float(idle)))
+        return Gradient(
+            loss=loss_sum,
+            policy_loss=policy_sum,
+            log_probs=self.ranks.sum(log_probs.cpu().numpy()),
+            shares=self.ranks.merge(sums.shares()),
+            microbatches=passes,
+            real_tokens=real_tokens,
+            positions=positions,
+        )
+
+    def _scorer(self, role: Role) -> Scorer:
+        if role not in self._scorers:
+            raise DataError(f"No {role} was loaded: call load_checkpoint first.")
+        return self._scorers[role]
+
+    def _loading_device(self) -> torch.device:
+        """Where weights are read to: a model that is sharded afterwards need not fit one GPU."""
+        return self.device if self.ranks.size == 1 else torch.device("cpu")
+
+    def _prepared(self, model: PreTrainedModel) -> Scorer:
+        """The model ready to score, its parameters on the device or spread over the ranks."""
+        chunk, sharded = self.config.logits_chunk_tokens, self.ranks.size > 1
+        if chunk:
+            check_plain_logits(model)
+        replace_norms(model)
+        scorer = Scorer(
+            model, temperature=self.temperature, dtype=self.config.dtype, logits_chunk=chunk, sharded=sharded
+        )
+        if sharded:
+            shard(scorer, decoder_layers(model), self.ranks, self.device.type, self.config.dtype)
+        return scorer
+
+    def _require_same_vocabulary(self, model: PreTrainedModel, directory: Path) -> None:
+        ours, theirs = vocabulary_size(self.model), vocabulary_size(model)
+        if ours != theirs:
+            raise ConfigError(
+                f"The reference in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
+            )
+
+    def _drop_gradient(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _without_gradient_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._drop_gradient()
+            raise
+
+
+class _LossTensors:
+    """A loss batch on the device; microbatches take their tokens from it."""
+
+    def __init__(self, batch: LossBatch, device: torch.device) -> None:
+        def moved(values: np.ndarray | None) -> torch.Tensor | None:
+            return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        columns = batch.columns
+        self.old, self.ref = moved(batch.old_logprobs), moved(batch.ref_logprobs)
+        self.columns: dict[str, Any] = {
+            "gen": moved(batch.gen_logprobs),
+            "scale": moved(batch.scale),
+            "advantages": moved(columns.advantages),
+            "policy_weights": moved(columns.policy_weights),
+            "kl_weights": moved(columns.reference_kl_weights),
+            "entropy_weights": moved(columns.entropy_weights),
+            "sequence": moved(np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))),
+        }
+        if columns.cross_entropy_weights.any():
+            self.columns["cross_entropy_weights"] = moved(columns.cross_entropy_weights)
+
+    def tokens(self, source: torch.Tensor, prediction: Prediction) -> Tokens:
+        """The tokens at these positions, with the log-probabilities just computed for them."""
+        cur = prediction.log_probs
+        return Tokens(
+            cur=cur,
+            old=cur.detach() if self.old is None else self.old[source],
+            ref=None if self.ref is None else self.ref[source],
+            entropy=prediction.entropy,
+            **{name: values[source] for name, values in self.columns.items()},
+        )
+
+
+def _require_same_architecture(held: PreTrainedModel, found: PreTrainedModel, directory: Path) -> None:
+    ours = {name: tuple(parameter.shape) for name, parameter in held.named_parameters()}
+    theirs = {name: tuple(parameter.shape) for name, parameter in found.named_parameters()}
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if differing:
+        name = differing[0]
+        raise DataError(
+            f"The checkpoint in {directory} is of another architecture: {name} is {theirs.get(name, 'absent')}, in the loaded "
+            f"model {ours.get(name, 'absent')} ({len(differing)} parameters differ). Start a service for that model."
+        )
+
+
+def _device(config: TrainConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError(
+            "train.device is cuda, but torch finds no GPU. Set it to auto or cpu, or install torch for CUDA."
+        )
+    return torch.device("cuda" if config.device != "cpu" and available else "cpu")

@@ -1,0 +1,203 @@
+"""One training step in a process of its own: `python -m roundhouse.training.service.one_shot --spec spec.json`.
+
+Invariant: the process depends on nothing but its spec and what the spec names in the store, and leaves its result in the
+store: the checkpoint's files, then `columns.parquet`, and last `report.json`, which exists exactly when the step is whole.
+So it runs anywhere (beside the train stage, or as a Kubernetes Job), and running it again writes the same files.
+
+    torchrun --nproc-per-node 8 -m roundhouse.training.service.one_shot --spec spec.json     one model over eight ranks
+
+Exit codes tell whether repeating can help: 0 done; 65 a data error and 78 a configuration error (it cannot); 74 a store error;
+75 a failure of machines or networks (it can). `error.json` beside the report has the message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.store.directories import local_directory, plain_directory, upload_directory
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import FileEntry, Reference
+from roundhouse.store.stage import read_table
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.checkpoint import TRAINER_DIRECTORY
+from roundhouse.training.parallel import Ranks, join, leave
+from roundhouse.training.report import StepReport
+from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.trainer import Trainer
+
+REPORT, COLUMNS, ERROR = "report.json", "columns.parquet", "error.json"
+
+EXIT_CODES: dict[type[RoundhouseError], int] = {DataError: 65, StoreError: 74, InfraError: 75, ConfigError: 78}
+"""As in BSD's sysexits.h: EX_DATAERR, EX_IOERR, EX_TEMPFAIL, EX_CONFIG."""
+
+
+class StepSpec(BaseModel):
+    """Everything a step depends on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = 1
+    iteration: int
+    seed: int
+    """The run's seed."""
+    temperature: float
+    """That the sequences were sampled at."""
+    train: TrainConfig
+    sequences: Reference
+    """The validate stage, complete."""
+    base: Reference
+    """Checkpoint of the version before."""
+    reference: Reference | str | None = None
+    """Model of the KL term: a checkpoint, or the URI of a model directory."""
+    checkpoint: str
+    """URI of the directory where the new version's files go."""
+    report: str
+    """URI of the directory for report, columns or error."""
+    cache: str
+    """Directory on this machine for what has to be downloaded."""
+
+
+class StepResult(BaseModel):
+    """`report.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sequences: int
+    updates: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    tokens: dict[str, int]
+    checkpoint_files: list[FileEntry]
+
+
+def run_step(spec: StepSpec, ranks: Ranks) -> None:
+    """Train and write the result; every rank calls it, the first one writes."""
+    cache = Path(spec.cache)
+    batch = TrainingSequences.from_table(read_table(spec.sequences, "sequences"))
+    engine = TrainEngine(spec.train, temperature=spec.temperature, ranks=ranks)
+    model = local_directory(spec.base, cache)
+    state = model / TRAINER_DIRECTORY
+    trainer = Trainer.over(
+        engine,
+        model,
+        spec.train,
+        trainer_state=state if state.is_dir() else None,
+        reference_dir=_reference(spec, cache),
+        seed=spec.seed,
+    )
+    report = trainer.step(batch, spec.iteration)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer.save(Path(directory))
+        if ranks.leads:
+            _write(spec, len(batch), report, upload_directory(Location(spec.checkpoint), Path(directory)))
+
+
+def read_result(location: Location) -> tuple[StepResult, pa.Table]:
+    """What a finished process left.
+
+    Raises:
+        InfraError: it left no report.
+    """
+    try:
+        result = StepResult.model_validate_json(location.read(REPORT))
+        return result, pq.read_table(io.BytesIO(location.read(COLUMNS)))
+    except (NotFound, ValidationError) as error:
+        raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
+
+
+def read_error(location: Location) -> RoundhouseError | None:
+    """The error that a process left, as it was raised there."""
+    try:
+        told = json.loads(location.read(ERROR))
+    except (NotFound, ValueError):
+        return None
+    kinds = {kind.__name__: kind for kind in EXIT_CODES}
+    return kinds.get(told.get("kind"), InfraError)(str(told.get("message")))
+
+
+def exit_code(error: RoundhouseError) -> int:
+    return EXIT_CODES[_kind(error)]
+
+
+def _kind(error: RoundhouseError) -> type[RoundhouseError]:
+    return next((kind for kind in EXIT_CODES if isinstance(error, kind)), InfraError)
+
+
+def _reference(spec: StepSpec, cache: Path) -> Path | None:
+    if isinstance(spec.reference, Reference):
+        return local_directory(spec.reference, cache)
+    return None if spec.reference is None else plain_directory(Location(spec.reference), cache)
+
+
+def _write(spec: StepSpec, sequences: int, report: StepReport, files: list[FileEntry]) -> None:
+    result = StepResult(
+        sequences=sequences,
+        updates=report.updates,
+        metrics=report.metrics,
+        seconds=report.seconds,
+        tokens=report.tokens,
+        checkpoint_files=files,
+    )
+    sink = io.BytesIO()
+    pq.write_table(report.columns, sink, compression="zstd")
+    location = Location(spec.report)
+    location.write(COLUMNS, sink.getvalue())
+    location.write(REPORT, result.model_dump_json(indent=1).encode())
+
+
+def _read_spec(path: str) -> StepSpec:
+    try:
+        return StepSpec.model_validate_json(Path(path).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"--spec {path} is no training step: {error}") from error
+
+
+def _tell(report: str | None, error: RoundhouseError) -> None:
+    """Leave the error for whoever started the process."""
+    sys.stderr.write(f"{error}\n")
+    if report is not None:
+        told = {"kind": _kind(error).__name__, "message": str(error)}
+        try:
+            Location(report).write(ERROR, json.dumps(told).encode())
+        except StoreError as unwritten:
+            sys.stderr.write(f"{unwritten}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.one_shot")
+    parser.add_argument("--spec", required=True, help="JSON file; see StepSpec")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
+    report: str | None = None
+    try:
+        spec = _read_spec(options.spec)
+        report = spec.report
+        run_step(spec, join(_device_kind(spec.train)))
+    except RoundhouseError as error:
+        _tell(report, error)
+        return exit_code(error)
+    finally:
+        leave()
+    return 0
+
+
+def _device_kind(config: TrainConfig) -> str:
+    import torch
+
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

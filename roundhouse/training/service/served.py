@@ -1,0 +1,160 @@
+"""The engine behind a border: bodies in, answers out, checkpoints by way of the shelf.
+
+Invariant: `answer` never raises; whatever goes wrong is an answer with a kind and a message. A request that does not fit the
+model is refused before it reaches torch. Whoever holds a served engine runs one call at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.service.calls import Answer
+from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.files import TransferredFile
+from roundhouse.training.service.protocol import ARRAYS, FileList, LoadCheckpoint, LogProbs, OptimStep, parse, refusal
+from roundhouse.training.service.shelf import Shelf
+from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.service.wire import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+_NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
+"""Keys of config.json that say nothing of the weights' shapes or of what is computed with them."""
+
+
+class ServedEngine:
+    """An engine for the session that is open, of one architecture."""
+
+    def __init__(self, model: Path | None, machine: TrainConfig, scratch: Path) -> None:
+        """Args:
+        model: Hugging Face directory; checkpoints of another architecture are refused. None takes the first one's.
+        machine: its `device` and `threads` are used.
+        scratch: an empty directory on a disk with room for two checkpoints.
+        """
+        self.architecture = None if model is None else _architecture(model)
+        self.shelf = Shelf(scratch / "blobs", model)
+        self._machine, self._scratch = machine, scratch
+        self._engine: TrainEngine | None = None
+
+    def answer(self, verb: str, body: bytes) -> Answer:
+        """Do one verb of `protocol.VERBS`; its failure is its answer."""
+        works = {
+            "facts": self._facts,
+            "forward/policy": lambda body: self._forward(body, Role.POLICY),
+            "forward/reference": lambda body: self._forward(body, Role.REFERENCE),
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "load_checkpoint": self._load_checkpoint,
+            "save_checkpoint": self._save_checkpoint,
+        }
+        try:
+            return works[verb](body)
+        except RoundhouseError as error:
+            return refusal(error)
+        except Exception as error:  # what torch raises on any fault of a device or of memory
+            logger.exception("%s failed", verb)
+            return refusal(InfraError(f"{verb} failed on the train service: {error!r}"))
+
+    def begin(self, config: TrainConfig, temperature: float) -> None:
+        """An engine without weights, in place of the one before."""
+        self.end()
+        own = {"device": self._machine.device, "threads": self._machine.threads}
+        self._engine = TrainEngine(config.model_copy(update=own), temperature=temperature)
+
+    def end(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _facts(self, body: bytes) -> Answer:
+        return _json(asdict(self._held().facts()))
+
+    def _forward(self, body: bytes, role: Role) -> Answer:
+        batch = unpack(TokenBatch, body)
+        self._require_fits(batch)
+        return _arrays(LogProbs(self._held().forward(batch, role)))
+
+    def _forward_backward(self, body: bytes) -> Answer:
+        batch = unpack(LossBatch, body)
+        self._require_fits(batch.tokens)
+        return _arrays(self._held().forward_backward(batch))
+
+    def _optim_step(self, body: bytes) -> Answer:
+        asked = parse(OptimStep, body)
+        return _json(asdict(self._held().optim_step(asked.learning_rate, asked.max_grad_norm)))
+
+    def _load_checkpoint(self, body: bytes) -> Answer:
+        asked, directory = parse(LoadCheckpoint, body), self._scratch / "loading"
+        shutil.rmtree(directory, ignore_errors=True)
+        model = self._laid_out(asked.files, directory / "model")
+        state = None if asked.trainer_state is None else self._laid_out(asked.trainer_state, directory / "state")
+        self._require_architecture(_architecture(model))
+        cursor = self._held().load_checkpoint(model, trainer_state=state, role=asked.role)
+        shutil.rmtree(directory)
+        self.shelf.keep_only(None)
+        return _json(cursor.model_dump())
+
+    def _save_checkpoint(self, body: bytes) -> Answer:
+        cursor, directory = parse(Cursor, body), self._scratch / "saving"
+        shutil.rmtree(directory, ignore_errors=True)
+        self._held().save_checkpoint(directory, cursor)
+        files = self.shelf.keep_only(directory)
+        shutil.rmtree(directory)
+        return _json(FileList(files=files).model_dump())
+
+    def _require_architecture(self, found: dict[str, Any]) -> None:
+        served = self.architecture
+        if served is not None and found != served:
+            raise DataError(
+                f"The checkpoint is of another architecture than the service: {_first_difference(found, served)}. Start a "
+                "service with that model."
+            )
+
+    def _laid_out(self, files: Sequence[TransferredFile], target: Path) -> Path:
+        self.shelf.lay_out(files, target)
+        return target
+
+    def _held(self) -> TrainEngine:
+        if self._engine is None:
+            raise DataError("No session is open.")
+        return self._engine
+
+    def _require_fits(self, batch: TokenBatch) -> None:
+        facts: ModelFacts = self._held().facts()
+        if (highest := int(batch.token_ids.max())) >= facts.vocabulary:
+            raise DataError(f"token_ids holds {highest}, but the model's vocabulary ends at {facts.vocabulary - 1}.")
+        longest = int(np.diff(batch.offsets).max())
+        if facts.positions is not None and longest > facts.positions:
+            raise DataError(f"A sequence has {longest} tokens, but the model has {facts.positions} positions.")
+
+
+def _arrays(value: Any) -> Answer:
+    return Answer(200, pack(value), ARRAYS)
+
+
+def _json(value: Any) -> Answer:
+    return Answer(200, json.dumps(value).encode(), "application/json")
+
+
+def _architecture(model: Path) -> dict[str, Any]:
+    try:
+        held = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model} has no readable config.json: it is not a Hugging Face model directory.") from error
+    return {key: value for key, value in held.items() if key not in _NO_ARCHITECTURE}
+
+
+def _first_difference(found: dict[str, Any], served: dict[str, Any]) -> str:
+    key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
+    return f"{key} is {found.get(key)!r}, the service's {served.get(key)!r}"

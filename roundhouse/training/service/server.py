@@ -1,0 +1,244 @@
+"""The train service over HTTP: `python -m roundhouse.training.service.server --model DIR --host HOST --port PORT`.
+
+Invariant: no verb runs without the valid session, one runs at a time, and none runs twice for the same call. Beyond the
+loopback interface the server does not start without a bearer token (environment variable ROUNDHOUSE_TRAIN_TOKEN, or
+--token-file), and with a token it answers no control call that lacks it.
+
+The server holds one model at a time, of the architecture of `--model`. Its weights live in memory: after a restart no
+session is known, which the client reports as a lost service, and training begins again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import ipaddress
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.train_service import TOKEN_VARIABLE
+from roundhouse.errors import ConfigError, DataError, RoundhouseError
+from roundhouse.training.service import protocol
+from roundhouse.training.service.calls import Answer, CallLog
+from roundhouse.training.service.lease import Lease
+from roundhouse.training.service.served import ServedEngine
+from roundhouse.training.service.token import read_token
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Service:
+    """The server's state: lease, calls, engine. Its methods are the routes."""
+
+    def __init__(self, engine: ServedEngine, *, token: str | None, idle_seconds: float, max_body_bytes: int) -> None:
+        self.engine, self.token, self.max_body_bytes = engine, token, max_body_bytes
+        self.lease = Lease(idle_seconds)
+        self.calls = CallLog()
+        self.turn = asyncio.Lock()
+        """Held by the call that runs."""
+        self.thread = ThreadPoolExecutor(1, "train")
+        """Everything that touches the model runs here: torch's settings are by thread."""
+
+    def authorize(self, request: Request) -> None:
+        """Refuse a call that is not from our client, or not from one that knows the token."""
+        given = request.headers.get("authorization", "")
+        if self.token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            raise protocol.Unauthorized(
+                "The train service needs its bearer token. Set the one that the server was started with."
+            )
+        if (spoken := request.headers.get(protocol.PROTOCOL_HEADER)) != protocol.PROTOCOL:
+            raise ConfigError(
+                f"The header {protocol.PROTOCOL_HEADER} is {spoken!r}, this server speaks {protocol.PROTOCOL!r}. Run the same "
+                "version of roundhouse on both sides."
+            )
+
+    async def open(self, request: Request) -> Response:
+        asked = protocol.parse(protocol.OpenSession, await self._read(request))
+        async with self.turn:
+            session = self.lease.open(asked.owner, time.monotonic())
+            self.calls = CallLog()
+            await self._on_thread(lambda: self.engine.begin(asked.config, asked.temperature))
+        logger.info("session of %s", asked.owner)
+        return _json(protocol.SessionOpened(session=session.token, idle_seconds=self.lease.idle_seconds))
+
+    async def close(self, request: Request) -> Response:
+        async with self.turn:
+            self._require_session(request)
+            self.lease.close(request.headers[protocol.SESSION_HEADER])
+            await self._on_thread(self.engine.end)
+        return Response(status_code=204)
+
+    async def read(self, request: Request, verb: str) -> Response:
+        """A call that changes nothing."""
+        self._require_session(request)
+        body = await self._read(request)
+        async with self.turn:
+            self._require_session(request)
+            answer = await self._on_thread(lambda: self.engine.answer(verb, body))
+            self._require_session(request)  # a call may have taken longer than the lease allows silence
+            return _response(answer)
+
+    async def change(self, request: Request, verb: str) -> Response:
+        """A call that changes something: once, or its recorded answer."""
+        self._require_session(request)
+        number, body = _number(request), await self._read(request)
+        async with self.turn:
+            self._require_session(request)
+            answer = self.calls.admit(number, verb, body)
+            if answer is None:
+                answer = await self._on_thread(lambda: self.engine.answer(verb, body))
+                self.calls.record(number, verb, body, answer)
+            self._require_session(request)
+            return _response(answer)
+
+    async def missing(self, request: Request) -> Response:
+        self._require_session(request)
+        asked = protocol.parse(protocol.FileList, await self._read(request))
+        return JSONResponse(self.engine.shelf.missing(asked.files))
+
+    async def put_blob(self, request: Request, sha256: str, size: int) -> Response:
+        self._require_session(request)
+        await self.engine.shelf.receive(sha256, size, request.stream())
+        self._require_session(request)
+        return Response(status_code=204)
+
+    async def get_blob(self, request: Request, sha256: str) -> Response:
+        self._require_session(request)
+        if (path := self.engine.shelf.find(sha256)) is None:
+            raise DataError(f"There is no file {sha256!r}. Save the checkpoint again.")
+        return FileResponse(path, media_type="application/octet-stream")
+
+    def _require_session(self, request: Request) -> None:
+        self.lease.require(request.headers.get(protocol.SESSION_HEADER, ""), time.monotonic())
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, up to the limit."""
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_body_bytes:
+                raise DataError(
+                    f"The request is larger than {self.max_body_bytes} bytes. Raise train.updates, or start the server with a "
+                    "larger --max-body-mib."
+                )
+        return bytes(body)
+
+    async def _on_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+
+def build_app(service: Service) -> FastAPI:
+    """The routes of `protocol`."""
+    app = FastAPI(title="roundhouse train service", openapi_url=None)
+
+    @app.middleware("http")
+    async def border(request: Request, forward: Callable[[Request], Awaitable[Response]]) -> Response:
+        try:
+            if request.url.path != "/health":
+                service.authorize(request)
+            return await forward(request)
+        except RoundhouseError as error:
+            return _response(protocol.refusal(error))
+
+    @app.exception_handler(RoundhouseError)
+    async def refused(request: Request, error: RoundhouseError) -> Response:
+        return _response(protocol.refusal(error))
+
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/v1/session", service.open, methods=["POST"])
+    app.add_api_route("/v1/session", service.close, methods=["DELETE"])
+    app.add_api_route("/v1/missing", service.missing, methods=["POST"])
+    app.add_api_route("/v1/blobs/{sha256}", service.put_blob, methods=["PUT"])
+    app.add_api_route("/v1/blobs/{sha256}", service.get_blob, methods=["GET"])
+    for verb in protocol.READING:
+        app.add_api_route(f"/v1/{verb}", _route(service.read, verb), methods=["POST"])
+    for verb in protocol.CHANGING:
+        app.add_api_route(f"/v1/{verb}", _route(service.change, verb), methods=["POST"])
+    return app
+
+
+def _route(work: Callable[[Request, str], Awaitable[Response]], verb: str) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return await work(request, verb)
+
+    return route
+
+
+async def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+def _json(value: BaseModel) -> Response:
+    return Response(value.model_dump_json(), media_type="application/json")
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, media_type=answer.media_type)
+
+
+def _number(request: Request) -> int:
+    given = request.headers.get(protocol.NUMBER_HEADER, "")
+    if not given.isdecimal() or len(given) > 18:
+        raise DataError(
+            f"The header {protocol.NUMBER_HEADER} is {given[:40]!r}; a call that changes something has a number."
+        )
+    return int(given)
+
+
+def require_token_beyond_loopback(host: str, token: str | None) -> None:
+    """Refuse to listen for others without a token."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback and token is None:
+        raise ConfigError(
+            f"--host {host} can be reached by others, and there is no token. Set {TOKEN_VARIABLE} or --token-file, or "
+            "listen on 127.0.0.1."
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.server", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory: the architecture served")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8500)
+    parser.add_argument("--token-file", help=f"bearer token; else the variable {TOKEN_VARIABLE}")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 takes half of the cores")
+    parser.add_argument(
+        "--idle-seconds", type=float, default=3600, help="silence after which another run may take over"
+    )
+    parser.add_argument("--max-body-mib", type=int, default=1024, help="largest request, but for files of checkpoints")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
+    try:
+        token = read_token(TOKEN_VARIABLE, options.token_file)
+        require_token_beyond_loopback(options.host, token)
+        machine = TrainConfig(device=options.device, threads=options.threads)
+        with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
+            engine = ServedEngine(options.model, machine, Path(scratch))
+            service = Service(
+                engine, token=token, idle_seconds=options.idle_seconds, max_body_bytes=options.max_body_mib << 20
+            )
+            uvicorn.run(build_app(service), host=options.host, port=options.port, log_level="warning")
+    except RoundhouseError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

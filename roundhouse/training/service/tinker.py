@@ -1,0 +1,243 @@
+"""The train service's verbs on the Tinker API (thinkingmachines.ai), by its public SDK. Weights and optimizer stay there.
+
+Invariant: only what Tinker computes exactly as the in-process engine would is sent (`tinker_loss`); a checkpoint is a pointer
+to weights that Tinker keeps, with the cursor beside it:
+
+    tinker.json           {"base_model": "Qwen/Qwen3-8B", "lora_rank": 32}                          a start
+    tinker.json           {…, "weights": "tinker://…/weights/iteration-000012"}                     a checkpoint
+    trainer/state.json    the cursor
+
+There is no Hugging Face directory, so vLLM cannot serve such a checkpoint from here; Tinker samples from it. Another provider
+that speaks the same REST API is reached by `base_url` and its credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tinker
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tinker import types
+
+from roundhouse.config.models import OptimizerConfig
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.training.checkpoint import TRAINER_DIRECTORY, Cursor, load_cursor, save_cursor
+from roundhouse.training.service.tinker_loss import PlainDatum, TinkerLoss, loss_value, scoring, translate
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+
+POINTER_FILE = "tinker.json"
+GRAD_NORM = "unclipped_grad_l2:mean"
+"""Tinker's name of the gradient norm among the metrics of an optimizer step."""
+
+
+class TinkerPointer(BaseModel):
+    """`tinker.json`: which weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_model: str
+    lora_rank: int = 32
+    seed: int = 0
+    """Of the LoRA matrices' start."""
+    weights: str | None = None
+    """`tinker://` path; None is the base model with a new adapter."""
+
+
+class TinkerTrainService:
+    """The verbs of `verbs.TrainService` on a LoRA model at Tinker.
+
+    Args:
+        optimizer: AdamW's constants; Tinker takes them with every step.
+        facts: of the base model; Tinker does not tell them.
+        run: a name for checkpoints, unique among the account's runs.
+        base_url, api_key: unset, the SDK's own environment variables hold.
+        timeout_seconds: time limit of one request, its wait in Tinker's queue included.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig,
+        facts: ModelFacts,
+        *,
+        run: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout_seconds: float = 3600,
+    ) -> None:
+        self.optimizer, self.run, self.timeout_seconds = optimizer, run, timeout_seconds
+        self._model_facts = facts
+        with _as_ours("open a session"):
+            self._service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+        self._client: tinker.TrainingClient | None = None
+        self._pointer: TinkerPointer | None = None
+        self._has_gradient = False
+
+    def facts(self) -> ModelFacts:
+        return self._model_facts
+
+    def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
+        _require_policy(role)
+        loss = scoring(batch)
+        output = self._result("forward", lambda: self._held().forward(_sdk(loss.datums), loss.name))
+        return _log_probs(output, batch)
+
+    def forward_backward(self, batch: LossBatch) -> Gradient:
+        translate(batch, np.zeros_like(batch.scale))  # refused before anything is computed
+        old = self.forward(batch.tokens) if batch.old_logprobs is None else batch.old_logprobs
+        loss = translate(batch, old)
+        call: Callable[[], Any] = lambda: self._held().forward_backward(  # noqa: E731
+            _sdk(loss.datums), loss.name, loss.config or None
+        )
+        log_probs = _log_probs(self._result("forward_backward", call), batch.tokens)
+        self._has_gradient = True
+        return self._gradient(loss, log_probs, batch.tokens)
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
+        if not self._has_gradient:
+            raise DataError("optim_step has no gradient to apply: call forward_backward first.")
+        config = self.optimizer
+        params = types.AdamParams(
+            learning_rate=learning_rate,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=max_grad_norm,
+        )
+        answer = self._result("optim_step", lambda: self._held().optim_step(params))
+        self._has_gradient = False
+        return Applied(grad_norm=(answer.metrics or {}).get(GRAD_NORM))
+
+    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
+        assert self._pointer is not None or self._held()
+        name = f"{self.run}-iteration-{cursor.iteration or 0:06d}"
+        answer = self._result("save_state", lambda: self._held().save_state(name, overwrite=True))
+        state = directory / TRAINER_DIRECTORY
+        state.mkdir(parents=True, exist_ok=True)
+        assert self._pointer is not None
+        pointer = self._pointer.model_copy(update={"weights": answer.path})
+        (directory / POINTER_FILE).write_text(pointer.model_dump_json(indent=2) + "\n")
+        save_cursor(cursor, state)
+
+    def load_checkpoint(
+        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+    ) -> Cursor:
+        _require_policy(role)
+        pointer = read_pointer(directory)
+        if self._pointer is not None and pointer.base_model != self._pointer.base_model:
+            raise DataError(
+                f"The checkpoint in {directory} is of another architecture: its base model is {pointer.base_model}, the loaded "
+                f"one {self._pointer.base_model}."
+            )
+        cursor = Cursor() if trainer_state is None else load_cursor(trainer_state)
+        with _as_ours("load weights"):
+            self._client = self._created(pointer, with_optimizer=trainer_state is not None)
+        self._pointer, self._has_gradient = pointer, False
+        return cursor
+
+    def close(self) -> None:
+        self._client = None
+        with _as_ours("close the session"):
+            self._service.close("success").result(self.timeout_seconds)
+
+    def _created(self, pointer: TinkerPointer, *, with_optimizer: bool) -> tinker.TrainingClient:
+        service = self._service
+        if pointer.weights is None:
+            future: Any = service.create_lora_training_client(
+                pointer.base_model, rank=pointer.lora_rank, seed=pointer.seed
+            )
+        elif with_optimizer:
+            future = service.create_training_client_from_state_with_optimizer(pointer.weights)
+        else:
+            future = service.create_training_client_from_state(pointer.weights)
+        return future.result(self.timeout_seconds)
+
+    def _gradient(self, loss: TinkerLoss, log_probs: np.ndarray, batch: TokenBatch) -> Gradient:
+        value = loss_value(loss, log_probs, batch)
+        tokens = sum(len(datum.tokens) for datum in loss.datums)
+        return Gradient(
+            loss=value,
+            policy_loss=0.0 if loss.name == "cross_entropy" else value,
+            log_probs=log_probs,
+            shares={},
+            microbatches=1,
+            real_tokens=tokens,
+            positions=tokens,
+        )
+
+    def _held(self) -> tinker.TrainingClient:
+        if self._client is None:
+            raise DataError("No policy was loaded: call load_checkpoint first.")
+        return self._client
+
+    def _result(self, verb: str, call: Callable[[], Any]) -> Any:
+        with _as_ours(verb):
+            return call().result(self.timeout_seconds)
+
+
+def read_pointer(directory: Path) -> TinkerPointer:
+    """`tinker.json`.
+
+    Raises:
+        ConfigError: it is missing or not valid.
+    """
+    path = directory / POINTER_FILE
+    try:
+        return TinkerPointer.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f'{path} cannot be read: {error}. The Tinker API begins from a file {{"base_model": …}}, not from weights.'
+        ) from error
+
+
+def _require_policy(role: Role) -> None:
+    if role is not Role.POLICY:
+        raise ConfigError(
+            f"The Tinker client holds no {role}. Set train.algorithm.kl_coefficient to 0, or use another train.service.kind."
+        )
+
+
+def _sdk(datums: list[PlainDatum]) -> list[types.Datum]:
+    return [
+        types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=_tensors(datum))
+        for datum in datums
+    ]
+
+
+def _tensors(datum: PlainDatum) -> dict[str, types.TensorData]:
+    return {name: types.TensorData.from_numpy(values) for name, values in datum.loss_inputs.items()}
+
+
+def _log_probs(output: types.ForwardBackwardOutput, batch: TokenBatch) -> np.ndarray:
+    """[T] log-probabilities of the predicted tokens."""
+    log_probs = np.zeros(len(batch.token_ids), dtype=np.float32)
+    if len(output.loss_fn_outputs) != len(batch):
+        raise InfraError(f"Tinker answered {len(output.loss_fn_outputs)} sequences for {len(batch)}.")
+    for index, answer in enumerate(output.loss_fn_outputs):
+        start, stop = batch.offsets[index] + 1, batch.offsets[index + 1]
+        values = answer["logprobs"].to_numpy()
+        if values.shape != (stop - start,):
+            raise InfraError(f"Tinker answered log-probabilities of shape {values.shape} for {stop - start} targets.")
+        log_probs[start:stop] = np.where(batch.predicted[start:stop], values, 0)
+    return log_probs
+
+
+@contextmanager
+def _as_ours(verb: str) -> Iterator[None]:
+    """The SDK's errors, as the kinds that decide about a retry."""
+    try:
+        yield
+    except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
+        raise ConfigError(f"Tinker refuses the credentials ({verb}): {error}. Set TINKER_API_KEY.") from error
+    except (tinker.BadRequestError, tinker.UnprocessableEntityError, tinker.NotFoundError) as error:
+        raise DataError(f"Tinker refuses {verb}: {error}") from error
+    except tinker.RequestFailedError as error:
+        kind = DataError if error.category == types.RequestErrorCategory.User else InfraError
+        raise kind(f"Tinker failed at {verb}: {error}") from error
+    except (tinker.TinkerError, FutureTimeoutError, ConnectionError) as error:
+        raise InfraError(f"Tinker did not complete {verb}: {error!r}") from error

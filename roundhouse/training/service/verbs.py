@@ -1,0 +1,192 @@
+"""The verbs of a train service, and the data that goes through them.
+
+Invariant: a request says everything its answer depends on, beside the weights, and consists of flat arrays and JSON values
+only: no tensor, no module, nothing that would need pickle. So the same driver trains in its own process, in a Ray actor, in
+a process of its own or over a network, and on one machine all of them give the same bits.
+
+    load_checkpoint ─> ( forward* ─> ( forward_backward+ ─> optim_step )* ─> save_checkpoint )*
+
+Gradients add up over the calls of `forward_backward` until `optim_step` applies them. Each token's `scale` is computed by the
+driver from the counts of the whole update, so it does not matter how an update is cut into calls, microbatches or ranks.
+
+Notation: S sequences with T tokens in all, held flat; sequence s owns `offsets[s]:offsets[s + 1]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from roundhouse.errors import DataError
+from roundhouse.training.algorithm import LossSettings, TokenColumns
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.metrics import Share
+
+
+class Role(StrEnum):
+    """Which of the service's models is meant."""
+
+    POLICY = "policy"
+    """The one that learns."""
+    REFERENCE = "reference"
+    """The frozen one of the KL term."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Sequences, and which of their tokens are predicted. Each sequence has at least one such token, never its first."""
+
+    offsets: np.ndarray
+    """[S + 1] int64."""
+    token_ids: np.ndarray
+    """[T] int32."""
+    predicted: np.ndarray
+    """[T] bool: the tokens whose log-probability is asked for."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def of(cls, sequences: TrainingSequences, indices: list[int], predicted: np.ndarray) -> TokenBatch:
+        """The sequences with these indices, in this order; `predicted` [T] is over all of `sequences`."""
+        chosen = token_positions(sequences, indices)
+        lengths = sequences.lengths[indices]
+        return cls(
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            token_ids=sequences.token_ids[chosen],
+            predicted=predicted[chosen],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """An update, or a part of one: sequences with all that the token loss needs. Arrays are [T] float32."""
+
+    tokens: TokenBatch
+    columns: TokenColumns
+    gen_logprobs: np.ndarray
+    """The engine's, from when the token was sampled."""
+    scale: np.ndarray
+    """Factor that makes the update's sum of token losses a mean (`loss.sequence_scale`)."""
+    loss: LossSettings
+    old_logprobs: np.ndarray | None = None
+    """The trainer's before the first update. None: those of this very forward pass, which saves one."""
+    ref_logprobs: np.ndarray | None = None
+    """The reference's; None without a KL term."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What `forward_backward` tells of the gradient that it added."""
+
+    loss: float
+    policy_loss: float
+    log_probs: np.ndarray
+    """[T] float32, under the weights as they are; 0 where not predicted."""
+    shares: dict[str, Share]
+    """Sums of the token metrics, by the names of `metrics.METRICS`."""
+    microbatches: int
+    real_tokens: int
+    positions: int
+    """Forward and backward passes, the tokens in them, and those with padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What `optim_step` did."""
+
+    grad_norm: float | None
+    """Before clipping. When it is not finite the step was not applied. None: the service does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a driver has to know of the policy to refuse sequences that do not fit."""
+
+    vocabulary: int
+    """Token ids stay below it."""
+    positions: int | None
+    """Longest sequence; None when the model sets no limit."""
+
+
+class TrainService(Protocol):
+    """Weights and an optimizer, somewhere.
+
+    Every verb raises `InfraError` when the service cannot be reached or lost its state: whether it did its work is then
+    unknown, and the caller begins again from a checkpoint. `DataError` means that the request itself was refused.
+    """
+
+    def facts(self) -> ModelFacts:
+        """Of the loaded policy."""
+        ...
+
+    def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
+        """[T] float32 log-probabilities of the predicted tokens, 0 elsewhere."""
+        ...
+
+    def forward_backward(self, batch: LossBatch) -> Gradient:
+        """Add the batch's gradient. When the loss is not finite, every gradient added so far is dropped."""
+        ...
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
+        """Clip the gradient to the norm and apply it; it is dropped unapplied when its norm is not finite.
+
+        Raises:
+            DataError: there is no gradient.
+        """
+        ...
+
+    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
+        """Write the Hugging Face directory, and optimizer and cursor under `trainer/`, on the caller's machine."""
+        ...
+
+    def load_checkpoint(
+        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+    ) -> Cursor:
+        """Take weights, and the optimizer's state and the cursor from `trainer_state`; None begins both anew.
+
+        The directories are the caller's and may be deleted once this returns. Gradients are dropped.
+
+        Raises:
+            ConfigError: a directory is missing, or the model does not work with the configuration.
+            DataError: files are damaged, or of another architecture than the model that they replace.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the service holds for this caller. Closing twice is allowed."""
+        ...
+
+
+def token_positions(sequences: TrainingSequences, indices: list[int]) -> np.ndarray:
+    """Where the tokens of these sequences stand in the token arrays, one sequence after the other."""
+    starts, lengths = sequences.offsets[indices], sequences.lengths[indices]
+    begins = np.cumsum(lengths) - lengths
+    return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))
+
+
+def check_fits(facts: ModelFacts, sequences: TrainingSequences) -> None:
+    """Refuse sequences that the model cannot take.
+
+    Raises:
+        DataError: a token id is outside the vocabulary, or a sequence is longer than the model's positions.
+    """
+    highest = int(sequences.token_ids.max())
+    if highest >= facts.vocabulary:
+        owner = sequences.sequence_ids[sequences.sequence_of_token[int(sequences.token_ids.argmax())]]
+        raise DataError(
+            f"sequence {owner!r} has token id {highest}, but the model's vocabulary ends at {facts.vocabulary - 1}: the "
+            "sequences were generated by another model."
+        )
+    longest = int(sequences.lengths.max())
+    if facts.positions is not None and longest > facts.positions:
+        owner = sequences.sequence_ids[int(sequences.lengths.argmax())]
+        raise DataError(
+            f"sequence {owner!r} has {longest} tokens, but the model has {facts.positions} positions. Lower "
+            "rollout.max_tokens."
+        )

@@ -1,0 +1,161 @@
+"""The data of the verbs as bytes: one safetensors file, arrays by field name, everything else as JSON in its header.
+
+Invariant: `unpack(kind, pack(value))` equals `value`, bit for bit in every array, and `unpack` accepts nothing that the
+engine could not work on: each field is there with its type, no other field is, and the arrays fit each other.
+
+    LossBatch   tokens.offsets  tokens.token_ids  tokens.predicted  columns.advantages  …  gen_logprobs  scale
+                header: {"loss": {"clip_low": 0.2, …}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from roundhouse.errors import DataError
+from roundhouse.training.service.verbs import Gradient, LossBatch, TokenBatch
+
+T = TypeVar("T")
+
+_HEADER = "roundhouse"
+_DTYPES = {"offsets": np.int64, "token_ids": np.int32, "predicted": np.bool_}
+"""By field name; every other array is float32."""
+
+
+def pack(value: Any) -> bytes:
+    """One of the data types of `verbs`."""
+    arrays: dict[str, np.ndarray] = {}
+    header: dict[str, Any] = {}
+    _take_apart(value, "", arrays, header)
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, {_HEADER: json.dumps(header)})
+
+
+def unpack(kind: type[T], body: bytes) -> T:
+    """The inverse of `pack`.
+
+    Raises:
+        DataError: the body is not such a value.
+    """
+    try:
+        arrays = load(body)
+        size = int.from_bytes(body[:8], "little")
+        header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"][_HEADER])
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"The body is no {kind.__name__}: {error!r}.") from error
+    if not isinstance(header, dict):
+        raise DataError(f"The body is no {kind.__name__}: its header is a {type(header).__name__}.")
+    value = _put_together(kind, "", arrays, header)
+    if arrays or header:
+        raise DataError(
+            f"The body has fields that {kind.__name__} does not: {', '.join(sorted([*arrays, *header]))}. Run the same version "
+            "of roundhouse on both sides."
+        )
+    _check(value)
+    return value
+
+
+def _take_apart(value: Any, prefix: str, arrays: dict[str, np.ndarray], header: dict[str, Any]) -> None:
+    for field in fields(value):
+        held, name = getattr(value, field.name), prefix + field.name
+        if isinstance(held, np.ndarray):
+            arrays[name] = held
+        elif _has_arrays(type(held)):
+            _take_apart(held, f"{name}.", arrays, header)
+        elif held is not None:
+            header[name] = TypeAdapter(_hints(type(value))[field.name]).dump_python(held, mode="json")
+
+
+def _put_together(kind: type[T], prefix: str, arrays: dict[str, np.ndarray], header: dict[str, Any]) -> T:
+    values: dict[str, Any] = {}
+    for name, hint in _hints(kind).items():
+        full = prefix + name
+        if _has_arrays(hint):
+            values[name] = _put_together(hint, f"{full}.", arrays, header)
+        elif full in arrays:
+            values[name] = _array(full, arrays.pop(full), _DTYPES.get(name, np.float32))
+        elif full in header:
+            values[name] = _json(full, hint, header.pop(full))
+        elif type(None) in getattr(hint, "__args__", ()):
+            values[name] = None
+        else:
+            raise DataError(f"The body has no {full}, which {kind.__name__} needs.")
+    return kind(**values)
+
+
+def _array(name: str, values: np.ndarray, dtype: type) -> np.ndarray:
+    if values.ndim != 1 or values.dtype != dtype:
+        raise DataError(
+            f"{name} is {values.dtype} of shape {values.shape}, it has to be {np.dtype(dtype)} of one dimension."
+        )
+    return values
+
+
+def _json(name: str, hint: Any, value: Any) -> Any:
+    if is_dataclass(hint) and isinstance(value, Mapping):
+        known = {field.name for field in fields(hint)}
+        if unknown := sorted(set(value) ^ known):
+            raise DataError(
+                f"{name} differs in {', '.join(unknown)} from what is known here. Run the same version of roundhouse on both "
+                "sides."
+            )
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise DataError(f"{name} is not valid: {error}") from error
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _has_arrays(kind: Any) -> bool:
+    return is_dataclass(kind) and isinstance(kind, type) and any(_is_array(hint) for hint in _hints(kind).values())
+
+
+def _is_array(hint: Any) -> bool:
+    return hint is np.ndarray or np.ndarray in getattr(hint, "__args__", ()) or _has_arrays(hint)
+
+
+def _check(value: Any) -> None:
+    if isinstance(value, TokenBatch):
+        _check_tokens(value)
+    elif isinstance(value, LossBatch):
+        _check_tokens(value.tokens)
+        length = len(value.tokens.token_ids)
+        for name, array in _arrays_of(value):
+            if name not in _DTYPES and len(array) != length:
+                raise DataError(f"{name} has {len(array)} values for {length} tokens. They must be equally long.")
+            if name not in _DTYPES and not np.isfinite(array).all():
+                raise DataError(f"{name} holds a value that is not finite.")
+    elif isinstance(value, Gradient) and value.log_probs.ndim != 1:
+        raise DataError(f"log_probs has the shape {value.log_probs.shape}.")
+
+
+def _arrays_of(value: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for field in fields(value):
+        held = getattr(value, field.name)
+        if isinstance(held, np.ndarray):
+            yield field.name, held
+        elif _has_arrays(type(held)):
+            yield from _arrays_of(held)
+
+
+def _check_tokens(batch: TokenBatch) -> None:
+    offsets, length = batch.offsets, len(batch.token_ids)
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != length or (np.diff(offsets) < 1).any():
+        raise DataError(f"offsets do not cut {length} tokens into sequences of at least one token.")
+    if len(batch.predicted) != length:
+        raise DataError(f"predicted has {len(batch.predicted)} values for {length} tokens. They must be equally long.")
+    if batch.predicted[offsets[:-1]].any():
+        raise DataError("predicted holds the first token of a sequence, which nothing predicts.")
+    if not np.logical_or.reduceat(batch.predicted, offsets[:-1]).all():
+        raise DataError("A sequence has no predicted token.")
+    if (batch.token_ids < 0).any():
+        raise DataError("token_ids holds a negative id.")

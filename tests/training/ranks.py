@@ -1,0 +1,55 @@
+"""What `torchrun` starts in tests: every rank trains the cases of a JSON file, rank 0 writes what came of them.
+
+    torchrun --nproc-per-node 2 tests/training/ranks.py cases.json
+
+A case: name, model, state (or null), reference (or null), config, batches (groups, size, seed of each), first (iteration).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.training.parallel import Ranks, join, leave
+from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.trainer import Trainer
+from tests.training.tiny import sequences
+
+
+def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train the case and save it under its name; its metrics, step by step, and the sharded class of its parameters."""
+    config = TrainConfig.model_validate(case["config"])
+    trainer = Trainer.over(
+        TrainEngine(config, ranks=ranks, temperature=0.9),
+        Path(case["model"]),
+        config,
+        trainer_state=case["state"] and Path(case["state"]),
+        reference_dir=case["reference"] and Path(case["reference"]),
+        seed=3,
+    )
+    metrics = []
+    for iteration, (groups, size, seed) in enumerate(case["batches"], case["first"]):
+        metrics.append(trainer.step(sequences(groups, size, seed=seed), iteration).metrics)
+    trainer.save(out / case["name"])
+    parameter = next(trainer.model.parameters())
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return {"metrics": metrics, "local": local.numel(), "whole": parameter.numel()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec = Path(sys.argv[1])
+    ranks = join("cpu")
+    found = {case["name"]: train(case, spec.parent, ranks) for case in json.loads(spec.read_text())}
+    if ranks.leads:
+        (spec.parent / "found.json").write_text(json.dumps(found))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A real server of the train service in a thread, on a port of the system's choice."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.training.service.served import ServedEngine
+from roundhouse.training.service.server import Service, build_app
+
+
+def free_port() -> int:
+    """For a server that is to come back at its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def listening(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """Serve the app; yields its URL. Leaving ends the server."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+def make_service(
+    model: Path, scratch: Path, *, token: str | None = None, idle_seconds: float = 60, max_body_bytes: int = 1 << 24
+) -> Service:
+    machine = TrainConfig(device="cpu", threads=1)
+    engine = ServedEngine(model, machine, scratch)
+    return Service(engine, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
+
+
+@contextmanager
+def train_server(model: Path, scratch: Path, *, port: int = 0, **options: object) -> Iterator[str]:
+    with listening(build_app(make_service(model, scratch, **options)), port) as url:  # type: ignore[arg-type]
+        yield url

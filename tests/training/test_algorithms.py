@@ -1,0 +1,381 @@
+"""The columns of each algorithm, with the arithmetic written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from roundhouse.config.algorithms import GRPO, AlgorithmConfig
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.objectives import AdaptiveKL, OverlongShaping, Scaling
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.training.algorithm import Evidence, Stamp, build_algorithm, check_columns
+from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.groups import Groups
+from roundhouse.training.kl import next_coefficient, to_go
+from roundhouse.training.shaping import overlong_penalties, scale
+
+ONE_OF_FOUR = [1.0, 0.0, 0.0, 0.0]
+
+
+def batch(rewards: dict[str, list[float]], tokens: int = 2, **columns: list[Any]) -> TrainingSequences:
+    """One sequence a rollout: a prompt token, then `tokens` generated ones. Columns in order of the sequences."""
+    rows = []
+    for group, values in rewards.items():
+        for i, reward in enumerate(values):
+            row = {
+                "sequence_id": f"{group}{i}",
+                "rollout_id": f"{group}{i}",
+                "group_id": group,
+                "token_ids": [1] * (1 + tokens),
+                "loss_mask": [0] + [1] * tokens,
+                "gen_logprobs": [0.0] + [-1.0] * tokens,
+                "policy_version": 0,
+                "reward": reward,
+            }
+            rows.append(row | {name: values[len(rows)] for name, values in columns.items()})
+    return TrainingSequences.from_records(rows)
+
+
+def stamp(sequences: TrainingSequences, evidence: Evidence = Evidence(), **config: Any) -> Stamp:
+    section = TypeAdapter(AlgorithmConfig).validate_python(config)
+    found = build_algorithm(section).stamp(sequences, evidence)
+    check_columns(found.columns, sequences, "test")
+    return found
+
+
+def advantages(sequences: TrainingSequences, **config: Any) -> list[float]:
+    return stamp(sequences, **config).sequence_columns["advantage"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # mean 1/4, sample std sqrt((9/16 + 3/16) / 3) = 1/2
+        ({"kind": "grpo"}, [1.5, -0.5, -0.5, -0.5]),
+        ({"kind": "dapo"}, [1.5, -0.5, -0.5, -0.5]),  # rewards 1 -1 -1 -1: mean -1/2, std 1, (1 + 1/2) / 1
+        ({"kind": "gspo"}, [1.5, -0.5, -0.5, -0.5]),
+        ({"kind": "cispo"}, [1.5, -0.5, -0.5, -0.5]),
+        ({"kind": "dr_grpo"}, [0.75, -0.25, -0.25, -0.25]),
+        # the others' means: 0 and 1/3
+        ({"kind": "rloo"}, [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        ({"kind": "grpo", "leave_one_out": True}, [2.0, -2 / 3, -2 / 3, -2 / 3]),
+        # mean 1/4 off, then zero mean already, variance (9/16 + 3/16) / 4 = 3/16, its root 0.433
+        ({"kind": "reinforce_plus_plus", "kl_coefficient": 0}, [0.75 / 0.4330127, *[-0.25 / 0.4330127] * 3]),
+        ({"kind": "reinforce_plus_plus", "kl_coefficient": 0, "normalize_batch": False}, [0.75, -0.25, -0.25, -0.25]),
+    ],
+    ids=str,
+)
+def test_one_right_answer_among_four(config: dict[str, Any], expected: list[float]) -> None:
+    np.testing.assert_allclose(advantages(batch({"g": ONE_OF_FOUR}), **config), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"])
+def test_the_right_answer_among_wrong_ones_is_kept_by_every_group_algorithm(kind: str) -> None:
+    """A spread taken over the others of the group would be 0 for it alone, and filter out the one that matters."""
+    found = stamp(batch({"g": ONE_OF_FOUR}), kind=kind)
+    assert found.columns.trained.tolist() == [False, True, True] * 4
+    assert found.sequence_columns["advantage"][0] > 0
+
+
+def test_a_pair_under_leave_one_out_is_normalised_and_has_spread() -> None:
+    """With n - 1 = 1 others, a spread over them would divide by zero."""
+    found = advantages(batch({"g": [1.0, 0.0]}), kind="grpo", leave_one_out=True)
+    np.testing.assert_allclose(found, [math.sqrt(2), -math.sqrt(2)], rtol=1e-5)  # ±1 by the group's std 1/sqrt(2)
+
+
+def test_two_groups_of_the_same_prompt_stay_two() -> None:
+    np.testing.assert_allclose(
+        advantages(batch({"g": [1.0, 0.0], "h": [1.0, 1.0]}), kind="dr_grpo"), [0.5, -0.5, 0.0, 0.0]
+    )
+
+
+def test_dapo_masks_truncated_rollouts_but_counts_them_in_the_baseline() -> None:
+    sequences = batch({"g": [1.0, 0.0, 0.0, 1.0]}, truncated=[False, False, True, False])
+    found = stamp(sequences, kind="dapo")
+    np.testing.assert_allclose(
+        found.sequence_columns["advantage"], np.array([1, -1, -1, 1]) / math.sqrt(4 / 3), rtol=1e-5
+    )
+    assert found.columns.policy_weights.reshape(4, 3)[:, 1].tolist() == [1, 1, 0, 1]
+    assert found.metrics["num_truncated_masked"] == 1
+
+
+def test_gdpo_adds_up_advantages_that_were_normalised_one_component_at_a_time() -> None:
+    """Components a: 1 0, and b: 0 100. GRPO would see 1 100 and forget a; here each is ±1/sqrt(2) and they cancel."""
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 100.0}]
+    pair = batch({"g": [1.0, 100.0]}, reward_components=parts)
+    unnormalised = advantages(pair, kind="gdpo", normalize_batch=False)
+    np.testing.assert_allclose(unnormalised, [0.0, 0.0], atol=1e-5)
+    weighted = advantages(pair, kind="gdpo", weights={"a": 3.0, "b": 1.0}, normalize_batch=False)
+    np.testing.assert_allclose(weighted, [2 / math.sqrt(2), -2 / math.sqrt(2)], rtol=1e-4)
+    whole = advantages(pair, kind="gdpo", weights={"a": 3.0, "b": 1.0})
+    np.testing.assert_allclose(whole, [1.0, -1.0], rtol=1e-4)  # zero mean, unit std over the two rollouts
+
+
+def test_gdpo_learns_from_a_group_whose_sum_is_equal_and_parts_are_not() -> None:
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
+    found = stamp(
+        batch({"g": [1.0, 1.0], "h": [2.0, 2.0]}, reward_components=parts), kind="gdpo", weights={"a": 2, "b": 1}
+    )
+    assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [True, True, False, False]
+    assert found.sequence_columns["advantage"][0] > 0 > found.sequence_columns["advantage"][1]
+
+
+def test_gdpo_refuses_rollouts_without_a_component() -> None:
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0}]
+    with pytest.raises(DataError, match=r"'g1' has no finite reward component 'b' \(1 of 2"):
+        advantages(batch({"g": [1.0, 0.0]}, reward_components=parts), kind="gdpo")
+    with pytest.raises(DataError, match="component 'c'"):
+        advantages(batch({"g": [1.0, 0.0]}, reward_components=parts), kind="gdpo", weights={"a": 1, "c": 1})
+    with pytest.raises(DataError, match="two or more reward components, but the rollouts have none"):
+        advantages(batch({"g": [1.0, 0.0]}), kind="gdpo")
+
+
+def test_reinforce_plus_plus_pays_each_token_for_the_kl_that_comes_after_it() -> None:
+    """k1 of the two tokens: 0.3 and 0.1, coefficient 2: returns 1 - 0.8 and 1 - 0.2, and for the other rollout 0."""
+    sequences = batch({"g": [1.0], "h": [0.0]})
+    old = np.array([0, -1.0, -1.0, 0, -1.0, -1.0], dtype=np.float32)
+    ref = np.array([0, -1.3, -1.1, 0, -1.0, -1.0], dtype=np.float32)
+    config = {"kind": "reinforce_plus_plus", "minus_baseline": False, "kl_coefficient": 2.0}
+    found = stamp(sequences, Evidence(old, ref), **config, normalize_batch=False)
+    np.testing.assert_allclose(found.columns.advantages, [0, 0.2, 0.8, 0, 0, 0], atol=1e-6)
+    assert found.metrics["kl_penalty"] == pytest.approx(0.1)  # (0.3 + 0.1 + 0 + 0) / 4
+    assert not found.columns.reference_kl_weights.any(), "the KL is in the reward, not in the loss"
+    normal = stamp(sequences, Evidence(old, ref), **config).columns.advantages[sequences.loss_mask]
+    assert normal.mean() == pytest.approx(0, abs=1e-6)
+    assert normal.var() == pytest.approx(1, rel=1e-5)
+
+
+def test_kl_in_the_reward_of_a_group_algorithm_is_the_whole_rollouts() -> None:
+    sequences = batch({"g": [1.0, 0.0]})
+    old = np.array([0, -1.0, -1.0, 0, -1.0, -1.0], dtype=np.float32)
+    ref = np.array([0, -1.3, -1.1, 0, -1.0, -1.0], dtype=np.float32)
+    found = stamp(
+        sequences, Evidence(old, ref), kind="rloo", kl_coefficient=2.0, kl_estimator="k1", kl_placement="reward"
+    )
+    # rewards 1 - 2 * 0.4 = 0.2 and 0
+    np.testing.assert_allclose(found.sequence_columns["advantage"], [0.2, -0.2], atol=1e-6)
+    assert found.metrics["reward"] == 0.5
+    assert found.metrics["reward_shaped"] == pytest.approx(0.1)
+
+
+def test_kl_noise_in_the_reward_gives_no_spread_to_a_group_whose_rewards_are_equal() -> None:
+    sequences = batch({"g": [1.0, 1.0]})
+    old, ref = np.zeros((2, 6), dtype=np.float32)
+    ref[1] = -0.5
+    found = stamp(sequences, Evidence(old, ref), kind="grpo", kl_coefficient=0.1, kl_placement="reward")
+    assert not found.columns.trained.any()
+
+
+def test_distillation_prefers_what_the_teacher_finds_likelier_and_ignores_the_reward() -> None:
+    sequences = batch({"g": [1.0, 1.0]})
+    old = np.array([0, -1.0, -2.0, 0, -1.0, -1.0], dtype=np.float32)
+    teacher = np.array([0, -0.5, -5.0, 0, -1.0, -1.5], dtype=np.float32)
+    found = stamp(sequences, Evidence(old, teacher), kind="distillation", teacher="t")
+    np.testing.assert_allclose(found.columns.advantages, [0, 0.5, -3.0, 0, 0, -0.5], rtol=1e-6)
+    assert found.columns.policy_weights.tolist() == [0, 1, 1, 0, 1, 1]
+    assert found.metrics["teacher_kl"] == pytest.approx((-0.5 + 3 + 0 + 0.5) / 4)
+    clipped = stamp(sequences, Evidence(old, teacher), kind="distillation", teacher="t", advantage_clip=(-1, 1))
+    assert clipped.columns.advantages.min() == -1
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen"),
+    [
+        ({}, [1, 1, 0, 1, 1, 1]),  # the truncated third is never learnt from
+        ({"include_truncated": True}, [1, 1, 1, 1, 1, 1]),
+        ({"select": "threshold", "reward_threshold": 0.5}, [0, 1, 0, 0, 1, 0]),
+        ({"select": "best_of_group"}, [0, 1, 0, 0, 1, 0]),
+        ({"select": "best_of_group", "reward_threshold": 0.6}, [0, 1, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_cross_entropy_learns_from_the_chosen_rollouts_alone(config: dict[str, Any], chosen: list[int]) -> None:
+    sequences = batch({"g": [0.0, 1.0, 2.0, 0.4], "h": [0.5, 0.2]}, truncated=[False, False, True, False, False, False])
+    found = stamp(sequences, kind="cross_entropy", **config)
+    assert found.columns.cross_entropy_weights.reshape(6, 3)[:, 1].tolist() == chosen
+    assert not found.columns.policy_weights.any()
+    assert found.metrics["num_selected"] == sum(chosen)
+
+
+def test_of_equals_the_first_is_the_best_of_its_group() -> None:
+    found = stamp(batch({"g": [0.0, 1.0, 1.0]}), kind="cross_entropy", select="best_of_group")
+    assert found.columns.cross_entropy_weights.reshape(3, 3)[:, 1].tolist() == [0, 1, 0]
+
+
+def test_positive_examples_get_cross_entropy_beside_the_policy_term() -> None:
+    found = stamp(batch({"g": [1.0, 0.0], "flat": [1.0, 1.0]}), kind="grpo", positive_nll_weight=0.1)
+    np.testing.assert_allclose(found.columns.cross_entropy_weights.reshape(4, 3)[:, 1], [0.1, 0, 0, 0], rtol=1e-6)
+
+
+def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_its_floor() -> None:
+    shaping = OverlongShaping(max_generated_tokens=100, buffer_tokens=20, penalty=0.5)
+    lengths = np.array([0, 80, 85, 100, 101, 10_000])
+    np.testing.assert_allclose(overlong_penalties(lengths, shaping), [0, 0, -0.125, -0.5, -0.5, -0.5])
+
+
+def test_the_overlong_penalty_looks_at_all_turns_and_sequences_of_a_rollout() -> None:
+    """Rollout a generated 20 tokens in two sequences, the others 10: only a is beyond the limit."""
+    sequences = batch({"g": [1.0, 1.0, 1.0, 0.0]}, tokens=10, rollout_id=["a", "a", "b", "c"])
+    reward = {"overlong": {"max_generated_tokens": 20, "buffer_tokens": 5, "penalty": 0.25}}
+    found = stamp(sequences, kind="dr_grpo", reward=reward)
+    assert found.metrics["reward_shaped"] == pytest.approx((0.75 + 1 + 0) / 3)
+    assert found.metrics["reward"] == pytest.approx(2 / 3)
+
+
+def test_scaling_clamps_and_maps_and_a_truncated_reward_is_multiplied() -> None:
+    np.testing.assert_allclose(scale(np.array([-3, 0, 0.25, 1, 9.0]), Scaling()), [-1, -1, -0.5, 1, 1])
+    sequences = batch({"g": [1.0, 1.0, 0.0]}, truncated=[True, False, False])
+    found = stamp(sequences, kind="dr_grpo", reward={"truncated_factor": 0.0})
+    np.testing.assert_allclose(found.sequence_columns["advantage"], [-1 / 3, 2 / 3, -1 / 3])
+
+
+def test_advantages_are_clipped_to_their_bounds() -> None:
+    np.testing.assert_allclose(
+        advantages(batch({"g": ONE_OF_FOUR}), kind="grpo", advantage_clip=(-0.25, 1.0)), [1.0, -0.25, -0.25, -0.25]
+    )
+
+
+def test_the_controller_moves_towards_its_target_by_at_most_a_fifth_a_horizon() -> None:
+    controller = AdaptiveKL(target=0.1, horizon=1000)
+    assert next_coefficient(0.5, 0.11, 100, controller) == pytest.approx(0.5 * (1 + 0.1 * 0.1))
+    assert next_coefficient(0.5, 9.0, 100, controller) == pytest.approx(0.5 * (1 + 0.2 * 0.1))
+    assert next_coefficient(0.5, 0.0, 100, controller) == pytest.approx(0.5 * (1 - 0.2 * 0.1))
+    assert next_coefficient(0.5, 9.0, 100, None) == 0.5
+    found = stamp(
+        batch({"g": [1.0, 0.0]}), Evidence(kl_coefficient=0.7), kind="grpo", kl_coefficient=0.1, adaptive_kl={}
+    )
+    assert found.columns.reference_kl_weights.max() == pytest.approx(0.7)
+
+
+def test_a_return_is_what_comes_after_a_token_in_its_own_sequence() -> None:
+    assert to_go(np.array([1.0, 2, 3, 4, 5]), np.array([0, 3, 5])).tolist() == [6, 5, 3, 9, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-1e6, 1e6, allow_nan=False, width=32), min_size=1, max_size=6), min_size=1, max_size=5),
+    st.sampled_from(["grpo", "dr_grpo", "rloo", "dapo", "reinforce_plus_plus", "cross_entropy"]),
+    st.data(),
+)
+def test_whatever_the_rewards_columns_are_finite_and_on_the_mask(
+    rewards: list[list[float]], kind: str, data: st.DataObject
+) -> None:
+    sequences = batch({f"g{i}": values for i, values in enumerate(rewards)}, tokens=data.draw(st.integers(1, 4)))
+    config: dict[str, Any] = {"kl_coefficient": 0} if kind == "reinforce_plus_plus" else {}
+    found = stamp(sequences, kind=kind, **config)  # checks shapes, finiteness and mask
+    groups = Groups.of(sequences)
+    flat = ~groups.of_sequences(groups.has_spread)
+    if kind in ("grpo", "dr_grpo", "rloo", "dapo"):
+        assert not found.columns.trained.reshape(len(sequences), -1)[flat].any()
+        sums = np.bincount(groups.group_of_sequence, found.sequence_columns["advantage"])
+        largest = max(1.0, *(abs(value) for values in rewards for value in values))
+        np.testing.assert_allclose(sums, 0, atol=1e-6 * largest)
+
+
+def test_groups_of_one_are_counted() -> None:
+    assert stamp(batch({"g": [1.0], "h": [1.0, 0.0]}), kind="grpo").metrics["num_groups_of_one"] == 1
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip .3.0. bounds the clipped loss.*Unset dual_clip"),
+    ({"kind": "cispo", "importance_ratio": "sequence"}, "no meaning with policy_loss cispo"),
+    ({"kind": "cispo", "importance_ratio": "on_policy"}, "no meaning with policy_loss cispo"),
+    ({"kind": "cispo", "loss_aggregation": "sequence"}, "Set loss_aggregation to token"),
+    ({"kind": "cispo", "policy_loss": "reinforce"}, "cispo"),
+    ({"kind": "gspo", "loss_aggregation": "token"}, "sequence"),
+    ({"kind": "gspo", "mismatch_correction": "seq-mask-tis"}, "Set mismatch_correction to tis or icepop"),
+    ({"kind": "grpo", "importance_ratio": "sequence"}, "Set loss_aggregation to sequence or rollout"),
+    ({"kind": "grpo", "policy_loss": "reinforce", "dual_clip": 3.0}, "Unset dual_clip"),
+    ({"kind": "grpo", "dual_clip": 0.5}, "greater than 1"),
+    ({"kind": "grpo", "loss_aggregation": "fixed_length"}, "Set both"),
+    ({"kind": "grpo", "fixed_length": 10}, "leave fixed_length unset"),
+    ({"kind": "dr_grpo", "normalize_by_std": True}, "False"),
+    ({"kind": "rloo", "leave_one_out": False}, "True"),
+    ({"kind": "grpo", "mismatch_bounds": [1.1, 2.0]}, "ratio of 1, which must lie inside"),
+    ({"kind": "grpo", "adaptive_kl": {}}, "Set kl_coefficient"),
+    (
+        {"kind": "grpo", "kl_coefficient": 0.1, "kl_placement": "reward", "kl_importance_weighting": True},
+        "Unset one of them",
+    ),
+    ({"kind": "grpo", "advantage_clip": [1, -1]}, "Give the lower bound first"),
+    ({"kind": "gdpo", "weights": {"a": 1.0}}, "needs two or more"),
+    ({"kind": "gdpo", "reward": {"scaling": {}}}, "which kind gdpo does not use"),
+    ({"kind": "cross_entropy", "select": "threshold"}, "reward_threshold is not set"),
+    ({"kind": "cross_entropy", "reward_threshold": 1.0}, "Set select to threshold or best_of_group"),
+    ({"kind": "cross_entropy", "clip_high": 0.3}, "Extra inputs"),
+    ({"kind": "distillation", "teacher": "t", "kl_coefficient": 0.1}, "less than or equal to 0"),
+    ({"kind": "dapo", "reward": {"truncated_factor": 0, "overlong": {"max_generated_tokens": 500}}}, "Unset one"),
+    ({"kind": "dapo", "reward": {"overlong": {"max_generated_tokens": 50}}}, "buffer_tokens .128. is above"),
+    ({"kind": "dapo", "reward": {"scaling": {"source": [1, 1]}}}, "an empty range"),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), REFUSED, ids=[str(config) for config, _ in REFUSED])
+def test_combinations_that_cannot_be_right_are_refused_at_load(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        TypeAdapter(AlgorithmConfig).validate_python(config)
+
+
+def test_a_forced_on_policy_ratio_is_refused_with_several_updates() -> None:
+    algorithm = {"importance_ratio": "on_policy"}
+    with pytest.raises(ValidationError, match=r"updates x epochs is 4\. Set updates and epochs to 1"):
+        TrainConfig.model_validate({"algorithm": algorithm})
+    assert TrainConfig.model_validate({"algorithm": algorithm, "updates": 1}).algorithm.kind == "grpo"
+
+
+def test_a_section_without_a_kind_is_grpo() -> None:
+    config = TrainConfig.model_validate({"algorithm": {"clip_low": 0.1}})
+    assert config.algorithm == GRPO(clip_low=0.1)
+
+
+class SignOnly(PolicyGradientAlgorithm):
+    """+1 above the group's mean, −1 below; the example of docs/algorithms.md."""
+
+    def __init__(self, config: Any, size: float = 1.0) -> None:
+        super().__init__(config)
+        self.size = size
+
+    def advantages(self, sequences: TrainingSequences, rewards: Any, groups: Groups) -> np.ndarray:
+        return self.size * np.sign(rewards.values - groups.of_sequences(groups.means))
+
+
+def test_an_algorithm_of_ones_own_is_imported_by_name_with_its_parameters() -> None:
+    target = f"{__name__}:SignOnly"
+    found = advantages(batch({"g": ONE_OF_FOUR}), kind="custom", target=target, parameters={"size": 2.0})
+    assert found == [2.0, -2.0, -2.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters", "says"),
+    [
+        ("no_such_module:A", {}, "importing no_such_module failed"),
+        (f"{__name__}:Nothing", {}, "has no class Nothing"),
+        ("pathlib:Path", {}, "has no loss, needs_reference, needs_log_probs, stamp"),
+        (f"{__name__}:SignOnly", {"colour": 1}, "cannot be made with train.algorithm.parameters"),
+    ],
+)
+def test_what_is_wrong_with_a_custom_algorithm_is_said(target: str, parameters: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        stamp(batch({"g": ONE_OF_FOUR}), kind="custom", target=target, parameters=parameters)
+
+
+class Broken(SignOnly):
+    """Gives a value that is not finite."""
+
+    def advantages(self, sequences: TrainingSequences, rewards: Any, groups: Groups) -> np.ndarray:
+        return np.full(len(sequences), np.nan)
+
+
+def test_columns_that_are_not_finite_are_refused_with_the_algorithms_name() -> None:
+    sequences = batch({"g": [1.0, 0.0]})
+    config = TypeAdapter(AlgorithmConfig).validate_python({"kind": "custom", "target": f"{__name__}:Broken"})
+    with pytest.raises(DataError, match="Broken: column advantages of sequence 'g0' is nan"):
+        check_columns(build_algorithm(config).stamp(sequences).columns, sequences, "Broken")

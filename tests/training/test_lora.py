@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from roundhouse.config.models import OptimizerConfig, TrainConfig
+from roundhouse.config.training import LoraConfig
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.trainer import Trainer
+from tests.training import reference
+from tests.training.tiny import make_model, plain_model, records, sequences
+
+OPTIMIZER = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
+CONFIG = TrainConfig(
+    lora=LoraConfig(rank=3, alpha=6.0), optimizer=OPTIMIZER, updates=2, device="cpu", threads=1
+)  # fmt: skip
+
+
+def _log_probs(model: torch.nn.Module, rows: list[dict]) -> list[float]:
+    with torch.no_grad():
+        return [float(value) for row in rows for value in reference.log_probs(model, row)[0].values()]
+
+
+def test_a_fresh_adapter_changes_nothing_and_only_it_is_trained(model_dir: Path) -> None:
+    plain, adapted = (Trainer.load(model_dir, config) for config in (CONFIG.model_copy(update={"lora": None}), CONFIG))
+    np.testing.assert_array_equal(plain.log_probs(sequences()), adapted.log_probs(sequences()))
+    before = {name: p.detach().clone() for name, p in adapted.model.named_parameters()}
+    adapted.step(sequences(), 1)
+    changed = {name for name, p in adapted.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+    state = adapted.engine.optimizer.state
+    assert len(state) == len(changed)
+
+
+def test_the_published_model_is_the_adapted_one_and_peft_loads_the_adapter(model_dir: Path, tmp_path: Path) -> None:
+    """Three ways to the same policy: our adapter forward, the merged directory, the start with peft's adapter on it."""
+    trainer, rows = Trainer.load(model_dir, CONFIG), records()
+    batch = TrainingSequences.from_records(rows)
+    start = trainer.log_probs(batch)
+    trainer.step(batch, 1)
+    trainer.save(tmp_path)
+    ours = trainer.log_probs(batch)
+    assert np.abs(ours - start).max() > 0.1
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(model_dir / "model.safetensors").keys()
+    assert (tmp_path / "config.json").read_text() == (model_dir / "config.json").read_text()
+    np.testing.assert_allclose(_log_probs(plain_model(tmp_path), rows), ours[batch.loss_mask], rtol=0, atol=1e-5)
+    with_adapter = PeftModel.from_pretrained(plain_model(model_dir), str(tmp_path / "trainer")).eval()
+    np.testing.assert_allclose(_log_probs(with_adapter, rows), ours[batch.loss_mask], rtol=0, atol=1e-5)
+
+
+def test_saved_and_loaded_between_steps_is_bit_for_bit_the_uninterrupted_run(model_dir: Path, tmp_path: Path) -> None:
+    batches = [sequences(4, 6, seed=seed) for seed in range(2)]
+    through = Trainer.load(model_dir, CONFIG)
+    resumed = Trainer.load(model_dir, CONFIG)
+    resumed.step(batches[0], 1)
+    resumed.save(tmp_path / "half")
+    resumed = Trainer.load(tmp_path / "half", CONFIG, trainer_state=tmp_path / "half/trainer")
+    resumed.step(batches[1], 2)
+    for iteration, batch in enumerate(batches, 1):
+        through.step(batch, iteration)
+    for name, trainer in (("through", through), ("resumed", resumed)):
+        trainer.save(tmp_path / name)
+    files = ["model.safetensors", *(f"trainer/{name}" for name in ("adapter_model", "base", "optimizer"))]
+    for name in [name.removesuffix(".safetensors") + ".safetensors" for name in files]:
+        assert (tmp_path / "through" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+
+
+def test_the_gradient_of_the_adapter_is_that_of_the_merged_matrix(model_dir: Path) -> None:
+    """∂/∂B = scale · (∂/∂W) · Aᵀ: taken from a full step on the same start, where B is zero."""
+    optimizer = OptimizerConfig(learning_rate=1e-3, betas=(0.9, 0.95), warmup_steps=0, max_grad_norm=1e9)
+    lora = CONFIG.model_copy(update={"optimizer": optimizer, "updates": 1})
+    whole, adapted = Trainer.load(model_dir, lora.model_copy(update={"lora": None})), Trainer.load(model_dir, lora)
+    low = {n: p.detach().clone() for n, p in adapted.model.named_parameters() if ".lora_A." in n}
+    for trainer in (whole, adapted):
+        trainer.step(sequences(), 1)
+    full = {n: whole.engine.optimizer.state[p]["exp_avg"] for n, p in whole.model.named_parameters()}
+    for name, parameter in adapted.model.named_parameters():
+        if ".lora_B." in name:
+            owner = name.removesuffix(".lora_B.default.weight")
+            expected = 2.0 * full[f"{owner}.weight"] @ low[f"{owner}.lora_A.default.weight"].t()
+            found = adapted.engine.optimizer.state[parameter]["exp_avg"]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_state_that_does_not_fit_the_configuration_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    for name, config in (("lora", CONFIG), ("plain", CONFIG.model_copy(update={"lora": None}))):
+        trainer = Trainer.load(model_dir, config)
+        trainer.step(sequences(), 1)
+        trainer.save(tmp_path / name)
+    with pytest.raises(DataError, match=r"holds an adapter, but train.lora is not set"):
+        Trainer.load(
+            tmp_path / "lora", CONFIG.model_copy(update={"lora": None}), trainer_state=tmp_path / "lora/trainer"
+        )
+    with pytest.raises(DataError, match=r"trained without an adapter, but train.lora is set"):
+        Trainer.load(tmp_path / "plain", CONFIG, trainer_state=tmp_path / "plain/trainer")
+    other = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
+    with pytest.raises(DataError, match=r"lora_A.weight has shape \(3, \d+\) there and \(4, \d+\)"):
+        Trainer.load(tmp_path / "lora", other, trainer_state=tmp_path / "lora/trainer")
+    (tmp_path / "lora/trainer/adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(DataError, match=r"adapter in .* cannot be read"):
+        Trainer.load(tmp_path / "lora", CONFIG, trainer_state=tmp_path / "lora/trainer")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"), [("no_such", "do not fit Qwen3ForCausalLM"), ("lm_head", "names the output layer")]
+)
+def test_targets_that_match_nothing_or_the_output_layer_are_refused(tmp_path: Path, target: str, message: str) -> None:
+    model = make_model(tmp_path, tied=False)
+    with pytest.raises(ConfigError, match=message):
+        Trainer.load(model, CONFIG.model_copy(update={"lora": LoraConfig(target_modules=(target,))}))
