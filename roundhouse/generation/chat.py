@@ -80,8 +80,8 @@ class ChatCodec:
             BadRequest: recorded token IDs are outside the vocabulary, or the template refuses the messages.
             ContextLengthExceeded: no room is left to generate.
         """
-        index = newest_recorded(request.messages)
-        token_ids = self._first_prompt(request) if index is None else self._continued(request, index)
+        index, recorded = _recorded(request)
+        token_ids = self._first_prompt(request) if index is None else self._continued(request, index, recorded)
         room = self.max_model_len - len(token_ids)
         if room <= 0:
             raise ContextLengthExceeded(len(token_ids), self.max_model_len)
@@ -99,9 +99,7 @@ class ChatCodec:
                 self._rendered.popitem(last=False)
         return list(cached)
 
-    def _continued(self, request: ChatRequest, index: int) -> list[int]:
-        message = request.messages[index]
-        recorded = [*message["prompt_token_ids"], *message["generation_token_ids"]]
+    def _continued(self, request: ChatRequest, index: int, recorded: list[int]) -> list[int]:
         if min(recorded) < 0 or max(recorded) >= self.vocabulary:
             raise BadRequest(f"messages[{index}] carries token IDs outside 0..{self.vocabulary - 1}.", "messages")
         messages = template_messages(request.messages)
@@ -128,6 +126,18 @@ class ChatCodec:
         if not self._special.isdisjoint(ids):
             text = self._backend.decode(ids, skip_special_tokens=True)
         return {"role": "assistant", "content": text}, generated.finish_reason
+
+
+def _recorded(request: ChatRequest) -> tuple[int | None, list[int]]:
+    """The message up to which the prompt's tokens are fixed, and those tokens; (None, []) when nothing is."""
+    if request.required_prefix is not None:
+        roles = [message["role"] for message in request.messages]
+        return len(roles) - 1 - roles[::-1].index("assistant"), request.required_prefix
+    index = newest_recorded(request.messages)
+    if index is None:
+        return None, []
+    message = request.messages[index]
+    return index, [*message["prompt_token_ids"], *message["generation_token_ids"]]
 
 
 def template_messages(messages: Sequence[Message]) -> list[Message]:

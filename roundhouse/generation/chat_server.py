@@ -52,6 +52,11 @@ class ChatServer:
         if route is not None:
             await route(receive, send)
             return
+        if (scope.get("method"), scope["path"]) == ("POST", "/tokenize"):
+            raw = await read_body(receive)
+            if await self._tokenized(raw, send):
+                return
+            receive = _replayed(raw, receive)
         app = self.policy.engine.openai_app()
         if app is None:
             await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
@@ -68,6 +73,28 @@ class ChatServer:
                 await app(scope, receive, send)
         except PolicyUnavailable as error:
             await reply_error(send, 503, "policy_unavailable", str(error))
+
+    async def _tokenized(self, raw: bytes, send: Send) -> bool:
+        """Answer /tokenize for a conversation: the prompt that a chat completion of it gets, recorded tokens continued.
+        False leaves anything else (a plain text) to the engine's own route, which knows of no recorded tokens."""
+        try:
+            body = _json(raw)
+            if not isinstance(body, dict) or "messages" not in body:
+                return False
+            tokens = self.codec.prompt(read_request(body, self.model)).token_ids
+        except BadRequest as error:
+            await reply_error(send, error.status, error.code, str(error), error.parameter)
+        except ContinuationBroken as error:
+            await reply_error(send, 400, "continuation_broken", str(error), "messages")
+        else:
+            told = {
+                "count": len(tokens),
+                "max_model_len": self.codec.max_model_len,
+                "tokens": tokens,
+                "token_strs": None,
+            }
+            await reply(send, 200, told)
+        return True
 
     async def _chat(self, receive: Receive, send: Send) -> None:
         try:
@@ -127,6 +154,16 @@ async def read_body(receive: Receive) -> bytes:
         message = await receive()
         body += message.get("body", b"")
     return body
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A body that was read already, for another application to read; then whatever follows it (the caller leaves)."""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> dict[str, Any]:
+        return unread.pop() if unread else await receive()
+
+    return again
 
 
 def _json(body: bytes) -> Any:

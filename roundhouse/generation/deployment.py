@@ -154,12 +154,15 @@ def _user_config(version: int, weights: str | None, digest: str | None) -> dict[
     return {"policy_version": version, "weights": weights, "digest": digest, "request": time.time_ns()}
 
 
-def _application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:
+def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
+    """What an engine is started with, as JSON. Another value of any of it means another engine."""
     # `replicas` and time limits are none of an engine's business: changing them must not restart engines.
-    generation = config.model_dump(
-        mode="json",
-        exclude={"replicas", "sampling", "start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"},
-    )
+    limits = {"start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"}
+    return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits})
+
+
+def _application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:
+    generation = engine_arguments(config)
     return {
         "name": serve_app.APPLICATION,
         "route_prefix": "/",

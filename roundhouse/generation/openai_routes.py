@@ -11,11 +11,10 @@ import orjson
 
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import Receive, Send, read_body, reply, reply_error
-from roundhouse.generation.requests import BadRequest, read_request
 
 
 class OpenAIRoutes:
-    """/v1/models, /tokenize and /detokenize."""
+    """/v1/models, /detokenize, and /tokenize of plain text; conversations are tokenised by the chat server."""
 
     def __init__(self, codec: ChatCodec, model: str) -> None:
         self.codec = codec
@@ -39,15 +38,11 @@ class OpenAIRoutes:
         try:
             body = orjson.loads(await read_body(receive))
             await reply(send, 200, answers[route](body))
-        except (BadRequest, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")
 
     def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        if "prompt" in body:
-            tokens = self.codec.encode(body["prompt"])
-        else:
-            fields = {key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body}
-            tokens = self.codec.prompt(read_request(fields, self.model)).token_ids
+        tokens = self.codec.encode(body["prompt"])
         return {"count": len(tokens), "max_model_len": self.codec.max_model_len, "tokens": tokens, "token_strs": None}
 
     def _detokenize(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class ChatRequest:
     """`max_tokens` of 0 asks for as many as fit."""
     model: str
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    required_prefix: list[int] | None = None
+    """Token IDs that the prompt must begin with, up to the newest assistant message; None takes those that it carries."""
 
 
 def read_request(body: Any, model: str) -> ChatRequest:
@@ -93,6 +95,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
         draw=_draw(body),
         model=model,
         template_arguments=_object(body, "chat_template_kwargs"),
+        required_prefix=_required_prefix(body),
     )
 
 
@@ -130,6 +133,19 @@ def _object(body: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest(f"{key} must be an object.", key)
     return value
+
+
+def _required_prefix(body: dict[str, Any]) -> list[int] | None:
+    prefix = body.get("required_prefix_token_ids") or None
+    if prefix is None:
+        return None
+    if not isinstance(prefix, list) or {*map(type, prefix)} != {int}:
+        raise BadRequest("required_prefix_token_ids must be a list of whole numbers.", "required_prefix_token_ids")
+    if all(message.get("role") != "assistant" for message in body["messages"]):
+        raise BadRequest(
+            "required_prefix_token_ids continues an assistant message, and there is none.", "required_prefix_token_ids"
+        )
+    return prefix
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:

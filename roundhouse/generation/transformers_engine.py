@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from roundhouse.generation.chat import ChatCodec
 
 BATCH = 64
-"""Requests answered together at most."""
+"""Requests answered together at most; `engine_args: {max_num_seqs: 1}` answers each alone, bit for bit the same each time."""
 
 
 class TransformersEngine:
@@ -32,6 +32,7 @@ class TransformersEngine:
 
         self.config = config
         self.max_model_len = config.max_model_len
+        self._batch = int(config.engine_args.get("max_num_seqs", BATCH))
         self._model_dir = model_dir
         self._codec = codec
         self._app = OpenAIRoutes(codec, served_name)
@@ -70,7 +71,7 @@ class TransformersEngine:
     async def _serve(self) -> None:
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < BATCH and not self._waiting.empty():
+            while len(batch) < self._batch and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             batch = [item for item in batch if not item[2].done()]
             if batch:

@@ -162,7 +162,47 @@ def test_the_other_openai_routes_answer(url, tokenizer):
     body = {"model": "policy", "messages": tiny.TOOL_MESSAGES}
     tokens = httpx.post(f"{url}/tokenize", json=body, timeout=60).json()["tokens"]
     assert tokens == chat(url, tiny.TOOL_MESSAGES)["choices"][0]["message"]["prompt_token_ids"]
+    plain = httpx.post(f"{url}/tokenize", json={"model": "policy", "prompt": "hello"}, timeout=60).json()["tokens"]
+    assert plain == tokenizer("hello", add_special_tokens=False)["input_ids"]
     text = httpx.post(f"{url}/detokenize", json={"model": "policy", "tokens": tokens}, timeout=60).json()["prompt"]
     assert text == tokenizer.decode(tokens)
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/nowhere").status_code == 404
+
+
+def test_tokenize_continues_the_recorded_tokens_and_a_prefix_can_be_required(url):
+    """NeMo Gym's model server asks /tokenize for the prompt where an engine does not tell it."""
+    first = chat(url, LONG)["choices"][0]["message"]
+    messages = [*LONG, first, {"role": "user", "content": "and?"}]
+    recorded = first["prompt_token_ids"] + first["generation_token_ids"]
+    bare = [*LONG, {"role": "assistant", "content": first["content"]}, messages[-1]]
+    wanted = chat(url, messages)["choices"][0]["message"]["prompt_token_ids"]
+    assert wanted[: len(recorded)] == recorded
+    for body in ({"messages": messages}, {"messages": bare, "required_prefix_token_ids": recorded}):
+        reply = httpx.post(f"{url}/tokenize", json={"model": "policy", **body}, timeout=60)
+        assert reply.json()["tokens"] == wanted
+    required = chat(url, bare, required_prefix_token_ids=recorded)["choices"][0]["message"]["prompt_token_ids"]
+    assert required == wanted
+    refused = httpx.post(f"{url}/tokenize", json={"messages": LONG, "required_prefix_token_ids": [1]}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "required_prefix_token_ids")
+
+
+def test_what_nemo_gyms_model_server_sends_beside_the_conversation_changes_nothing(url):
+    sent = {
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_tokens_as_token_ids": True,
+        "metadata": {"extra_body": "{}", "note": "x"},
+        "parallel_tool_calls": True,
+        "stream": None,
+        "tool_choice": "auto",
+    }
+    told = [*LONG, {"role": "assistant", "content": "ok", "reasoning": "hm", "reasoning_content": "hm"}, LONG[0]]
+    assert chat(url, LONG, **sent)["choices"] == chat(url, LONG)["choices"]
+    assert chat(url, told, **sent)["choices"][0]["message"]["generation_token_ids"]
+
+
+def test_a_conversation_that_does_not_fit_is_refused_in_the_words_that_model_servers_look_for(url):
+    reply = httpx.post(f"{url}/v1/chat/completions", json={"messages": LONG * 8}, timeout=60)
+    assert reply.status_code == 400
+    assert "context length" in reply.text

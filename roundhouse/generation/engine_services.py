@@ -1,0 +1,119 @@
+"""Where a run's engine is, and how it is brought to a version: behind Ray Serve, or in a process that is there already.
+
+Invariant: `ensure` returns only when every replica has said itself that it answers with the wanted version of the weights;
+otherwise it raises with the cause. Nothing of a run depends on which of the two it is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import InfraError
+from roundhouse.generation import deployment
+from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint
+from roundhouse.generation.standalone import TOKEN_VARIABLE
+
+STATUS_SECONDS = 10.0
+"""Time limit of a question that needs no work."""
+
+
+class EngineGone(InfraError):
+    """The engine's process does not answer."""
+
+
+class EngineService(Protocol):
+    """An engine, wherever it runs."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of its chat completions."""
+        ...
+
+    def replicas(self) -> list[Replica]:
+        """The running replicas in their own words; empty when none answers."""
+        ...
+
+    def start(self, config: GenerationConfig, model_dir: str) -> None:
+        """Ask for it, without weights, and do not wait."""
+        ...
+
+    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+        """Bring all replicas to these weights.
+
+        Raises:
+            InfraError: it does not answer.
+            DeploymentFailed: an engine cannot start, or refuses the weights.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """The policy's application on a Ray cluster."""
+
+    serve: ServeEndpoint
+
+    @property
+    def url(self) -> str:
+        return self.serve.http_url
+
+    def replicas(self) -> list[Replica]:
+        return deployment.replicas(self.serve)
+
+    def start(self, config: GenerationConfig, model_dir: str) -> None:
+        deployment.ensure_deployed(config, model_dir, self.serve, wait=False)
+
+    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+        return deployment.ensure_deployed(config, model_dir, self.serve, weights=weights, version=version)
+
+
+@dataclass(frozen=True)
+class ProcessEngine:
+    """A standalone engine (`roundhouse.generation.standalone`); its token comes from the environment."""
+
+    url: str
+
+    def replicas(self) -> list[Replica]:
+        try:
+            reply = httpx.get(f"{self.url}/rh/replicas", timeout=STATUS_SECONDS)
+            return [Replica.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+        except (httpx.HTTPError, ValueError, KeyError):
+            return []
+
+    def start(self, config: GenerationConfig, model_dir: str) -> None:
+        self._want(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
+
+    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+        wanted = {"policy_version": version, "weights": weights, "request": time.time_ns()}
+        found = self._want(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
+        for replica in found:
+            if not (replica.ready and replica.policy_version == version):
+                raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
+        return found
+
+    def _want(self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float) -> list[Replica]:
+        body = {
+            "generation": deployment.engine_arguments(config),
+            "model_dir": model_dir,
+            "wanted": wanted,
+        }
+        token = os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            reply = httpx.post(f"{self.url}/rh/want", json=body, headers=headers, timeout=seconds)
+        except httpx.HTTPError as error:
+            raise EngineGone(
+                f"The engine at {self.url} does not answer: {type(error).__name__}: {error}. Is it running, and "
+                "generation.engine_url right?"
+            ) from error
+        if reply.status_code == 401:
+            raise DeploymentFailed(f"The engine at {self.url} refuses the token. Set {TOKEN_VARIABLE} as it has it.")
+        if reply.status_code >= 400:
+            raise DeploymentFailed(f"The engine at {self.url} refuses ({reply.status_code}): {reply.text[-2000:]}")
+        return [Replica.parse(status) for status in reply.json()["replicas"]]

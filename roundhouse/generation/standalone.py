@@ -1,0 +1,134 @@
+"""An engine in a process of its own, without Ray: the replica's chat server and one control route.
+
+Invariant: requests and refits go through the same `ServedPolicy` as under Ray Serve, so an answer is labelled with the version
+that drew it here as there. Who may say which weights are wanted is decided by a token; only on the loopback interface, where
+everybody is the same user, may it be left out.
+
+    POST /rh/want   {"generation": {…}, "model_dir": "…", "wanted": {"policy_version": 3, "weights": "file:///…"}}
+                    starts the engine, replaces it when its arguments changed, and refits it in place
+    …               as a replica: /v1/chat/completions, /rh/status, /rh/replicas, /health
+
+    ROUNDHOUSE_ENGINE_TOKEN=… python -m roundhouse.generation.standalone --port 9000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import ipaddress
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import uvicorn
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import RoundhouseError
+from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
+from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
+from roundhouse.generation.served_policy import ServedPolicy, Wanted
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
+
+
+class StandaloneEngine:
+    """The ASGI application. It holds no engine until it is told which."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self._token = token
+        self._policy: ServedPolicy | None = None
+        self._server: ChatServer | None = None
+        self._application = ""
+        self._changing = asyncio.Lock()
+        self._starting: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if (scope["method"], scope["path"]) == ("POST", "/rh/want"):
+            await self._want(scope, receive, send)
+        elif self._server is not None:
+            await self._server(scope, receive, send)
+        elif scope["path"] == "/rh/replicas":
+            await reply(send, 200, {"replicas": []})
+        else:
+            await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/want).")
+
+    async def _want(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if not self._is_allowed(scope):
+            await reply_error(
+                send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
+            )
+            return
+        try:
+            body = orjson.loads(await read_body(receive))
+            arguments = {"generation": body["generation"], "model_dir": body["model_dir"]}
+            wanted = Wanted.parse(body["wanted"])
+            GenerationConfig.model_validate(arguments["generation"])
+            check_model_directory(arguments["model_dir"])
+        except (ValueError, KeyError, TypeError, RoundhouseError) as error:
+            await reply_error(send, 400, "bad_request", f"{type(error).__name__}: {error}")
+            return
+        task = asyncio.create_task(self._bring(arguments, wanted))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        if wanted.weights is None:
+            await reply(send, 202, {"replicas": []})
+            return
+        try:
+            await asyncio.shield(task)
+        except Exception as error:
+            logger.exception("the engine cannot be started")
+            await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
+            return
+        assert self._server is not None
+        await reply(send, 200, {"replicas": await self._server.replicas()})
+
+    async def _bring(self, arguments: dict[str, Any], wanted: Wanted) -> None:
+        async with self._changing:
+            digest = application_digest(arguments)
+            if self._policy is None or digest != self._application:
+                config = GenerationConfig.model_validate(arguments["generation"])
+                policy, server = await start_policy(config, arguments["model_dir"], f"process-{os.getpid()}", digest)
+                if self._policy is not None:
+                    self._policy.engine.shutdown()
+                self._policy, self._server, self._application = policy, server, digest
+            await self._policy.want(wanted)
+
+    def _is_allowed(self, scope: dict[str, Any]) -> bool:
+        if self._token is None:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m roundhouse.generation.standalone", description=main.__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=9000)
+    options = parser.parse_args(arguments)
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if token is None and not _is_loopback(options.host):
+        sys.exit(f"engine: --host {options.host} is open to others; set {TOKEN_VARIABLE}, or listen on 127.0.0.1.")
+    application: Any = StandaloneEngine(token)
+    uvicorn.run(
+        application, host=options.host, port=options.port, log_level="warning", access_log=False, lifespan="off"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The engine in a process of its own: refitted in place, bit for bit repeatable, and closed to those without its token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.generation.client import HttpPolicyClient
+from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.generation.engine_services import EngineGone, ProcessEngine
+from roundhouse.generation.standalone import TOKEN_VARIABLE
+from tests.generation import tiny
+
+CONFIG = GenerationConfig(backend="transformers", max_model_len=512, engine_args={"max_num_seqs": 1})
+MODULE = "roundhouse.generation.standalone"
+
+
+@contextmanager
+def engine_process(**environment: str) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", MODULE, "--port", str(port)], env=os.environ | environment)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while not _answers(url):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/rh/replicas", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ProcessEngine]:
+    with engine_process() as url:
+        yield ProcessEngine(url)
+
+
+def draw(engine: ProcessEngine, calls: int = 4) -> list[tuple[int, list[int], list[float]]]:
+    """Version, tokens and log-probabilities of several calls at once."""
+
+    async def work() -> list[tuple[int, list[int], list[float]]]:
+        async with HttpPolicyClient(engine.url, CONFIG) as policy:
+            sampling = Sampling(max_new_tokens=6)
+            completions = await asyncio.gather(
+                *(policy.complete(tiny.TOOL_MESSAGES, [tiny.ADD_TOOL], sampling, seed=seed) for seed in range(calls))
+            )
+        return [(c.policy_version, c.generation_token_ids, c.generation_log_probs) for c in completions]
+
+    return asyncio.run(work())
+
+
+def test_it_answers_with_the_version_it_was_refitted_to_and_repeats_itself_bit_for_bit(
+    engine: ProcessEngine, policies: dict[str, Path]
+) -> None:
+    engine.start(CONFIG, str(policies["first"]))
+    (replica,) = engine.ensure(CONFIG, str(policies["first"]), str(policies["first"]), 1)
+    assert (replica.ready, replica.policy_version) == (True, 1)
+    first = draw(engine)
+    engine.ensure(CONFIG, str(policies["first"]), str(policies["second"]), 2)
+    second = draw(engine)
+    engine.ensure(CONFIG, str(policies["first"]), str(policies["first"]), 1)
+    assert draw(engine) == first
+    assert {version for version, *_ in second} == {2}
+    assert [tokens for _, tokens, _ in second] != [tokens for _, tokens, _ in first]
+    assert engine.replicas()[0].pid == replica.pid
+
+
+def test_weights_that_cannot_be_loaded_are_named_and_nothing_is_answered(
+    engine: ProcessEngine, policies: dict[str, Path], tmp_path: Path
+) -> None:
+    engine.ensure(CONFIG, str(policies["first"]), str(policies["first"]), 1)
+    with pytest.raises(DeploymentFailed, match="does not exist"):
+        engine.ensure(CONFIG, str(policies["first"]), str(tmp_path / "nowhere"), 2)
+    assert httpx.get(f"{engine.url}/health").status_code == 503
+
+
+def test_an_engine_that_is_gone_is_an_infrastructure_failure(policies: dict[str, Path]) -> None:
+    with engine_process() as url:
+        pass
+    assert ProcessEngine(url).replicas() == []
+    with pytest.raises(EngineGone, match=r"generation\.engine_url"):
+        ProcessEngine(url).ensure(CONFIG, str(policies["first"]), str(policies["first"]), 1)
+
+
+def test_control_calls_need_the_token_and_answers_do_not(
+    policies: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with engine_process(**{TOKEN_VARIABLE: "s3cret"}) as url:
+        engine, model = ProcessEngine(url), str(policies["first"])
+        with pytest.raises(DeploymentFailed, match="refuses the token"):
+            engine.ensure(CONFIG, model, model, 1)
+        monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+        engine.ensure(CONFIG, model, model, 1)
+        assert draw(engine, calls=1)[0][0] == 1
+
+
+def test_beyond_the_loopback_interface_it_does_not_start_without_a_token() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    command = [sys.executable, "-m", MODULE, "--host", "0.0.0.0"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert TOKEN_VARIABLE in ended.stderr
