@@ -38,6 +38,16 @@ def members(state: StateDirectory, service: str | None = None) -> list[psutil.Pr
     return found
 
 
+def carrying(marked: str) -> list[psutil.Process]:
+    """Live processes with this mark, and with marks that continue it by `::`. The caller itself is none of them."""
+    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    return [
+        process
+        for process in others
+        if _marked(process, marked, exact=True) or _marked(process, f"{marked}::", exact=False)
+    ]
+
+
 def end(find: Callable[[], list[psutil.Process]], *, grace_seconds: float, first: Collection[int] = ()) -> list[int]:
     """End all that `find` returns: SIGTERM (only to those of `first` that live, if any do), then SIGKILL after the grace.
 

@@ -184,6 +184,17 @@ def local_services(
     requests.release(running.state, holder, names, keep=keep)
 
 
+def needed_services(config: RunConfig) -> tuple[str, ...]:
+    """The local services that a run uses: no Ray where its engine is named, no MLflow where it tracks elsewhere or nothing."""
+    elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
+    unused = set()
+    if config.generation.engine_url is not None:
+        unused.add("ray")
+    if elsewhere or not config.tracking.enabled:
+        unused.add("mlflow")
+    return tuple(name for name in DEFAULT_SERVICES if name not in unused)
+
+
 def _by_service(ports: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """{"prefect": 4200, "ray.serve": 8000} -> {"prefect": {"http": 4200}, "ray": {"serve": 8000}}"""
     found: dict[str, dict[str, int]] = {}

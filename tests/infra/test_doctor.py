@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from roundhouse.config.loading import parse_config
 from roundhouse.infra import services
 from roundhouse.infra.checks import machine, packages, reachability, storage
 from roundhouse.infra.doctor import Finding, diagnose
+from tests.gym.playground import serving
 
 GYM = {"gym": ["--environment", "calculator"]}
 
@@ -132,6 +134,31 @@ def test_what_a_configuration_points_to_is_looked_at(tmp_path: Path) -> None:
         ("environment", "policy", "tracking"), "fail"
     )
     assert "lacks config.json, *.safetensors, tokenizer files" in findings["policy"].detail
+
+
+def test_an_agent_is_looked_for_at_its_url_or_at_the_head_server_and_so_are_the_records_of_its_calls(
+    tmp_path: Path,
+) -> None:
+    def found(**environment: str) -> dict[str, Finding]:
+        tree = {"kind": "agent", "train_tasks": "tasks.jsonl", **environment}
+        return by_name(reachability.configured(parse_config({"run_id": "agent", "environment": tree})))
+
+    nobody = "http://127.0.0.1:9"
+    told = found(url=nobody, tokens="captured", model_server=nobody)
+    assert (told["environment"].status, told["model server"].status) == ("fail", "fail")
+    told = found(head_server=nobody, agent="mine")
+    assert told["environment"].status == "fail"
+    assert "environment.head_server" in told["environment"].detail + told["environment"].remedy
+    app = FastAPI()
+    config = {"mine": {"responses_api_agents": {"any": {"host": "127.0.0.1", "port": 9}}}}
+    app.get("/global_config_dict_yaml")(lambda: json.dumps(config))
+    app.get("/health")(lambda: {"status": "ok"})
+    with serving(app) as head:
+        told = found(head_server=head, agent="mine", tokens="captured", model_server=head)
+        assert told["environment"].detail == "http://127.0.0.1:9: no answer"
+        assert told["model server"].status == "ok"
+        assert found(head_server=head, agent="yours")["environment"].detail.endswith("It knows: mine.")
+        assert found(url=head)["environment"].status == "ok"
 
 
 @pytest.mark.parametrize(

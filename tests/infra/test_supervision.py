@@ -110,7 +110,7 @@ def test_an_interrupted_owner_ends_its_services_and_a_finished_one_keeps_the_pag
     with another_process(state_dir) as interrupted:
         assert services.status(state_dir).records["gym"].pid == kept.records["gym"].pid
         interrupted.send_signal(signal.SIGINT)
-        interrupted.wait(timeout=30)
+        interrupted.wait(timeout=90)
     assert remaining(state_dir) == []
     assert not StateDirectory(state_dir).supervised()
 

@@ -5,12 +5,14 @@ Invariant: a service that is not running is no fault, for a run starts what it n
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import httpx
 
-from roundhouse.config.models import PretrainedPolicy, RemoteEnvironment, RunConfig
+from roundhouse.config.models import AgentEnvironment, PretrainedPolicy, RemoteEnvironment, RunConfig
+from roundhouse.errors import RoundhouseError
 from roundhouse.infra import ports, processes
 from roundhouse.infra.checks.finding import Finding, fail, ok, warn
 from roundhouse.infra.services import Services, status
@@ -45,9 +47,45 @@ def configured(config: RunConfig) -> list[Finding]:
     if isinstance(config.environment, RemoteEnvironment):
         remedy = "Start the resources server, or correct environment.url."
         findings.append(_answers("environment", config.environment.url, remedy))
+    if isinstance(config.environment, AgentEnvironment):
+        findings += _agent(config.environment)
     if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
         findings.append(_model(Path(config.policy.path)))
     return findings
+
+
+def _agent(environment: AgentEnvironment) -> list[Finding]:
+    """The agent server, looked up where its URL is not given, and the model server whose records are read."""
+    findings = []
+    if environment.url is None:
+        try:
+            url = asyncio.run(_looked_up(environment))
+        except (RoundhouseError, TimeoutError) as error:
+            told = str(error) or f"{environment.head_server}: no answer"
+            remedy = "Start the head server and the agent, or correct environment.head_server and environment.agent."
+            findings.append(fail("environment", told, remedy))
+        else:
+            findings.append(_answers("environment", url, f"Start the agent server {environment.agent}."))
+    else:
+        findings.append(_answers("environment", environment.url, "Start the agent server, or correct environment.url."))
+    if environment.tokens == "captured" and environment.model_server is not None:
+        remedy = "Start the model server and its engines, or correct environment.model_server."
+        findings.append(_answers("model server", f"{environment.model_server.rstrip('/')}/health", remedy))
+    return findings
+
+
+async def _looked_up(environment: AgentEnvironment) -> str:
+    from roundhouse.gym.connection import Connection
+    from roundhouse.gym.head_lookup import look_up
+
+    assert environment.head_server is not None
+    assert environment.agent is not None
+    head = Connection(environment.head_server, key="environment.head_server")
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            return await look_up(head, environment.agent, environment.head_token)
+    finally:
+        await head.close()
 
 
 def foreign() -> list[Finding]:
