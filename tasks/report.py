@@ -18,6 +18,7 @@ from prefect.artifacts import (
 from roundhouse.progress import announce
 from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.tracking.mlflow import Tracker, open_tracker
@@ -75,7 +76,8 @@ def report_iteration(run: Run, iteration: int) -> Reference:
 
 @task(name="summary", task_run_name="summary", **STAGE)
 def finish_run(run: Run) -> dict[str, Any]:
-    """Write the summary and the plot, and close the MLflow run."""
+    """Write the summary and the plot, let the trainer go, and close the MLflow run."""
+    release_trainer()
     summary = stage.summarize(run)
     tracker = _tracker(run)
     summary["mlflow_url"] = None if tracker is None else tracker.url

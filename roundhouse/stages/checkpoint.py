@@ -9,57 +9,16 @@ Invariant: a directory without a manifest is not a checkpoint, and retention tak
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from roundhouse.errors import StoreError
-from roundhouse.store.location import Location
+from roundhouse.store.directories import upload_directory
 from roundhouse.store.manifest import MANIFEST, FileEntry, Reference, sha256
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Attempt, read_file, read_manifest
+from roundhouse.store.stage import Attempt, read_manifest
 
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""
-
-
-def upload_directory(location: Location, directory: Path) -> list[FileEntry]:
-    """Write all files of a local directory to the store; the same names, digests taken on the way."""
-    entries = []
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = file.relative_to(directory).as_posix()
-        data = file.read_bytes()
-        location.write(name, data)
-        entries.append(FileEntry(path=name, size=len(data), sha256=sha256(data)))
-    return entries
-
-
-def local_directory(checkpoint: Reference, cache: Path) -> Path:
-    """The checkpoint's files on this machine, digests checked: in place on a file store, else downloaded once.
-
-    Raises:
-        StoreError: a file is missing or damaged.
-    """
-    manifest = read_manifest(checkpoint)
-    location = Location(checkpoint.uri)
-    if location.is_local:
-        for entry in manifest.files:
-            read_file(checkpoint, entry)
-        return location.local_path
-    target = cache / checkpoint.digest[:24]
-    if target.is_dir():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=cache))
-    for entry in manifest.files:
-        file = staging / entry.path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(read_file(checkpoint, entry))
-    try:
-        staging.rename(target)
-    except OSError as error:
-        if not target.is_dir():  # else another process was quicker; its copy is the same
-            raise StoreError(f"cannot place the checkpoint in {target}: {error}") from error
-    return target
 
 
 def publish_starting_policy(run: Run, directory: Path, details: dict[str, object]) -> Reference:

@@ -19,9 +19,11 @@ from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.gym.collector import RolloutSpec, collect, plan_rollouts
+from roundhouse.gym.environment import TaskRow
 from roundhouse.gym.sessions import open_environment
 from roundhouse.gym.task_sampler import sample_tasks
 from roundhouse.stages.metrics import rollout_metrics
+from roundhouse.stages.rounds import sample_rounds
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -59,10 +61,12 @@ def collect_iteration(
     stage = run.stage(iteration, "collect")
     if (done := stage.reference()) is not None:
         return done
-    environment = open_environment(config.environment)
-    rows = sample_tasks(environment.tasks("train"), config.seed, iteration, config.rollout.tasks)
-    specs = plan_rollouts(rows, config.rollout.group_size, config.seed, iteration)
+    tasks = open_environment(config.environment).tasks("train")
     attempt = run.begin(stage, policy_version=weights.policy_version)
+    if config.rollout.dynamic_sampling is not None:
+        return _collect_rounds(stage, attempt, tasks, config, weights, engine_url, progress)
+    rows = sample_tasks(tasks, config.seed, iteration, config.rollout.tasks)
+    specs = plan_rollouts(rows, config.rollout.group_size, config.seed, iteration)
     return _collect_and_commit(stage, attempt, specs, config, weights, engine_url, progress)
 
 
@@ -97,7 +101,14 @@ def _collect_and_commit(
     progress: Progress | None,
 ) -> Reference:
     collected = collect_into(
-        stage, attempt, specs, config, sampling=config.generation.sampling, engine_url=engine_url, progress=progress
+        stage,
+        attempt,
+        specs,
+        config,
+        sampling=config.generation.sampling,
+        engine_url=engine_url,
+        progress=progress,
+        policy_version=weights.policy_version,
     )
     _refuse_many_failures(collected.rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
@@ -106,6 +117,52 @@ def _collect_and_commit(
         counts=ledger.counts(),
         metrics=collected.metrics(),
         details={"failures": ledger.failures},
+    )
+
+
+def _collect_rounds(
+    stage: Stage,
+    attempt: Attempt,
+    tasks: Sequence[TaskRow],
+    config: RunConfig,
+    weights: Reference,
+    engine_url: str,
+    progress: Progress | None,
+) -> Reference:
+    """Collect round after round (`roundhouse.stages.rounds`) into one stage."""
+    planned, seconds = 0, 0.0
+
+    def roll_out(specs: list[RolloutSpec]) -> list[Rollout]:
+        nonlocal planned, seconds
+        before = planned
+        planned += len(specs)
+
+        def on_progress(finished: int, _: int) -> None:
+            if progress is not None:
+                progress(before + finished, planned)
+
+        collected = collect_into(
+            stage,
+            attempt,
+            specs,
+            config,
+            sampling=config.generation.sampling,
+            engine_url=engine_url,
+            progress=on_progress,
+            policy_version=weights.policy_version,
+        )
+        _refuse_many_failures(collected.rollouts, config.rollout, engine_url)
+        seconds += collected.window_seconds
+        return collected.rollouts
+
+    assert stage.iteration is not None, "a collect stage belongs to an iteration"
+    sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out)
+    ledger = Ledger.from_rollouts(sampled.rollouts, requested=planned)
+    return attempt.commit(
+        inputs={"weights": weights},
+        counts=ledger.counts(),
+        metrics=Collected(sampled.rollouts, seconds).metrics() | sampled.metrics(),
+        details={"failures": ledger.failures, "dynamic_sampling": sampled.details()},
     )
 
 
@@ -118,8 +175,11 @@ def collect_into(
     sampling: Sampling,
     engine_url: str,
     progress: Progress | None = None,
+    on_policy: bool = True,
+    policy_version: int | None = None,
 ) -> Collected:
-    """Collect what is missing of `specs` and write everything as `rollouts` and `turns` of the attempt."""
+    """Collect what is missing of `specs` and write everything as `rollouts` and `turns` of the attempt; see
+    `gym.collector.collect` for the last two."""
     kept = _finished_earlier(stage, specs)
     missing = [spec for spec in specs if spec.rollout_id not in kept]
     writer = _Writer(attempt)
@@ -136,7 +196,16 @@ def collect_into(
     async def work() -> list[Rollout]:
         environment = open_environment(config.environment)
         async with HttpPolicyClient(engine_url, config.generation) as policy, environment:
-            return await collect(missing, policy, environment, config.rollout, sampling, on_rollout)
+            return await collect(
+                missing,
+                policy,
+                environment,
+                config.rollout,
+                sampling,
+                on_rollout,
+                on_policy=on_policy,
+                policy_version=policy_version,
+            )
 
     started = time.monotonic()
     fresh = {rollout.rollout_id: rollout for rollout in asyncio.run(work())}

@@ -32,7 +32,17 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
     attempt = run.begin(stage, policy_version=version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
-    collected = collect_into(stage, attempt, specs, config, sampling=sampling, engine_url=engine_url, progress=progress)
+    collected = collect_into(
+        stage,
+        attempt,
+        specs,
+        config,
+        sampling=sampling,
+        engine_url=engine_url,
+        progress=progress,
+        on_policy=False,
+        policy_version=version,
+    )
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
     return attempt.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},

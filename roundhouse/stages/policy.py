@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.environments import load
+from roundhouse.gym.environments import load_any
 from roundhouse.progress import announce
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store.location import Location
@@ -79,7 +79,7 @@ def _write_untrained(run: Run, directory: Path) -> None:
         return
     from roundhouse.policy.warm_start import write_engine_files
 
-    write_engine_files(policy, load(run.config.environment), _policy_seed(run, policy), directory)
+    write_engine_files(policy, load_any(run.config.environment), _policy_seed(run, policy), directory)
 
 
 def _copy_without_weights(start: Reference, directory: Path) -> None:
@@ -124,5 +124,5 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
         announce("warm_start", step=step, steps=steps, loss=loss)
 
     seed = _policy_seed(run, policy)
-    report = make_starting_policy(policy, load(run.config.environment), seed, directory, on_progress=on_progress)
+    report = make_starting_policy(policy, load_any(run.config.environment), seed, directory, on_progress=on_progress)
     return {"warm_start": {name: getattr(report, name) for name in report.__dataclass_fields__}}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
-from roundhouse.generation import deployment
 from roundhouse.generation.deployment import Replica, ServeEndpoint
+from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
 from roundhouse.stages.policy import engine_files
@@ -20,14 +20,16 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 
 
-def serve_endpoint(config: RunConfig) -> ServeEndpoint:
-    """Where the run's engine is served.
+def engine_service(config: RunConfig) -> EngineService:
+    """The run's engine: the one that the configuration names, else the local services' Ray Serve.
 
     Raises:
         InfraError: Ray is not running.
     """
+    if config.generation.engine_url is not None:
+        return ProcessEngine(config.generation.engine_url.rstrip("/"))
     services = status(state_directory(config))
-    return ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token)
+    return ServedEngine(ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token))
 
 
 def engine_at(run: Run, version: int) -> str:
@@ -35,33 +37,27 @@ def engine_at(run: Run, version: int) -> str:
 
     After a refit that is a matter of one call. When a replica has died since, it waits for the one that takes its place.
     """
-    serve = serve_endpoint(run.config)
-    ready = [replica for replica in deployment.replicas(serve) if replica.ready and replica.policy_version == version]
+    engine = engine_service(run.config)
+    ready = [replica for replica in engine.replicas() if replica.ready and replica.policy_version == version]
     if len(ready) != run.config.generation.replicas:
         checkpoint = run.checkpoint(version).reference()
         if checkpoint is None:
             raise StoreError(f"run {run.run_id} has no checkpoint of version {version}")
         ensure_version(run, checkpoint)
-    return serve.http_url
+    return engine.url
 
 
 def start_engine(run: Run) -> None:
     """Ask for the engine with the policy's architecture; it loads while the starting policy is still being made."""
     announce("engine", text="starting")
-    deployment.ensure_deployed(run.config.generation, str(engine_files(run)), serve_endpoint(run.config), wait=False)
+    engine_service(run.config).start(run.config.generation, str(engine_files(run)))
 
 
 def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
     """Deploy or refit, until all replicas answer with this checkpoint."""
-    generation, serve = run.config.generation, serve_endpoint(run.config)
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
-    return deployment.ensure_deployed(
-        generation,
-        str(engine_files(run)),
-        serve,
-        weights=checkpoint.uri,
-        version=checkpoint.policy_version,
-    )
+    engine = engine_service(run.config)
+    return engine.ensure(run.config.generation, str(engine_files(run)), checkpoint.uri, checkpoint.policy_version)
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:

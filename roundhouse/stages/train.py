@@ -1,7 +1,10 @@
-"""Train: one GRPO step of an iteration, from its sequences and version k-1 to the files of version k.
+"""Train: one step of an iteration, from its sequences and version k-1 to the files of version k.
 
-The trainer stays in memory between iterations when it can (`_resident`); what it holds is then exactly what the input
-checkpoint holds, told by the digest of its weights. A fresh process loads the checkpoint and goes on bit for bit.
+Invariant: where the step runs (`train.service`) does not change what it writes.
+
+A trainer stays open between iterations when it can (`_resident`), in this process, a Ray actor or a remote server; what it
+holds is then exactly what the input checkpoint holds, told by the digest of its weights. A fresh process loads the
+checkpoint and goes on bit for bit. With `kind: process` each step is a process that begins from the store.
 """
 
 from __future__ import annotations
@@ -10,12 +13,19 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundhouse.stages.checkpoint import TRAINER, local_directory, upload_directory
+from roundhouse.config.train_service import ProcessService
+from roundhouse.stages.checkpoint import TRAINER
+from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
+from roundhouse.stages.reference import reference_directory, reference_origin
+from roundhouse.store.directories import local_directory, upload_directory
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Attempt, read_manifest, read_table
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from roundhouse.training.service.one_shot import StepResult
     from roundhouse.training.trainer import Trainer
 
 _resident: dict[tuple[str, int, str], Trainer] = {}
@@ -24,53 +34,123 @@ _resident: dict[tuple[str, int, str], Trainer] = {}
 
 def train_iteration(run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path) -> Reference:
     """Train version `iteration` from `base` (version `iteration - 1`) on the validated sequences."""
-    from roundhouse.training.batch import TrainingSequences
-
     stage = run.stage(iteration, "train")
     if (done := stage.reference()) is not None:
         return done
     attempt = run.begin(stage, policy_version=base.policy_version)
+    train = _in_process if isinstance(run.config.train.service, ProcessService) else _in_service
+    result, columns = train(run, iteration, sequences, base, cache)
+    attempt.write_table("columns", columns)
+    _prove_log_probs(run, attempt, sequences, columns, base)
+    compute = result.seconds["total"]
+    return attempt.commit(
+        inputs={"sequences": sequences, "base": base},
+        counts={"sequences": result.sequences},
+        metrics={f"train/{name}": value for name, value in result.metrics.items()} | {"seconds/compute": compute},
+        details={"checkpoint_files": [entry.model_dump() for entry in result.checkpoint_files]},
+    )
+
+
+def _prove_log_probs(run: Run, attempt: Attempt, sequences: Reference, columns: pa.Table, base: Reference) -> None:
+    """Hold the recorded log-probabilities against the weights of `base` (`roundhouse.stages.recomputed`).
+
+    Raises:
+        DataError: they differ; the weights that this step made are given up.
+    """
+    if (tolerance := tolerance_of(run.config)) is None:
+        return
+    recorded = read_table(sequences, "sequences")
+    found = mismatched(recorded, columns, policy_version=base.policy_version, tolerance=tolerance)
+    if found.num_rows:
+        attempt.write_table("mismatched", found)
+        release_trainer()
+    refuse_mismatched(found, recorded.num_rows, tolerance, attempt.stage.location.uri)
+
+
+def release_trainer() -> None:
+    """Give back what is kept between iterations: memory, an actor, a session with a server."""
+    for trainer in _resident.values():
+        trainer.close()
+    _resident.clear()
+
+
+def _in_service(
+    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path
+) -> tuple[StepResult, pa.Table]:
+    """The step by a trainer that stays open for the next one."""
+    from roundhouse.training.batch import TrainingSequences
+    from roundhouse.training.service.one_shot import StepResult
+
     batch = TrainingSequences.from_table(read_table(sequences, "sequences"))
     trainer = _trainer_at(run, base, cache)
-    _resident.clear()  # a step that fails half-way must not leave its trainer behind
-    report = trainer.step(batch, iteration)
-    attempt.write_table("columns", report.columns)
-    with tempfile.TemporaryDirectory() as directory:
-        trainer.save(Path(directory))
-        files = upload_directory(run.checkpoint(iteration).location, Path(directory))
-    compute = report.seconds["total"]
-    reference = attempt.commit(
-        inputs={"sequences": sequences, "base": base},
-        counts={"sequences": len(batch)},
-        metrics={f"train/{name}": value for name, value in report.metrics.items()} | {"seconds/compute": compute},
-        details={"checkpoint_files": [entry.model_dump() for entry in files]},
-    )
+    try:
+        report = trainer.step(batch, iteration)
+        with tempfile.TemporaryDirectory() as directory:
+            trainer.save(Path(directory))
+            files = upload_directory(run.checkpoint(iteration).location, Path(directory))
+    except BaseException:
+        trainer.close()
+        raise
     _resident[(run.uid, iteration, _weights_digest(files))] = trainer
-    return reference
+    result = StepResult(
+        sequences=len(batch),
+        updates=report.updates,
+        metrics=report.metrics,
+        seconds=report.seconds,
+        tokens=report.tokens,
+        checkpoint_files=files,
+    )
+    return result, report.columns
+
+
+def _in_process(
+    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path
+) -> tuple[StepResult, pa.Table]:
+    """The step by a process that reads from the store and writes to it."""
+    from roundhouse.stages.train_process import run_in_process
+    from roundhouse.training.service.one_shot import StepSpec
+
+    config = run.config
+    assert isinstance(config.train.service, ProcessService)
+    spec = StepSpec(
+        iteration=iteration,
+        seed=config.seed,
+        temperature=config.generation.sampling.temperature,
+        train=config.train,
+        sequences=sequences,
+        base=base,
+        reference=reference_origin(run),
+        checkpoint=run.checkpoint(iteration).location.uri,
+        report="",
+        cache=str(cache),
+    )
+    return run_in_process(spec, config.train.service)
 
 
 def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
-    """The trainer that holds exactly what `base` holds: the resident one, or one loaded from it."""
+    """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it."""
+    from roundhouse.training.service.opening import open_service
     from roundhouse.training.trainer import Trainer
 
     key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).files))
-    if key in _resident:
-        return _resident[key]
-    model = local_directory(base, cache)
-    reference_model = None
-    if run.config.train.algorithm.kl_coefficient > 0:
-        start = run.checkpoint(0).reference()
-        assert start is not None, "a run that trains has its starting policy"
-        reference_model = local_directory(start, cache)
+    if (kept := _resident.pop(key, None)) is not None:
+        return kept
+    release_trainer()
+    config, model = run.config, local_directory(base, cache)
     state = model / TRAINER
-    return Trainer.load(
-        model,
-        run.config.train,
-        trainer_state=state if state.is_dir() else None,
-        reference_dir=reference_model,
-        seed=run.config.seed,
-        temperature=run.config.generation.sampling.temperature,
-    )
+    service = open_service(config.train, owner=run.uid, temperature=config.generation.sampling.temperature)
+    try:
+        return Trainer.over(
+            service,
+            model,
+            config.train,
+            trainer_state=state if state.is_dir() else None,
+            reference_dir=reference_directory(run, cache),
+            seed=config.seed,
+        )
+    except BaseException:
+        service.close()
+        raise
 
 
 def _weights_digest(files: list[FileEntry]) -> str:

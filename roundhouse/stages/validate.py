@@ -1,12 +1,90 @@
-"""Validate: from rollouts to training sequences and a quarantine (`roundhouse.trajectories.validation`)."""
+"""Validate: from rollouts to training sequences and a quarantine (`roundhouse.trajectories.validation`).
+
+Invariant: what is judged is what lies in the store. The proofs themselves are pure; here stand the facts that they are
+held against: the plan's limits, the counts written down beside the turns, and the policy's tokenizer.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from roundhouse.config.models import RunConfig
 from roundhouse.errors import DataError
-from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.policy import engine_files
+from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.trajectories.proofs import Recorded, Terms
+from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_from_tables
 from roundhouse.trajectories.validation import validate
+
+NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
+"""Reasons of rollouts that dynamic sampling put aside. Nothing is wrong with them: they do not count as refused."""
+
+
+OWN_RECORD = ("agent", "worker")
+"""Kinds of environment whose rollouts are recorded by their agent's or worker's own loop, under limits of its own."""
+
+
+def in_plan_order(rollouts: list[Rollout]) -> list[Rollout]:
+    """By group and sample. They were written as they finished, and training must not depend on who was first."""
+    return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample))
+
+
+def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) -> dict[str, str]:
+    """Why each group that dynamic sampling (its entry in the collect stage's manifest) did not keep is not trained on."""
+    if not sampling or not sampling["kept"]:
+        return {}
+    kept, surplus = set(sampling["kept"]), set(sampling["surplus"])
+    groups = {rollout.group_id for rollout in rollouts} - kept
+    return {group: SURPLUS if group in surplus else NO_SPREAD for group in groups}
+
+
+def terms_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> Terms:
+    """What the iteration was collected under. Limits of a model call are known only where our loops made the calls."""
+    ours = config.environment.kind not in OWN_RECORD
+    return Terms(
+        vocabulary_size=vocabulary_size,
+        policy_version=policy_version,
+        group_size=config.rollout.group_size,
+        max_new_tokens=config.generation.sampling.max_new_tokens if ours else None,
+        max_turns=config.rollout.max_turns if ours else None,
+    )
+
+
+def recorded_counts(rollouts: pa.Table, turns: pa.Table) -> dict[str, Recorded]:
+    """What the `rollouts` dataset says of the turns of each rollout.
+
+    Raises:
+        DataError: turns belong to no rollout.
+    """
+    columns = [
+        rollouts.column(name).to_pylist() for name in ("rollout_id", "turns", "generated_tokens", "total_tokens")
+    ]
+    counts = {name: Recorded(*found) for name, *found in zip(*columns, strict=True)}
+    if strays := set(pc.unique(turns.column("rollout_id")).to_pylist()) - set(counts):
+        raise DataError(
+            f"The turns dataset has turns of {len(strays)} rollouts that the rollouts dataset has not, such as {min(strays)}. "
+            "It is not what the collect stage wrote; collect the iteration again."
+        )
+    return counts
+
+
+def text_proof(run: Run) -> DecodedText | None:
+    """What holds messages against tokens; None where it is turned off, the record is not ours, or there is no policy with a
+    tokenizer.json."""
+    config = run.config
+    if not config.validation.text or config.environment.kind in OWN_RECORD or run.checkpoint(0).reference() is None:
+        return None
+    files = engine_files(run)
+    if not (files / "tokenizer.json").is_file():
+        return None
+    return DecodedText(files, hermes=config.generation.tool_call_parser == "hermes")
 
 
 def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary_size: int) -> Reference:
@@ -20,29 +98,39 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     if (done := stage.reference()) is not None:
         return done
     attempt = run.begin(stage, policy_version=rollouts.policy_version)
+    tables = read_table(rollouts, "rollouts"), read_table(rollouts, "turns")
+    collected = in_plan_order(rollouts_from_tables(*tables))
+    left_out = groups_left_out(collected, read_manifest(rollouts).details.get("dynamic_sampling"))
     result = validate(
-        read_rollouts(rollouts),
+        collected,
         config.validation,
         vocabulary_size=vocabulary_size,
         policy_version=rollouts.policy_version,
+        left_out=left_out,
+        terms=terms_of(config, vocabulary_size, rollouts.policy_version),
+        recorded=recorded_counts(*tables),
+        text=text_proof(run),
     )
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
-    refused, requested = result.quarantine.num_rows, result.ledger.requested
+    put_aside = sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
+    refused, requested = result.quarantine.num_rows - put_aside, result.ledger.requested - put_aside
     if refused > config.validation.max_quarantine_fraction * requested or result.sequences.num_rows == 0:
         raise DataError(
             f"iteration {iteration}: {refused} of {requested} rollouts were refused ({result.reasons}), "
             f"{result.sequences.num_rows} sequences are left; validation.max_quarantine_fraction is "
             f"{config.validation.max_quarantine_fraction}. The evidence is in {stage.location.uri} (dataset quarantine)."
         )
-    tokens = sum(len(row) for row in result.sequences.column("token_ids").to_pylist())
-    trained = sum(sum(row) for row in result.sequences.column("loss_mask").to_pylist())
+    tokens = pc.sum(pc.list_value_length(result.sequences.column("token_ids"))).as_py()
+    trained = pc.sum(pc.list_flatten(result.sequences.column("loss_mask")).cast(pa.int64())).as_py()
     return attempt.commit(
         inputs={"rollouts": rollouts},
         counts=result.ledger.counts() | {"sequences": result.sequences.num_rows, "quarantined": refused},
         metrics={
             "validate/sequences": result.sequences.num_rows,
             "validate/quarantined": refused,
+            "validate/put_aside": put_aside,
+            "validate/text_proved": result.text_proved,
             "validate/tokens": tokens,
             "validate/trained_tokens": trained,
         },

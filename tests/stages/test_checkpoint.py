@@ -4,13 +4,8 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.stages.checkpoint import (
-    local_directory,
-    publish,
-    publish_starting_policy,
-    retain,
-    upload_directory,
-)
+from roundhouse.stages.checkpoint import publish, publish_starting_policy, retain
+from roundhouse.store.directories import local_directory, upload_directory
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from roundhouse.config.loading import parse_config
+from roundhouse.config.train_service import ProcessService
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
 from roundhouse.stages import train as stage
+from roundhouse.stages import train_process
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
 from roundhouse.stages.train import train_iteration
+from roundhouse.stages.train_process import run_in_process
+from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.training.service import one_shot
+from roundhouse.training.service.one_shot import StepSpec, exit_code
+from roundhouse.training.service.server import build_app
 from roundhouse.trajectories.schemas import SEQUENCES
+from tests.training.service.serving import free_port, listening, make_service, train_server
 
 
-def make_run(store: str, tmp_path: Path, run_id: str = "r") -> Run:
+def make_run(store: str, tmp_path: Path, run_id: str = "r", **service: Any) -> Run:
     tree = {
         "run_id": run_id,
         "store": store,
         "policy": {"kind": "warm_start", "steps": 3, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
         "rollout": {"tasks": 2, "group_size": 4},
-        "train": {"updates": 2},
+        "train": {
+            "updates": 2,
+            "threads": 1,
+            "device": "cpu",
+            "algorithm": {"kl_coefficient": 0.05},
+            "service": service or {"kind": "resident"},
+        },
         "infra": {"kind": "local", "state": str(tmp_path / "state")},
+        "validation": {"recompute_tolerance": None},  # the tokens are made up
     }
     return open_run(parse_config(tree))
 
@@ -66,17 +85,27 @@ def train_two(run: Run, tmp_path: Path, *, restart: bool) -> Reference:
     checkpoint = starting_policy(run)
     for iteration in (1, 2):
         if restart:
-            stage._resident.clear()
+            stage.release_trainer()
         update = train_iteration(run, iteration, sequences(run, iteration), checkpoint, tmp_path / "cache")
         checkpoint = publish(run, update)
     return checkpoint
 
 
 @pytest.fixture(autouse=True)
-def no_resident_trainer():
-    stage._resident.clear()
+def no_resident_trainer() -> Iterator[None]:
+    stage.release_trainer()
     yield
-    stage._resident.clear()
+    stage.release_trainer()
+
+
+def checkpoint_digests(reference: Reference) -> dict[str, str]:
+    return {entry.path: entry.sha256 for entry in read_manifest(reference).files}
+
+
+@pytest.fixture
+def resident_digests(tmp_path: Path) -> dict[str, str]:
+    """What the default, a trainer in this process, writes in two iterations."""
+    return checkpoint_digests(train_two(make_run(str(tmp_path / "resident"), tmp_path), tmp_path, restart=False))
 
 
 def test_a_restart_between_iterations_changes_nothing(store_uri: str, tmp_path: Path) -> None:
@@ -111,3 +140,119 @@ def test_the_engine_starts_with_the_tokenizer_that_the_policy_will_have(tmp_path
     assert not any(name.endswith(".safetensors") for name in names)
     starting_policy(run)
     assert engine_files(run) == before, "the same directory, checked against the committed policy"
+
+
+def test_a_process_a_step_writes_what_a_resident_trainer_writes(
+    resident_digests: dict[str, str], tmp_path: Path
+) -> None:
+    run = make_run(str(tmp_path / "process"), tmp_path, kind="process")
+    assert checkpoint_digests(train_two(run, tmp_path, restart=False)) == resident_digests
+    update = run.stage(2, "train").reference()
+    assert update is not None
+    assert read_table(update, "columns").num_rows == 8
+    assert read_manifest(update).metrics["train/num_updates"] == 2
+
+
+def test_a_remote_server_writes_what_a_resident_trainer_writes_and_serves_one_session_throughout(
+    resident_digests: dict[str, str], tmp_path: Path
+) -> None:
+    start = make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location.local_path
+    service = make_service(start, tmp_path / "server")
+    with listening(build_app(service)) as url:
+        run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=url)
+        assert checkpoint_digests(train_two(run, tmp_path, restart=False)) == resident_digests
+        assert service.lease.opened == 1
+        stage.release_trainer()
+
+
+def test_a_run_may_go_on_with_another_service(resident_digests: dict[str, str], tmp_path: Path) -> None:
+    run = make_run(str(tmp_path / "moved"), tmp_path)
+    checkpoint = starting_policy(run)
+    checkpoint = publish(run, train_iteration(run, 1, sequences(run, 1), checkpoint, tmp_path / "cache"))
+    with train_server(run.checkpoint(0).location.local_path, tmp_path / "server") as url:
+        run = make_run(str(tmp_path / "moved"), tmp_path, kind="remote", url=url)
+        update = train_iteration(run, 2, sequences(run, 2), checkpoint, tmp_path / "cache")
+        assert checkpoint_digests(publish(run, update)) == resident_digests
+        stage.release_trainer()
+
+
+def test_a_server_lost_between_iterations_fails_the_stage_and_the_next_attempt_goes_on_from_the_checkpoint(
+    resident_digests: dict[str, str], tmp_path: Path
+) -> None:
+    start = make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location.local_path
+    port = free_port()
+    run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=f"http://127.0.0.1:{port}", retry_seconds=2)
+    checkpoint = starting_policy(run)
+    with train_server(start, tmp_path / "first", port=port):
+        update = train_iteration(run, 1, sequences(run, 1), checkpoint, tmp_path / "cache")
+    checkpoint, batch = publish(run, update), sequences(run, 2)
+    with train_server(start, tmp_path / "second", port=port):
+        with pytest.raises(InfraError, match="restarted"):
+            train_iteration(run, 2, batch, checkpoint, tmp_path / "cache")
+        update = train_iteration(run, 2, batch, checkpoint, tmp_path / "cache")
+    assert checkpoint_digests(publish(run, update)) == resident_digests
+
+
+def spec_of(run: Run, tmp_path: Path) -> StepSpec:
+    return StepSpec(
+        iteration=1,
+        seed=0,
+        temperature=1.0,
+        train=run.config.train,
+        base=starting_policy(run),
+        sequences=sequences(run, 1),
+        reference=starting_policy(run),
+        checkpoint=run.checkpoint(1).location.uri,
+        report="",
+        cache=str(tmp_path / "cache"),
+    )
+
+
+def test_the_errors_of_a_step_are_told_by_exit_code_and_error_file(tmp_path: Path) -> None:
+    """Their kind decides whether the stage is tried again."""
+    run = make_run(str(tmp_path / "store"), tmp_path)
+    spec = spec_of(run, tmp_path)
+    report = Location((tmp_path / "report").as_uri())
+    lost = {"sequences": spec.sequences.model_copy(update={"digest": "0" * 64})}
+    gone = {"base": spec.base.model_copy(update={"uri": str(tmp_path / "nowhere")})}
+    cold = {"temperature": 0.0}
+    for change, code, kind, message in (
+        (lost, 74, StoreError, "has digest"),
+        (gone, 74, StoreError, "has no manifest"),
+        (cold, 78, ConfigError, "temperature is 0.0"),
+    ):
+        changed = spec.model_copy(update={"report": report.uri, **change})
+        (tmp_path / "spec.json").write_text(changed.model_dump_json())
+        assert one_shot.main(["--spec", str(tmp_path / "spec.json")]) == code
+        error = one_shot.read_error(report)
+        assert type(error) is kind
+        assert message in str(error)
+    with pytest.raises(InfraError, match="no whole report"):
+        one_shot.read_result(report)
+    assert one_shot.main(["--spec", str(tmp_path / "nowhere.json")]) == 78
+
+
+def test_a_step_beyond_its_time_is_ended(tmp_path: Path) -> None:
+    spec = spec_of(make_run(str(tmp_path / "store"), tmp_path), tmp_path)
+    with pytest.raises(InfraError, match=r"longer than train.service.timeout_seconds"):
+        run_in_process(spec, ProcessService(timeout_seconds=0.2))
+
+
+def test_a_step_that_was_killed_is_an_infrastructure_error(tmp_path: Path) -> None:
+    script = "import os, signal; print('reading'); os.kill(os.getpid(), signal.SIGKILL)"
+    log = tmp_path / "log"
+    code = train_process._run([sys.executable, "-uc", script], log, 60)
+    assert code == -9
+    error = train_process._error_of(code, log)
+    assert isinstance(error, InfraError)
+    assert "killed by signal 9" in str(error)
+    assert "reading" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("x"), 65), (StoreError("x"), 74), (InfraError("x"), 75), (ConfigError("x"), 78)]
+)
+def test_exit_codes_tell_whether_repeating_can_help(error: RoundhouseError, code: int, tmp_path: Path) -> None:
+    assert exit_code(error) == code
+    (tmp_path / "log").write_text("")
+    assert type(train_process._error_of(code, tmp_path / "log")) is type(error)
