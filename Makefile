@@ -5,9 +5,11 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check bench-train format lock clean
+.PHONY: help setup quickstart up down test check chaos bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -34,8 +36,26 @@ check: setup ## lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+chaos: setup ## kill a run at random moments, many times (CHAOS_ARGS="--kills 20 --seed 1")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+bench-gym: setup ## CPU of a rollout, against a running NeMo Gym (BENCH_ARGS="--peer-head URL --peer-gym PATH")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/rollouts.py $(BENCH_ARGS)
+
 bench-train: setup ## seconds and tokens of a training step: packed, padded, naive
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/train_step.py
+
+bench-trl: setup ## the training part of a step against TRL's GRPOTrainer (PEER_PYTHON=: where it is)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/against_trl.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+
+bench-mfu: setup ## share of the machine's peak in forward and backward, memory of a long row (on CPU: a tiny model)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/mfu.py
+
+bench-packing: setup ## how full the bins, how equal the ranks, beside TRL, SkyRL and verl (PEER_PYTHON=: where they are)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/packing.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+
+bench-validate: setup ## false alarms and CPU of the proofs between collection and training (BENCH_ARGS="--rollouts 4096")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/validate.py $(BENCH_ARGS)
 
 format: setup ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .

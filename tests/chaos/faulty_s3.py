@@ -1,0 +1,119 @@
+"""An S3 endpoint that misbehaves: a proxy before a whole one, which answers some requests as a bad day would.
+
+    python -m tests.chaos.faulty_s3 --upstream http://127.0.0.1:5000 --port 0 --rate 0.05 --seed 1
+
+Invariant: what the upstream holds is only ever what a client sent; the faults lie in what the client gets to hear:
+
+    error        500 InternalError, the request was not done
+    throttle     503 SlowDown, the request was not done
+    refused      the connection breaks, the request was not done
+    lost reply   the request was done, then the connection breaks
+    truncated    the request was done, half of the answer's body comes, then the connection breaks
+    slow         the answer comes seconds late
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections import Counter
+
+from aiohttp import ClientSession, ClientTimeout, web
+
+FAULTS = ("error", "throttle", "refused", "lost reply", "truncated", "slow")
+_HOP = {"transfer-encoding", "connection", "content-encoding", "content-length"}
+
+
+class FaultyS3:
+    """The proxy; `GET /rh/faults` tells how many of each kind it made."""
+
+    def __init__(self, upstream: str, rate: float, seed: int, slow_seconds: float) -> None:
+        self._upstream = upstream.rstrip("/")
+        self._rate = rate
+        self._slow_seconds = slow_seconds
+        self._rng = random.Random(seed)
+        self.made: Counter[str] = Counter()
+
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=2**30)
+        application.router.add_get("/rh/faults", self._tell)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        application.cleanup_ctx.append(self._session)
+        return application
+
+    async def _session(self, application: web.Application):  # type: ignore[no-untyped-def]
+        self._http = ClientSession(timeout=ClientTimeout(total=60), auto_decompress=False)
+        yield
+        await self._http.close()
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        return web.json_response(dict(self.made))
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        fault = self._rng.choice(FAULTS) if self._rng.random() < self._rate else ""
+        if fault:
+            self.made[fault] += 1
+        if fault == "error":
+            return _said(500, "InternalError")
+        if fault == "throttle":
+            return _said(503, "SlowDown")
+        if fault == "refused":
+            return _break(request)
+        if fault == "slow":
+            await asyncio.sleep(self._slow_seconds)
+        async with self._http.request(
+            request.method,
+            f"{self._upstream}{request.raw_path}",
+            headers=request.headers,
+            data=await request.read(),
+            allow_redirects=False,
+        ) as upstream:
+            body = await upstream.read()
+            headers = {name: value for name, value in upstream.headers.items() if name.lower() not in _HOP}
+            status = upstream.status
+        if fault == "lost reply":
+            return _break(request)
+        if fault == "truncated" and body:
+            return await _half(request, status, headers, body)
+        reply = web.Response(status=status, headers=headers, body=body)
+        if request.method == "HEAD":
+            reply.headers["Content-Length"] = upstream.headers.get("Content-Length", "0")
+        return reply
+
+
+def _said(status: int, code: str) -> web.Response:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>planted</Message></Error>"
+    return web.Response(status=status, body=body, content_type="application/xml")
+
+
+def _break(request: web.Request) -> web.Response:
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()
+
+
+async def _half(request: web.Request, status: int, headers: dict[str, str], body: bytes) -> web.StreamResponse:
+    reply = web.StreamResponse(status=status, headers=headers)
+    reply.content_length = len(body)
+    await reply.prepare(request)
+    await reply.write(body[: len(body) // 2])
+    if request.transport is not None:
+        request.transport.abort()
+    return reply
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--upstream", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow-seconds", type=float, default=2.0)
+    options = parser.parse_args()
+    proxy = FaultyS3(options.upstream, options.rate, options.seed, options.slow_seconds)
+    web.run_app(proxy.application(), host="127.0.0.1", port=options.port, print=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Everything that a run needs, as processes that can be killed one by one and come back: the stand on which chaos is made.
+
+Invariant: the engine is deterministic (each request alone, on CPU), so that two runs of the stand's configuration must end in
+the same bytes, whatever was killed in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
+from roundhouse.gym.environments import load
+from roundhouse.infra import services
+from roundhouse.policy.warm_start import make_starting_policy
+
+ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
+START_SECONDS = 120.0
+
+
+@dataclass
+class Server:
+    """A process that listens on a port of its own, and is started again on it."""
+
+    name: str
+    command: list[str]
+    log: Path
+    health: str
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start it, without waiting."""
+        with self.log.open("ab") as log:
+            command = [sys.executable, *self.command, "--port", str(self.port)]
+            self.process = subprocess.Popen(command, env=os.environ | self.environment, stdout=log, stderr=log)
+
+    def wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(f"{self.url}{self.health}", timeout=1)
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} does not answer; see {self.log}")
+            time.sleep(0.1)
+
+    def keep(self) -> None:
+        """Start it again if it died, as a supervisor would."""
+        if self.process is not None and self.process.poll() is not None:
+            self.start()
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass
+class Stand:
+    """The servers, the local services, and the configuration that uses them."""
+
+    directory: Path
+    engine: Server
+    environment: Server
+    settings: dict[str, Any]
+    tracked: bool
+
+    @property
+    def state(self) -> Path:
+        return self.directory / "state"
+
+    def pid_of(self, target: str) -> int | None:
+        """Process number of engine, environment, prefect or mlflow; None while it is not up."""
+        if target in ("engine", "environment"):
+            return (self.engine if target == "engine" else self.environment).pid
+        record = services.status(self.state / "services").records.get(target)
+        return record.pid if record is not None and record.status == "ready" else None
+
+    def configuration(self, run_id: str, **keys: Any) -> Path:
+        """A configuration file of the stand under another run id."""
+        path = self.directory / f"{run_id}.yaml"
+        path.write_text(yaml.safe_dump(self.settings | keys | {"run_id": run_id}))
+        return path
+
+    def train(self, configuration: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start `roundhouse train` in a session of its own."""
+        with (self.directory / f"{configuration.stem}.log").open("ab") as log:
+            command = [str(ROUNDHOUSE), "train", str(configuration)]
+            return subprocess.Popen(command, env=os.environ | (environment or {}), stdout=log, stderr=log)
+
+    def keep(self) -> None:
+        self.engine.keep()
+        self.environment.keep()
+
+
+@contextlib.contextmanager
+def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[str]:
+    """A store on S3 whose endpoint fails this share of the requests; AWS's variables are set for the time of the block."""
+    import s3fs
+
+    whole = Server("s3", ["-m", "moto.server", "-H", "127.0.0.1"], directory / "s3.log", "/")
+    command = ["-m", "tests.chaos.faulty_s3", "--upstream", whole.url, "--rate", str(rate), "--seed", str(seed)]
+    faulty = Server("faulty s3", command, directory / "faulty-s3.log", "/rh/faults")
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ.update(keys | {"AWS_ENDPOINT_URL": whole.url})
+    try:
+        for server in (whole, faulty):
+            server.start()
+            server.wait_until_it_answers()
+        s3fs.S3FileSystem().call_s3("create_bucket", Bucket="chaos")
+        s3fs.S3FileSystem.clear_instance_cache()
+        os.environ["AWS_ENDPOINT_URL"] = faulty.url
+        yield "s3://chaos/store"
+        (directory / "faults.json").write_text(httpx.get(f"{faulty.url}/rh/faults").text)
+    finally:
+        for server in (faulty, whole):
+            server.stop()
+
+
+@contextlib.contextmanager
+def stand(directory: Path, *, iterations: int, tracked: bool, store: str | None = None) -> Iterator[Stand]:
+    """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given."""
+    directory.mkdir(parents=True, exist_ok=True)
+    policy = directory / "policy"
+    if not policy.exists():
+        make_starting_policy(WarmStartPolicy(steps=250), load(CalculatorEnvironment()), 0, policy)
+    rows = load(CalculatorEnvironment()).tasks("train")
+    (directory / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = Server("engine", ["-m", "roundhouse.generation.standalone"], directory / "engine.log", "/rh/replicas")
+    environment = Server(
+        "environment",
+        ["-m", "roundhouse.gym.resources_server", "--environment", "calculator"],
+        directory / "environment.log",
+        "/",
+    )
+    wanted = ("prefect", "mlflow") if tracked else ("prefect",)
+    settings = {
+        "iterations": iterations,
+        "store": store or str(directory / "store"),
+        "policy": {"kind": "pretrained", "path": str(policy)},
+        "environment": {
+            "kind": "remote",
+            "url": environment.url,
+            "train_tasks": str(directory / "tasks.jsonl"),
+            "heldout_tasks": str(directory / "tasks.jsonl"),
+        },
+        "generation": {
+            "backend": "transformers",
+            "max_model_len": 256,
+            "engine_url": engine.url,
+            "engine_args": {"max_num_seqs": 1},
+        },
+        # A failed rollout would change what is learnt, however right it is to go on without it. Here none may be missing.
+        "rollout": {"tasks": 4, "group_size": 4, "max_failed_fraction": 0},
+        "train": {"updates": 2},
+        "evaluation": {"every": 0, "tasks": 4},
+        "checkpoint": {"keep_last": 2},
+        "tracking": {"enabled": tracked},
+        "infra": {"kind": "local", "state": str(directory / "state")},
+    }
+    built = Stand(directory, engine, environment, settings, tracked)
+    try:
+        for server in (engine, environment):
+            server.start()
+        services.up(directory / "state" / "services", wanted)
+        for server in (engine, environment):
+            server.wait_until_it_answers()
+        yield built
+    finally:
+        services.down(directory / "state" / "services")
+        for server in (engine, environment):
+            server.stop()

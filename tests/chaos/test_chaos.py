@@ -1,0 +1,68 @@
+"""A run that is killed over and over ends in the same bytes as one that was left alone. The long version: `make chaos`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roundhouse.store.run import load_run
+from tests.chaos.stand import Stand, stand
+from tests.chaos.trial import Kill, Outcome, Trial, draw_kills, play
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with stand(tmp_path_factory.mktemp("chaos"), iterations=3, tracked=False) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ready: Stand) -> Trial:
+    trial = play(ready, "undisturbed", [])
+    assert trial.starts == 1
+    return trial
+
+
+def test_killed_at_seeded_moments_it_ends_in_the_same_bytes(ready: Stand, undisturbed: Trial) -> None:
+    kills = [
+        Kill("flow", 0.45 * undisturbed.seconds),
+        Kill("engine", 0.5 * undisturbed.seconds),
+        Kill("environment", 0.15 * undisturbed.seconds),
+        Kill("flow", 0.15 * undisturbed.seconds),
+    ]
+    trial = play(ready, "disturbed", kills)
+    assert trial.outcome.differences(undisturbed.outcome) == []
+    assert trial.starts > 1
+    assert len(trial.done) >= 2
+
+
+def test_the_comparison_notices_one_changed_bit_and_one_lost_rollout(ready: Stand, undisturbed: Trial) -> None:
+    outcome = Outcome.of(load_run(ready.settings["store"], "undisturbed"))
+    assert outcome.differences(undisturbed.outcome) == []
+    other = Outcome(dict(outcome.weights), {k: list(v) for k, v in outcome.trained.items()})
+    other.weights["model.safetensors"] = "0" * 64
+    lost = other.trained[2].pop()
+    told = other.differences(undisturbed.outcome)
+    assert any("model.safetensors" in line for line in told)
+    assert any(lost in line for line in told)
+
+
+def test_a_damaged_store_is_no_pass(ready: Stand, undisturbed: Trial, tmp_path: Path) -> None:
+    run = load_run(ready.settings["store"], "undisturbed")
+    place = run.checkpoint(3).location.local_path / "tokenizer.json"
+    whole = place.read_bytes()
+    try:
+        place.write_bytes(whole[:-1])
+        assert any("tokenizer.json" in line for line in Outcome.of(run).differences(undisturbed.outcome))
+    finally:
+        place.write_bytes(whole)
+
+
+def test_the_same_seed_draws_the_same_kills() -> None:
+    drawn = draw_kills(7, 5, 60.0, ("flow", "engine"))
+    assert drawn == draw_kills(7, 5, 60.0, ("flow", "engine"))
+    assert drawn != draw_kills(8, 5, 60.0, ("flow", "engine"))
