@@ -12,10 +12,16 @@ import time
 import uuid
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+
+# The suite draws the same examples every time, so that its verdict is about the change; `explore` looks for new ones.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 @pytest.fixture(scope="session")
