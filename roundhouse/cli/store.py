@@ -55,7 +55,7 @@ def gc(
     if delete:
         garbage.collect_garbage(store, found)
     if as_json:
-        out(garbage.as_json(found))
+        out(json.dumps([asdict(item) for item in found], indent=1))
         return
     for item in found:
         out(f"{item.name}: {item.reason}")

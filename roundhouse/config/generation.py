@@ -8,6 +8,9 @@ from pydantic import Field
 
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
 
+TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
+"""Environment variable with the token of a standalone engine, which it asks of whoever says what weights are wanted."""
+
 
 class Sampling(Section):
     """How tokens are drawn."""

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import httpx
 
+from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint
-from roundhouse.generation.standalone import TOKEN_VARIABLE
 
 STATUS_SECONDS = 10.0
 """Time limit of a question that needs no work."""

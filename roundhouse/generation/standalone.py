@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 import uvicorn
 
+from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import RoundhouseError
 from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
@@ -33,8 +34,6 @@ from roundhouse.generation.serve_app import application_digest, check_model_dire
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
 
 logger = logging.getLogger(__name__)
-
-TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 
 
 class StandaloneEngine:

@@ -43,20 +43,12 @@ class Services:
     records: Mapping[str, ServiceRecord]
 
     @property
-    def prefect_api_url(self) -> str:
-        return f"{self._ready('prefect').url}/api"
-
-    @property
     def prefect_ui_url(self) -> str:
         return self._ready("prefect").url
 
     @property
     def mlflow_url(self) -> str:
         return self._ready("mlflow").url
-
-    @property
-    def ray_address(self) -> str:
-        return f"{LOOPBACK}:{self._ready('ray').ports['gcs']}"
 
     @property
     def ray_dashboard_url(self) -> str:

@@ -11,7 +11,6 @@ of an unfinished stage are not garbage: the run goes on with them. The record of
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -104,8 +103,3 @@ def _half_deleted_checkpoints(names: list[str]) -> Iterator[Garbage]:
         run, version = match["run"], int(match["version"])
         if version < newest.get(run, -1) and (run, version) not in complete:
             yield Garbage(match.string, f"rest of checkpoint {version}, which retention deleted")
-
-
-def as_json(garbage: Iterable[Garbage]) -> str:
-    """For a program."""
-    return json.dumps([{"name": item.name, "reason": item.reason} for item in garbage], indent=1)

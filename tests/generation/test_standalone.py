@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.generation.engine_services import EngineGone, ProcessEngine
-from roundhouse.generation.standalone import TOKEN_VARIABLE
 from tests.generation import tiny
 
 CONFIG = GenerationConfig(backend="transformers", max_model_len=512, engine_args={"max_num_seqs": 1})

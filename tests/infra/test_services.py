@@ -35,13 +35,17 @@ def running() -> Iterator[Services]:
         shutil.rmtree((path / "ray").resolve().parent)
 
 
+def api_url(running: Services) -> str:
+    return f"{running.prefect_ui_url}/api"
+
+
 pytestmark = pytest.mark.timeout(TIME_LIMIT + 60)
 
 
 def test_every_service_answers_and_ray_only_those_who_have_its_token(running: Services) -> None:
-    assert httpx.get(f"{running.prefect_api_url}/health").json() is True
+    assert httpx.get(f"{api_url(running)}/health").json() is True
     assert httpx.get(running.prefect_ui_url).status_code == 200
-    assert httpx.get(f"{running.prefect_ui_url}/ui-settings").json()["api_url"] in (running.prefect_api_url, "/api")
+    assert httpx.get(f"{running.prefect_ui_url}/ui-settings").json()["api_url"] in (api_url(running), "/api")
     assert httpx.get(f"{running.mlflow_url}/health").text == "OK"
     applications = f"{running.ray_dashboard_url}/api/serve/applications/"
     assert httpx.get(applications).status_code == 401
@@ -97,7 +101,7 @@ print(ray.get(ray.remote(num_cpus=0.1)(lambda: "from a worker").remote()))
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert f"{running.prefect_api_url}/ None" in result.stdout
+    assert f"{api_url(running)}/ None" in result.stdout
     assert "from a worker" in result.stdout
     assert list((running.state.path / "mlflow" / "artifacts").rglob("note.txt"))
     assert list(tmp_path.iterdir()) == []
