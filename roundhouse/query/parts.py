@@ -1,0 +1,133 @@
+"""Which part files of a store are data.
+
+Invariant: a part of a complete stage is one that the stage's manifest names, so what an interrupted or losing attempt left is
+never read. Where unfinished stages are asked for too, each gives the parts of its newest attempt that has any, and they are
+marked: attempts are never mixed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from roundhouse.errors import StoreError
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import MANIFEST, Manifest
+
+READERS = 16
+"""Manifests read at once: each is one small request to a bucket."""
+
+_STAGE_FILE = re.compile(r"(?P<run>[^/]+)/iterations/(?P<iteration>\d+)/(?P<stage>[^/]+)/(?P<file>[^/]+)")
+_CHECKPOINT = re.compile(r"(?P<run>[^/]+)/checkpoints/(?P<version>\d+)/" + re.escape(MANIFEST))
+_PART = re.compile(r"(?P<dataset>[a-z_]+)-a(?P<attempt>\d+)-\d+\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One Parquet file of a stage's dataset."""
+
+    uri: str
+    dataset: str
+    complete: bool
+    """Whether a manifest names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageFiles:
+    """One stage directory of one run, with what is known of it."""
+
+    run_id: str
+    iteration: int
+    stage: str
+    """The stage's kind, or `checkpoint` (then the iteration is the policy version)."""
+    uri: str
+    names: tuple[str, ...]
+    """Files that lie in it."""
+    manifest: Manifest | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest is not None
+
+    def parts(self, dataset: str) -> list[Part]:
+        """The dataset's parts, in the order they were written; none when there is no such dataset."""
+        if self.manifest is not None:
+            named = [entry.path for entry in self.manifest.files]
+        else:
+            named = _newest_attempt(self.names, dataset)
+        return [
+            Part(f"{self.uri}/{name}", dataset, self.complete)
+            for name in named
+            if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset
+        ]
+
+
+def runs_stages(
+    store: str,
+    *,
+    runs: Sequence[str] | None = None,
+    wanted: Callable[[StageFiles], bool] = lambda stage: True,
+    unfinished: bool = False,
+) -> list[StageFiles]:
+    """The stages and checkpoints of a store's runs (or of `runs`), in order, each with its manifest.
+
+    Args:
+        wanted: only these are opened; it sees them without manifest.
+        unfinished: stages without a manifest too, when they have parts.
+
+    Raises:
+        StoreError: a manifest cannot be read.
+    """
+    root = Location(store) / "runs"
+    names = root.tree() if runs is None else [f"{run}/{name}" for run in runs for name in (root / run).tree()]
+    found = [stage for stage in stages_in(root.uri, names) if wanted(stage)]
+    opened = open_stages([stage for stage in found if MANIFEST in stage.names])
+    rest = [stage for stage in found if MANIFEST not in stage.names] if unfinished else []
+    return sorted([*opened, *rest], key=lambda stage: (stage.run_id, stage.iteration, stage.stage))
+
+
+def stages_in(root: str, names: Iterable[str]) -> Iterator[StageFiles]:
+    """The stages and checkpoints among files listed below `<store>/runs`; pure."""
+    files: dict[tuple[str, int, str, str], list[str]] = {}
+    for name in names:
+        if (match := _STAGE_FILE.fullmatch(name)) is not None:
+            place = f"{root}/{name.rsplit('/', 1)[0]}"
+            files.setdefault((match["run"], int(match["iteration"]), match["stage"], place), []).append(match["file"])
+        elif (match := _CHECKPOINT.fullmatch(name)) is not None:
+            place = f"{root}/{name.rsplit('/', 1)[0]}"
+            files[(match["run"], int(match["version"]), "checkpoint", place)] = [MANIFEST]
+    for (run_id, iteration, stage, place), own in files.items():
+        yield StageFiles(run_id, iteration, stage, place, tuple(sorted(own)))
+
+
+def open_stages(stages: Sequence[StageFiles]) -> list[StageFiles]:
+    """The same with their manifests; a stage whose manifest vanished meanwhile (retention deletes checkpoints) is left out."""
+    with ThreadPoolExecutor(READERS) as pool:
+        manifests = list(pool.map(lambda stage: read_manifest_at(stage.uri), stages))
+    return [replace(stage, manifest=found) for stage, found in zip(stages, manifests, strict=True) if found is not None]
+
+
+def read_manifest_at(uri: str) -> Manifest | None:
+    """The manifest in a directory; None when the stage is not complete.
+
+    Raises:
+        StoreError: it is there and cannot be read.
+    """
+    try:
+        data = Location(uri).read(MANIFEST)
+    except NotFound:
+        return None
+    try:
+        return Manifest.model_validate_json(data)
+    except ValueError as error:
+        raise StoreError(f"{uri}/{MANIFEST} cannot be read: {error}. Run `roundhouse store verify`.") from error
+
+
+def _newest_attempt(names: Iterable[str], dataset: str) -> list[str]:
+    by_attempt: dict[str, list[str]] = {}
+    for name in names:
+        if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset:
+            by_attempt.setdefault(match["attempt"], []).append(name)
+    return sorted(by_attempt[max(by_attempt)]) if by_attempt else []

@@ -1,0 +1,162 @@
+"""`roundhouse query` sees what the manifests name, all of it and nothing else, and can do nothing but read."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from roundhouse.cli import app
+from roundhouse.errors import StoreError
+from roundhouse.query.database import QueryError, run_query
+from roundhouse.query.tables import TABLES
+from roundhouse.store.run import Run
+from roundhouse.trajectories.schemas import rollouts_table
+from tests.query.stores import make_rollout, write_run
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two runs of two iterations, 12 rollouts in each."""
+    store = str(tmp_path_factory.mktemp("query") / "store")
+    write_run(store, "a")
+    write_run(store, "b", seed=1)
+    return store
+
+
+def rows(store: str, sql: str, **options: object) -> list[dict]:
+    return run_query(store, sql, **options).to_pylist()
+
+
+def begun_stage(run: Run, iteration: int, attempts: int) -> None:
+    """A collect stage that was interrupted so many times; each attempt wrote one rollout more."""
+    for count in range(1, attempts + 1):
+        attempt = run.begin(run.stage(iteration, "collect"), policy_version=iteration - 1)
+        made = [make_rollout(0, iteration, 0, sample, iteration - 1, "hm") for sample in range(count)]
+        attempt.write_table("rollouts", rollouts_table(made))
+
+
+def test_a_query_over_all_runs_groups_and_averages(store_uri: str) -> None:
+    write_run(store_uri, "a", iterations=1)
+    write_run(store_uri, "b", iterations=1, seed=1)
+    found = rows(
+        store_uri,
+        "SELECT run_id, iteration, stage, count(*) AS n, count(reward) AS rewarded FROM rollouts GROUP BY ALL ORDER BY 1",
+    )
+    assert [tuple(row.values()) for row in found] == [("a", 1, "collect", 12, 11), ("b", 1, "collect", 12, 11)]
+    assert rows(store_uri, "SELECT count(*) AS n FROM turns WHERE run_id = 'b'") == [{"n": 22}]
+
+
+def test_every_table_has_rows_and_its_columns(local: str) -> None:
+    for name in TABLES:
+        answer = run_query(local, f"SELECT * FROM {name}")
+        assert answer.num_rows > 0, name
+        assert set(TABLES[name].schema.names) <= set(answer.column_names), name
+
+
+def test_datasets_of_one_iteration_join(local: str) -> None:
+    [found] = rows(
+        local,
+        """SELECT count(*) AS n, min(trained_tokens - list_sum(loss_mask)) AS low,
+                  max(trained_tokens - list_sum(loss_mask)) AS high
+           FROM sequences JOIN columns USING (run_id, iteration, sequence_id)""",
+    )
+    assert found == {"n": 40, "low": 0, "high": 0}
+
+
+def test_metrics_are_found_by_name(local: str) -> None:
+    found = rows(local, "SELECT metrics['train/loss'] AS loss FROM iterations WHERE run_id = 'a' AND iteration > 0")
+    assert [row["loss"] for row in found] == [0.5, 0.25]
+
+
+def test_parts_that_no_manifest_names_are_not_data(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    run = write_run(store, "a", iterations=1)
+    begun_stage(run, 1, attempts=1)  # lost: the stage is complete
+    begun_stage(run, 2, attempts=2)  # interrupted
+    by_iteration = "SELECT iteration, complete, count(*) AS n FROM rollouts GROUP BY ALL ORDER BY 1"
+    assert [tuple(row.values()) for row in rows(store, by_iteration)] == [(1, True, 12)]
+    unfinished = rows(store, by_iteration, unfinished=True)
+    assert [tuple(row.values()) for row in unfinished] == [(1, True, 12), (2, False, 2)]
+
+
+def test_only_the_runs_asked_for_are_read(local: str) -> None:
+    assert rows(local, "SELECT DISTINCT run_id FROM rollouts", runs=["b"]) == [{"run_id": "b"}]
+    with pytest.raises(QueryError, match=r"No run 'c'.*Runs there: a, b"):
+        rows(local, "SELECT 1 FROM rollouts", runs=["c"])
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "COPY (SELECT 1) TO '{there}/new.csv'",
+        "COPY rollouts TO '{there}/new.parquet'",
+        "EXPORT DATABASE '{there}/new'",
+        "ATTACH '{there}/new.db'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "CREATE TABLE t AS SELECT 1",
+        "SET enable_external_access = true",
+        "PRAGMA enable_external_access = true",
+        "SELECT * FROM read_text('{there}/secret')",
+        "SELECT * FROM '{there}/secret.csv'",
+        "SELECT * FROM read_parquet('{there}/*.parquet')",
+        "SELECT * FROM read_csv('http://127.0.0.1:1/x.csv')",
+        "SELECT * FROM glob('{there}/*')",
+        "SELECT * FROM parquet_metadata('{there}/x.parquet')",
+        "SELECT getenv('HOME')",
+        "SELECT * FROM secret",
+        "SELECT 1; COPY (SELECT 1) TO '{there}/new.csv'",
+        "EXPLAIN ANALYZE COPY (SELECT 1) TO '{there}/new.csv'",
+    ],
+)
+def test_nothing_but_reading_the_tables_is_possible(local: str, tmp_path: Path, statement: str) -> None:
+    secret = [{"a": "secret"}]  # a variable that DuckDB would find by its name, if it were let
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "secret.csv").write_text("a\nsecret\n")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(QueryError):
+        run_query(local, statement.format(there=tmp_path))
+    assert sorted(tmp_path.iterdir()) == before
+    assert secret
+
+
+def test_errors_name_what_is_known(local: str) -> None:
+    with pytest.raises(QueryError, match="Tables: rollouts, turns, sequences"):
+        run_query(local, "SELECT * FROM rolouts")
+    with pytest.raises(QueryError, match="rollouts: run_id, iteration, stage"):
+        run_query(local, "SELECT rewards FROM rollouts")
+    with pytest.raises(QueryError, match="One statement at a time; this has 2"):
+        run_query(local, "SELECT 1; SELECT 2")
+    with pytest.raises(QueryError, match="syntax error"):
+        run_query(local, "SELEC 1")
+
+
+def test_a_query_ends_in_time(local: str) -> None:
+    with pytest.raises(QueryError, match=r"ended after 0\.3 s"):
+        run_query(local, "SELECT count(*) FROM range(1000000000000) a WHERE hash(a) = 1", timeout_seconds=0.3)
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    run = write_run(str(tmp_path / "store"), "a", iterations=1)
+    run.stage(1, "collect").location.write("manifest.json", b"{")
+    with pytest.raises(StoreError, match=r"collect/manifest\.json cannot be read"):
+        run_query(str(tmp_path / "store"), "SELECT 1 FROM rollouts")
+
+
+def test_the_command_writes_for_people_and_for_programs(local: str) -> None:
+    sql = "SELECT run_id, avg(reward) AS reward, map {'a': 1.5} AS m FROM rollouts GROUP BY 1 ORDER BY 1"
+
+    def said(*options: str) -> str:
+        result = CliRunner().invoke(app, ["query", sql, "--store", local, *options])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    parsed = json.loads(said("--json"))
+    assert [row["run_id"] for row in parsed] == ["a", "b"]
+    assert parsed[0]["m"] == {"a": 1.5}
+    table = list(csv.DictReader(io.StringIO(said("--csv"))))
+    assert [float(row["reward"]) for row in table] == [row["reward"] for row in parsed]
+    assert "1 of 2 rows" in said("--limit", "1")
