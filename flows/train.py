@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.economy import tagged, untagged_tasks, without_heartbeats
 from flows.iteration import iteration
+from flows.reruns import is_first_start, take_place
 from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate
@@ -19,7 +20,7 @@ from tasks.report import finish_run, link_tracking, report_iteration
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
 def train(config: RunConfig) -> dict[str, Any]:
     """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
-    run = open_run(config)
+    run = open_run(config, first_start=is_first_start())
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
         return summary
     with untagged_tasks(), without_heartbeats():
@@ -27,10 +28,11 @@ def train(config: RunConfig) -> dict[str, Any]:
         if not run.is_reported(config.iterations):
             start_engine(run)  # it loads while the starting policy is being made
         start = starting_policy(run)
-        if not run.is_reported(0):
+        if not run.is_reported(run.first_version):
             evaluate(run, start)
-            report_iteration(run, 0)
+            report_iteration(run, run.first_version)
         for k in range(next_iteration(run), config.iterations + 1):
+            take_place(iteration, k)
             tagged(iteration, f"run:{run.run_id}", f"iteration:{k}")(config, k)
         return finish_run(run)
 
@@ -38,5 +40,5 @@ def train(config: RunConfig) -> dict[str, Any]:
 def next_iteration(run: Run) -> int:
     """The first iteration whose report is not in the store."""
     latest = run.latest_checkpoint()
-    version = 0 if latest is None else latest.policy_version
-    return version + 1 if run.is_reported(version) else max(version, 1)
+    version = run.first_version if latest is None else latest.policy_version
+    return version + 1 if run.is_reported(version) else max(version, run.first_version + 1)

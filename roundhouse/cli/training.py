@@ -26,7 +26,7 @@ app = typer.Typer()
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Start a training run, or continue it after its last complete stage."""
-    _train(load(config, overrides), dry_run, hints=[])
+    train_run(load(config, overrides), dry_run, hints=[])
 
 
 @app.command()
@@ -43,7 +43,7 @@ def quickstart(
         "docs/concepts.md                           what has just happened, and where it lies",
         "roundhouse down                            stop the Prefect and MLflow pages",
     ]
-    _train(load(config, overrides), dry_run, hints)
+    train_run(load(config, overrides), dry_run, hints)
 
 
 @app.command()
@@ -90,7 +90,8 @@ def evaluate(
     _with_services(resolved, work)
 
 
-def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
+def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
+    """Train in the foreground, and show it."""
     if dry_run:
         from roundhouse.config.loading import config_yaml
 
@@ -100,11 +101,15 @@ def _train(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     from roundhouse.store.run import open_run
 
     terminal = console()
-    run = open_run(config)
+    run = open_run(config, first_start=True)
+    # Whether it may be continued was decided right here; the flow only goes on.
+    config = config.model_copy(update={"resume": type(config.resume)()})
     summary = run.summary()
     if summary is None or summary["iterations"] < config.iterations:
         with RunView(terminal, config.iterations) as view:
             view.say(f"[bold]{config.run_id}[/]: {config.iterations} iterations, store {run.location.uri}")
+            if run.parent is not None:
+                view.say(f"  forked from run {run.parent.run_id} at version {run.parent.version}")
 
             def work() -> dict[str, Any]:
                 from flows.economy import tagged
@@ -160,11 +165,14 @@ def links(run: Run) -> dict[str, str]:
 
     place = run.location.uri.removeprefix("file://")
     links = {"store": place, "plot": f"{place}/learning-curve.png"}
+    if run.parent is not None:
+        links |= {
+            "parent": f"run {run.parent.run_id}, version {run.parent.version}, {run.parent.checkpoint.digest[:12]}…"
+        }
+    pages = dict[str, str]()
     running = services.status(services.state_directory(run.config))
     if running.is_ready("prefect"):
-        links["Prefect"] = running.prefect_ui_url
+        pages["Prefect"] = running.prefect_ui_url
     if running.is_ready("mlflow"):
-        links["MLflow"] = (run.summary() or {}).get("mlflow_url") or running.mlflow_url
-    if len(links) == 2:
-        links["pages"] = "start them again with `roundhouse up`"
-    return links
+        pages["MLflow"] = (run.summary() or {}).get("mlflow_url") or running.mlflow_url
+    return links | (pages or {"pages": "start them again with `roundhouse up`"})

@@ -64,7 +64,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.strip().split(".")
     node = tree
     for index, parent in enumerate(parents):
-        child = node.setdefault(parent, {})
+        if node.get(parent) is None:  # not there, or a section that is off
+            node[parent] = {}
+        child = node[parent]
         if not isinstance(child, dict):
             above = ".".join(parents[: index + 1])
             raise ConfigError(f"Override {override!r}: {above} is a value, not a section.")

@@ -19,7 +19,8 @@ from roundhouse.config.environments import (
     SortEnvironment,
 )
 from roundhouse.config.generation import GenerationConfig, Sampling
-from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, TrackingConfig
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
 from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
@@ -43,6 +44,7 @@ __all__ = [
     "RemoteEnvironment",
     "RetryPolicy",
     "RolloutConfig",
+    "ResumeConfig",
     "RunConfig",
     "Sampling",
     "Section",
@@ -84,6 +86,7 @@ class RunConfig(Section):
         if rollout.group_size < 2 and self.train.algorithm.needs_groups:
             raise ValueError(
                 f"rollout.group_size is {rollout.group_size}: a group of one has no baseline. Set it to 2 or more."
+    resume: ResumeConfig = ResumeConfig()
             )
         if self.validation.min_group_size > rollout.group_size:
             raise ValueError(

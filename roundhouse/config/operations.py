@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.section import PositiveInt, Section
 
@@ -34,6 +34,26 @@ class TrackingConfig(Section):
 
     enabled: bool = True
     uri: str | None = None
+class ResumeConfig(Section):
+    """What a start does when there is something to go on from."""
+
+    mode: Literal["auto", "disable", "from_path"] = "auto"
+    """`auto` continues the run of this id after its last complete stage, or begins it. `disable` only begins: a run id that
+    exists is refused. `from_path` begins from the checkpoint at `path`, weights and trainer state, and continues such a run."""
+    path: str | None = None
+    """Checkpoint to begin from: `<store>/runs/<run>/checkpoints/<version>`, a path or URI."""
+
+    @model_validator(mode="after")
+    def _path(self) -> Self:
+        if (self.mode == "from_path") != (self.path is not None):
+            given = "no resume.path" if self.path is None else f"resume.path={self.path!r}"
+            raise ValueError(
+                f"resume.mode={self.mode} with {given}: a path goes with from_path, and from_path with a path. Set both "
+                "or none."
+            )
+        return self
+
+
     """Tracking server. Unset: MLFLOW_TRACKING_URI, else the local services' server."""
     experiment: str = "roundhouse"
     conversations: Annotated[int, Field(ge=0)] = 4

@@ -60,12 +60,12 @@ def publish(run: Run, update: Reference) -> Reference:
 def retain(run: Run, newest: int) -> list[int]:
     """Delete the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep; return their versions.
 
-    Version 0 stays: it is the reference policy and the start of every curve.
+    Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve.
     """
     config = run.config.checkpoint
     deleted = []
     for version in run.checkpoint_versions():
-        kept_for_good = version == 0 or (config.keep_every > 0 and version % config.keep_every == 0)
+        kept_for_good = version in (0, run.first_version) or (config.keep_every > 0 and version % config.keep_every == 0)
         if kept_for_good or version > newest - config.keep_last:
             continue
         location = run.checkpoint(version).location

@@ -11,6 +11,7 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environments import load_any
 from roundhouse.progress import announce
 from roundhouse.stages.checkpoint import publish_starting_policy
+from roundhouse.store.lineage import adopt_checkpoints
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, sha256
 from roundhouse.store.run import Run
@@ -18,11 +19,13 @@ from roundhouse.store.stage import read_file, read_manifest
 
 
 def starting_policy(run: Run) -> Reference:
-    """Commit version 0, or return it.
+    """Commit the version that the run starts from, or return it: version 0, or the parent's version of a fork.
 
     Raises:
         ConfigError: the pretrained directory is missing, incomplete or damaged.
     """
+    if run.parent is not None:
+        return adopt_checkpoints(run)
     if (done := run.checkpoint(0).reference()) is not None:
         return done
     policy = run.config.policy
@@ -56,6 +59,8 @@ def engine_files(run: Run) -> Path:
         StoreError: the directory is not the starting policy's; its tokenizer was made anew with another result.
     """
     target = checkpoint_cache(run.config) / f"engine-{run.uid}"
+    if run.parent is not None:
+        adopt_checkpoints(run)  # a fork's tokenizer is its parent's, whatever its environment
     start = run.checkpoint(0).reference()
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)

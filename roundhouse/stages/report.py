@@ -35,7 +35,8 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         return done
     manifests = iteration_manifests(run, iteration)
     attempt = run.begin(stage, policy_version=iteration)
-    metrics = overhead_seconds(manifests, time.time() - _began(run, iteration, manifests)) if iteration > 0 else {}
+    trained = iteration > run.first_version
+    metrics = overhead_seconds(manifests, time.time() - _began(run, iteration, manifests)) if trained else {}
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
     return attempt.commit(inputs=inputs, metrics=metrics, details={"process": _PROCESS})
@@ -96,8 +97,9 @@ def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
 def summarize(run: Run) -> dict[str, Any]:
     """The run in numbers: evaluations, curve, seconds by stage, ledger."""
     latest = run.latest_checkpoint()
-    newest = 0 if latest is None else latest.policy_version
-    by_iteration = {k: iteration_manifests(run, k) for k in range(newest + 1)}
+    first = run.first_version
+    newest = first if latest is None else latest.policy_version
+    by_iteration = {k: iteration_manifests(run, k) for k in range(first, newest + 1)}
     evaluations = {
         k: _evaluation(k, manifests["evaluate"]) for k, manifests in by_iteration.items() if "evaluate" in manifests
     }
@@ -107,11 +109,12 @@ def summarize(run: Run) -> dict[str, Any]:
         "run_id": run.run_id,
         "uid": run.uid,
         "store": run.location.uri,
-        "iterations": len(trained),
+        "parent": None if run.parent is None else run.parent.model_dump(mode="json"),
+        "iterations": first + len(trained),
         "iterations_wanted": run.config.iterations,
         "environment": run.config.environment.kind,
         "evaluation": {
-            "before": evaluations.get(0),
+            "before": evaluations.get(first),
             "after": evaluations[max(evaluations)] if len(evaluations) > 1 else None,
             "all": list(evaluations.values()),
         },

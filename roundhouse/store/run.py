@@ -19,10 +19,13 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from roundhouse.config.loading import config_digest, differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.code_version import code_version
+from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.stage import Attempt, Stage
@@ -30,10 +33,13 @@ from roundhouse.store.stage import Attempt, Stage
 OPERATIONAL = (
     "iterations",
     "store",
+    "resume.",
     "checkpoint.",
     "tracking.",
     "infra.",
     "evaluation.every",
+    "evaluation.before_training",
+    "evaluation.promotion_confidence",
     "rollout.concurrency",
     "rollout.retry.",
     "rollout.timeout_seconds",
@@ -64,10 +70,17 @@ class Run:
     """Told apart from an earlier run of the same id that was deleted."""
     created_at: float
     code_version: str
+    parent: Parent | None = None
+    """Of a fork."""
 
     @property
     def run_id(self) -> str:
         return self.config.run_id
+
+    @property
+    def first_version(self) -> int:
+        """The version that the run starts from: 0, or the parent's where it was forked."""
+        return 0 if self.parent is None else self.parent.version
 
     def stage(self, iteration: int, kind: str) -> Stage:
         """A stage of an iteration (iteration 0 holds what comes before the first)."""
@@ -97,15 +110,25 @@ class Run:
 
     def latest_checkpoint(self) -> Reference | None:
         """The newest complete checkpoint; None before the starting policy is there."""
+        newest = self._newest_from(self._pointed_version())
+        if newest is None:  # the pointer is lost, damaged, or so old that retention deleted what it names
+            newest = self._newest_from(max(self.checkpoint_versions(), default=self.first_version))
+        return newest
+
+    def _pointed_version(self) -> int | None:
+        """What `latest.json` names. Only the version counts: where a checkpoint lies, the run knows itself."""
         try:
-            reference = Reference.model_validate_json(self.location.read("latest.json"))
-        except NotFound:
-            reference = None
-        # The pointer is written after the manifest, so the true newest is it or one that came right after.
-        version = 0 if reference is None else reference.policy_version + 1
-        while (newer := self.checkpoint(version).reference()) is not None:
-            reference, version = newer, version + 1
-        return reference
+            return Reference.model_validate_json(self.location.read("latest.json")).policy_version
+        except (NotFound, ValidationError):
+            return None
+
+    def _newest_from(self, version: int | None) -> Reference | None:
+        """The last of the complete versions that follow this one without a gap. The pointer is written after the manifest, and
+        a bucket may list late: the true newest is the version that is named, or one that came right after."""
+        found = None
+        while version is not None and (newer := self.checkpoint(version).reference()) is not None:
+            found, version = newer, version + 1
+        return found
 
     def is_reported(self, iteration: int) -> bool:
         """Whether an iteration is finished, its report included."""
@@ -127,13 +150,41 @@ class Run:
             return None
 
 
-def open_run(config: RunConfig) -> Run:
+def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
     """Create the run, or open the one of that id to continue it.
 
+    Args:
+        first_start: a person has just asked for this run; it is no later stage or retry of a start. Only then does
+            `resume.mode: disable` refuse a run that exists.
+
     Raises:
-        ConfigError: the run exists with another configuration.
+        ConfigError: the run exists and may not be continued, exists with another configuration, or cannot be forked so.
     """
     location = Location(config.store) / f"runs/{config.run_id}"
+    try:
+        identity = _read_identity(location)
+        _refuse_existing(config, first_start)
+    except NotFound:
+        identity, created = _create(location, config)
+        if not created:
+            _refuse_existing(config, first_start)
+    _refuse_other_configuration(identity, config)
+    run = _opened(location, config, identity)
+    _refuse_other_parent(run)
+    return run
+
+
+def run_exists(store: str, run_id: str) -> bool:
+    """Whether a run of that id was created."""
+    return (Location(store) / f"runs/{run_id}").exists("run.json")
+
+
+def _create(location: Location, config: RunConfig) -> tuple[dict[str, Any], bool]:
+    """The run's identity, and whether it was created here rather than by somebody who was quicker."""
+    parent = None
+    if config.resume.path is not None:
+        parent = parent_at(config.resume.path)
+        refuse_unloadable(parent, config)
     identity: dict[str, Any] = {
         "run_id": config.run_id,
         "uid": uuid.uuid4().hex[:12],
@@ -141,14 +192,18 @@ def open_run(config: RunConfig) -> Run:
         "config": config.model_dump(mode="json"),
         "config_digest": config_digest(config),
         "code_version": code_version(),
-        "parent": None,
+        "parent": None if parent is None else parent.model_dump(mode="json"),
     }
     try:
         location.create("run.json", (json.dumps(identity, indent=1) + "\n").encode())
     except AlreadyExists:
-        identity = _read_identity(location)
-        _refuse_other_configuration(identity, config)
-    return Run(location, config, identity["uid"], identity["created_at"], code_version())
+        return _read_identity(location), False
+    return identity, True
+
+
+def _opened(location: Location, config: RunConfig, identity: dict[str, Any]) -> Run:
+    parent = None if identity.get("parent") is None else Parent.model_validate(identity["parent"])
+    return Run(location, config, identity["uid"], identity["created_at"], code_version(), parent)
 
 
 def load_run(store: str, run_id: str) -> Run:
@@ -164,8 +219,7 @@ def load_run(store: str, run_id: str) -> Run:
     except NotFound:
         there = ", ".join(run_ids(store)) or "none"
         raise StoreError(f"No run {run_id!r} in {root.uri}. Runs there: {there}.") from None
-    config = parse_config(identity["config"], origin=f"{location.uri}/run.json")
-    return Run(location, config, identity["uid"], identity["created_at"], code_version())
+    return _opened(location, parse_config(identity["config"], origin=f"{location.uri}/run.json"), identity)
 
 
 def run_ids(store: str) -> list[str]:
@@ -179,6 +233,25 @@ def _read_identity(location: Location) -> dict[str, Any]:
         return json.loads(data)
     except ValueError as error:
         raise StoreError(f"{location.uri}/run.json is damaged: {error}") from error
+
+
+def _refuse_existing(config: RunConfig, first_start: bool) -> None:
+    if first_start and config.resume.mode == "disable":
+        raise ConfigError(
+            f"Run {config.run_id!r} exists in {config.store}, and resume.mode is 'disable'. Choose another run_id, or continue "
+            "it with --set resume.mode=auto."
+        )
+
+
+def _refuse_other_parent(run: Run) -> None:
+    path = run.config.resume.path
+    if path is None or (run.parent is not None and Location(path).uri == run.parent.checkpoint.uri):
+        return
+    origin = "its own starting policy" if run.parent is None else run.parent.checkpoint.uri
+    raise ConfigError(
+        f"Run {run.run_id!r} exists and began from {origin}, not from resume.path={path!r}. Choose another run_id, or continue "
+        "it with --set resume.mode=auto and without resume.path."
+    )
 
 
 def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> None:

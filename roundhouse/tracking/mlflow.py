@@ -39,7 +39,7 @@ class Tracker:
 
     def log_missing_iterations(self, newest: int) -> None:
         """Log every complete iteration up to `newest` that MLflow does not have yet."""
-        for iteration in range(newest + 1):
+        for iteration in range(self._run.first_version, newest + 1):
             if iteration not in self._logged:
                 self._log_iteration(iteration)
 
@@ -142,3 +142,5 @@ def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
 
 def _source(reference: Reference) -> str:
     return json.dumps({"uri": reference.uri})
+    if run.parent is not None:
+        tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}

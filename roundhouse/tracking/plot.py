@@ -26,17 +26,17 @@ def plot_run(run: Run, summary: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5.6), dpi=100, width_ratios=(3, 2))
-    _plot_reward(left, summary)
-    _plot_seconds(right, run, summary["iterations"])
+    _plot_reward(left, summary, run.first_version + 1)
+    _plot_seconds(right, run, range(run.first_version + 1, summary["iterations"] + 1))
     figure.suptitle(f"{run.run_id}: {summary['environment']}, seed {run.config.seed}", fontsize=13)
     figure.tight_layout()
     figure.savefig(file)
     plt.close(figure)
 
 
-def _plot_reward(axes: Any, summary: dict[str, Any]) -> None:
+def _plot_reward(axes: Any, summary: dict[str, Any], first: int) -> None:
     rewards = summary["reward_by_iteration"]
-    axes.plot(range(1, len(rewards) + 1), rewards, color="#4c78a8", linewidth=1.6, label="training rollouts")
+    axes.plot(range(first, first + len(rewards)), rewards, color="#4c78a8", linewidth=1.6, label="training rollouts")
     evaluations = summary["evaluation"]["all"]
     axes.errorbar(
         [evaluation["version"] for evaluation in evaluations],
@@ -54,10 +54,9 @@ def _plot_reward(axes: Any, summary: dict[str, Any]) -> None:
     axes.legend(loc="lower right")
 
 
-def _plot_seconds(axes: Any, run: Run, iterations: int) -> None:
-    numbers = range(1, iterations + 1)
+def _plot_seconds(axes: Any, run: Run, numbers: range) -> None:
     manifests = [iteration_manifests(run, k) for k in numbers]
-    bottom = [0.0] * iterations
+    bottom = [0.0] * len(numbers)
     for kind, color in _COLORS.items():
         if kind == "orchestration":
             heights = [

@@ -1,0 +1,149 @@
+"""Where a run comes from when it does not begin at the beginning: the checkpoint of another run.
+
+Invariant: a fork owns what it needs. It takes version 0 (the reference policy) and the version that it starts from into its own
+directory, so retention, garbage collection and deletion in the parent cannot take anything from it. On one file system that
+is a hard link and costs no bytes; inside of S3 the server copies, and nothing passes through this machine.
+
+    runs/wide/run.json   "parent": {"run_id": "base", "uid": "…", "version": 12, "checkpoint": {"uri": …, "digest": …}}
+    runs/wide/checkpoints/000000/  000012/      the parent's files under manifests of the fork; it trains 000013 next
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from roundhouse.config.loading import differences, parse_config
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import MANIFEST, Reference
+from roundhouse.store.stage import Stage, read_manifest
+from roundhouse.store.taking import take
+
+if TYPE_CHECKING:
+    from roundhouse.store.run import Run
+
+FIXED_BY_CHECKPOINT = ("policy.", "train.lora")
+"""Keys that a fork shares with its parent: the model's shape and tokenizer, and whether an adapter's optimizer state or the
+whole model's lies in `trainer/`. With other values the checkpoint could not be loaded. All others may differ."""
+
+_PLACE = re.compile(r"(?P<run>.+/runs/(?P<run_id>[^/]+))/checkpoints/(?P<version>\d{6,})")
+
+
+class Parent(BaseModel):
+    """The checkpoint that a fork starts from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    uid: str
+    """Of the parent run."""
+    version: int
+    checkpoint: Reference
+
+
+def parent_at(path: str) -> Parent:
+    """The run and version whose checkpoint lies at this URI.
+
+    Raises:
+        ConfigError: no complete checkpoint of a run is there; those that are there get listed.
+    """
+    location = Location(path)
+    if (place := _PLACE.fullmatch(location.uri)) is None:
+        raise ConfigError(
+            f"resume.path: {location.uri} is not a checkpoint of a run (<store>/runs/<run>/checkpoints/<version>). To start "
+            f"from weights alone, set policy.kind=pretrained and policy.path={path} instead."
+        )
+    version = int(place["version"])
+    reference = Stage(location, kind="checkpoint", run_id=place["run_id"], iteration=version).reference()
+    if reference is None:
+        whole = [name for name in _checkpoints(place["run"]).names() if _has_manifest(place["run"], name)]
+        raise ConfigError(
+            f"resume.path: {location.uri} holds no complete checkpoint: it was not made, or retention deleted it "
+            f"(checkpoint.keep_last, keep_every). Versions there: {', '.join(whole) or 'none'}."
+        )
+    return Parent(run_id=place["run_id"], uid=_identity(place["run"])["uid"], version=version, checkpoint=reference)
+
+
+def refuse_unloadable(parent: Parent, config: RunConfig) -> None:
+    """Refuse a fork's configuration with which the parent's checkpoint cannot be loaded.
+
+    Raises:
+        ConfigError: it differs in a key of `FIXED_BY_CHECKPOINT`.
+    """
+    run = _run_of(parent)
+    old = parse_config(_identity(run)["config"], origin=f"{run}/run.json")
+    changed = {key: pair for key, pair in differences(old, config).items() if key.startswith(FIXED_BY_CHECKPOINT)}
+    if changed:
+        lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
+        raise ConfigError(
+            f"Version {parent.version} of run {parent.run_id!r} cannot be continued with another policy:\n{lines}\n"
+            "Take these changes back; every other key may differ."
+        )
+
+
+def adopt_checkpoints(run: Run) -> Reference:
+    """Take the parent's checkpoints into the fork, once; the reference of the version that it starts from.
+
+    Raises:
+        StoreError: the parent has lost one before it was taken.
+    """
+    assert run.parent is not None, "only a fork adopts"
+    parent = run.parent
+    if (done := run.checkpoint(parent.version).reference()) is not None:
+        return done
+    if parent.version > 0 and run.checkpoint(0).reference() is None:
+        _adopt(run, 0, _parents_reference(parent, 0))
+    reference = _adopt(run, parent.version, _parents_reference(parent, parent.version))
+    run.point_to(reference)
+    return reference
+
+
+def _adopt(run: Run, version: int, origin: Reference) -> Reference:
+    manifest, source, stage = read_manifest(origin), Location(origin.uri), run.checkpoint(version)
+    attempt = run.begin(stage, policy_version=version)
+    for entry in manifest.files:
+        take(source, stage.location, entry.path)
+        attempt.adopt(entry)
+    return attempt.commit(inputs={"parent": origin}, metrics=manifest.metrics, details=manifest.details)
+
+
+def _parents_reference(parent: Parent, version: int) -> Reference:
+    if version == parent.version:
+        read_manifest(parent.checkpoint)  # raises when it is gone, or another than the one that was recorded
+        return parent.checkpoint
+    location = _checkpoints(_run_of(parent)) / f"{version:06d}"
+    reference = Stage(location, kind="checkpoint", run_id=parent.run_id, iteration=version).reference()
+    if reference is None:
+        raise StoreError(f"{location.uri}/{MANIFEST} is missing: run {parent.run_id!r} has lost its starting policy.")
+    return reference
+
+
+def _run_of(parent: Parent) -> str:
+    place = _PLACE.fullmatch(parent.checkpoint.uri)
+    assert place is not None, "a parent was made by `parent_at`"
+    return place["run"]
+
+
+def _checkpoints(run: str) -> Location:
+    return Location(run) / "checkpoints"
+
+
+def _has_manifest(run: str, name: str) -> bool:
+    return (_checkpoints(run) / name).exists(MANIFEST)
+
+
+def _identity(run: str) -> dict[str, Any]:
+    location = Location(run)
+    try:
+        return json.loads(location.read("run.json"))
+    except NotFound:
+        raise ConfigError(
+            f"resume.path: {location.uri} has no run.json: the checkpoint has been moved out of its run."
+        ) from None
+    except ValueError as error:
+        raise StoreError(f"{location.uri}/run.json is damaged: {error}") from error
