@@ -19,7 +19,6 @@ from roundhouse.config.environments import (
     SortEnvironment,
 )
 from roundhouse.config.generation import GenerationConfig, Sampling
-from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
 from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
@@ -42,9 +41,9 @@ __all__ = [
     "PolicyConfig",
     "PretrainedPolicy",
     "RemoteEnvironment",
+    "ResumeConfig",
     "RetryPolicy",
     "RolloutConfig",
-    "ResumeConfig",
     "RunConfig",
     "Sampling",
     "Section",
@@ -73,6 +72,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: ResumeConfig = ResumeConfig()
     tracking: TrackingConfig = TrackingConfig()
     infra: LocalInfra = LocalInfra()
 
@@ -86,7 +86,6 @@ class RunConfig(Section):
         if rollout.group_size < 2 and self.train.algorithm.needs_groups:
             raise ValueError(
                 f"rollout.group_size is {rollout.group_size}: a group of one has no baseline. Set it to 2 or more."
-    resume: ResumeConfig = ResumeConfig()
             )
         if self.validation.min_group_size > rollout.group_size:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from roundhouse.config.section import PositiveInt, Section
 
@@ -29,11 +29,6 @@ class CheckpointConfig(Section):
     """Keep each version divisible by this for good; 0 keeps none beyond `keep_last`."""
 
 
-class TrackingConfig(Section):
-    """MLflow."""
-
-    enabled: bool = True
-    uri: str | None = None
 class ResumeConfig(Section):
     """What a start does when there is something to go on from."""
 
@@ -54,6 +49,11 @@ class ResumeConfig(Section):
         return self
 
 
+class TrackingConfig(Section):
+    """MLflow."""
+
+    enabled: bool = True
+    uri: str | None = None
     """Tracking server. Unset: MLFLOW_TRACKING_URI, else the local services' server."""
     experiment: str = "roundhouse"
     conversations: Annotated[int, Field(ge=0)] = 4
