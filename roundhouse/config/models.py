@@ -6,9 +6,9 @@ run's configuration stays what it was when the run began. One module a section; 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from roundhouse.config.algorithms import GRPO
 from roundhouse.config.environments import (
@@ -18,7 +18,9 @@ from roundhouse.config.environments import (
     GuessNumberEnvironment,
     SortEnvironment,
 )
+from roundhouse.config.failures import FailuresConfig
 from roundhouse.config.generation import GenerationConfig, Sampling
+from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
 from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
@@ -34,8 +36,11 @@ __all__ = [
     "CustomEnvironment",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "FailuresConfig",
     "GenerationConfig",
     "GuessNumberEnvironment",
+    "InfraConfig",
+    "KubernetesInfra",
     "LocalInfra",
     "OptimizerConfig",
     "PolicyConfig",
@@ -52,6 +57,17 @@ __all__ = [
     "TrainConfig",
     "ValidationConfig",
     "WarmStartPolicy",
+]
+
+
+def _infra_kind(given: Any) -> str | None:
+    """Local when nothing is said: a section with nothing but `state` means this machine."""
+    return given.get("kind", "local") if isinstance(given, dict) else getattr(given, "kind", None)
+
+
+InfraConfig = Annotated[
+    Annotated[LocalInfra, Tag("local")] | Annotated[KubernetesInfra, Tag("kubernetes")],
+    Discriminator(_infra_kind, "infra_kind", "kind is neither 'local' nor 'kubernetes'"),
 ]
 
 
@@ -74,7 +90,8 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
     tracking: TrackingConfig = TrackingConfig()
-    infra: LocalInfra = LocalInfra()
+    failures: FailuresConfig = FailuresConfig()
+    infra: InfraConfig = LocalInfra()
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
@@ -117,4 +134,13 @@ class RunConfig(Section):
                 "generation.sampling.top_p and top_k filter the distribution that the trainer cannot reproduce, so the "
                 "policy ratio would be wrong. Leave top_p at 1.0 and top_k unset for training."
             )
+        self._reachable_store()
         return self
+
+    def _reachable_store(self) -> None:
+        infra = self.infra
+        if isinstance(infra, KubernetesInfra) and not self.store.startswith("s3://") and not infra.store_claim:
+            raise ValueError(
+                f"store is {self.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "
+                "name a PersistentVolumeClaim in infra.store_claim, which is mounted at that path."
+            )

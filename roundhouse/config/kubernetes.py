@@ -1,0 +1,84 @@
+"""Where a run's processes are on a Kubernetes cluster: the section `infra` with `kind: kubernetes`.
+
+Invariant: nothing here changes what a run computes, only where and under which limits. Secrets are named, never held.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+
+Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
+"""An amount as Kubernetes writes it: 500m, 8Gi."""
+DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class Toleration(Section):
+    """A taint that pods accept."""
+
+    key: str | None = None
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class TrainerPods(Section):
+    """The pods of a training step, with `train.service.kind: process`. Each runs `train.service.processes` processes."""
+
+    image: Annotated[str, Field(min_length=1)] = "roundhouse/trainer:0.1.0"
+    """With the trainer in it; name a digest in production."""
+    pods: PositiveInt = 1
+    """Above 1, torchrun makes one group of the processes of all pods."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each pod."""
+    cpu: Quantity = "2"
+    """CPU of each pod, as a request."""
+    memory: Quantity = "8Gi"
+    """Memory of each pod, as request and limit."""
+    shared_memory: Quantity = "2Gi"
+    """Size of /dev/shm; counts as memory."""
+    scratch: Quantity = "50Gi"
+    """Disk for downloaded checkpoints and temporary files."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often Kubernetes replaces a failed pod by itself; the task's own retries come on top."""
+    pending_seconds: PositiveInt = 1800
+    """How long pods may wait for a node."""
+    image_seconds: PositiveInt = 300
+    """How long a container may fail to start (image pull, missing secret) before the step is given up."""
+    priority_class: ObjectName | None = None
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+
+
+class KubernetesInfra(Section):
+    """Pods of a cluster. The flow itself runs in one of them, or elsewhere with a kubeconfig."""
+
+    kind: Literal["kubernetes"] = "kubernetes"
+    state: str = ".roundhouse"
+    """Directory on the flow's own machine, for its cache."""
+    namespace: DnsLabel = "roundhouse"
+    context: str | None = None
+    """Context of the kubeconfig. Unset: the pod's service account, else the current context."""
+    trainer: TrainerPods = TrainerPods()
+    service_account: ObjectName = "roundhouse-trainer"
+    """Of the trainer's pods. Its token is not mounted; a cloud's workload identity uses its annotations."""
+    secret: ObjectName | None = None
+    """Secret whose keys become environment variables of the pods: AWS_ACCESS_KEY_ID, …; not needed with workload identity."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """More variables of the pods, such as AWS_ENDPOINT_URL. No secrets: they stand in the run's configuration."""
+    store_claim: ObjectName | None = None
+    """PersistentVolumeClaim that holds the store, mounted at the store's path; for a store that is no bucket."""
+    queue: ObjectName | None = None
+    """Kueue LocalQueue that admits the Jobs."""
+    queue_seconds: PositiveInt = 86_400
+    """How long a Job may wait in the queue."""
+    keep_jobs_seconds: Annotated[int, Field(ge=0)] = 86_400
+    """How long finished Jobs and their pods can be looked at."""
+    patience_seconds: PositiveFloat = 300
+    """How long the API server may be away before a stage fails; its Jobs go on, and the stage's retry finds them."""

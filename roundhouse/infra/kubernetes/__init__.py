@@ -1,0 +1,9 @@
+"""Runs on a Kubernetes cluster.
+
+names, train_job    pure: from a run's configuration to manifests
+verdict             pure: from a Job's and its pods' status to an outcome, in words that help
+cluster             calls of the API server: bounded, counted, repeated where that is safe
+watching            a run's Jobs and pods as they are now, by watch
+pod_log             a pod's log, line by line, across broken connections
+job                 one Job from its creation, or the finding of it, to its end
+"""

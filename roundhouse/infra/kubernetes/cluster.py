@@ -1,0 +1,237 @@
+"""Calls of a cluster's API server.
+
+Invariant: every call has a time limit and is counted. What may pass by itself (429, 500, 502 to 504, a broken connection, a
+server that restarts) is repeated with back-off until `patience_seconds` are over; callers choose names so that a repeated create
+finds its own object. What will not pass is an error that says which right or object is missing.
+
+The official client carries credentials, TLS and token renewal; bodies are plain JSON, as manifests are.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.errors import ConfigError, InfraError
+
+if TYPE_CHECKING:
+    import urllib3
+    from kubernetes.client import ApiClient
+
+logger = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+CALL_SECONDS = (10.0, 30.0)
+"""To connect, and between two bytes of an answer."""
+_PASSING = (408, 429, 500, 502, 503, 504)
+_SLOWEST = 15.0
+"""Longest pause between two tries."""
+IN_CLUSTER_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+
+class Refused(Exception):
+    """An answer that is no success and will not become one; for the caller to understand."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.message = status, reason, message
+        self.retry_after = retry_after
+
+
+class Cluster:
+    """One API server, as one user. Usable from several threads."""
+
+    def __init__(self, client: ApiClient, *, patience_seconds: float = 300) -> None:
+        self._client = client
+        self._patience = patience_seconds
+        self._lock = threading.Lock()
+        self.calls: Counter[str] = Counter()
+        """Requests sent, repeated ones too, by verb and kind: `create jobs`."""
+
+    @property
+    def host(self) -> str:
+        return str(self._client.configuration.host)
+
+    @property
+    def patience_seconds(self) -> float:
+        return self._patience
+
+    def close(self) -> None:
+        self._client.close()
+
+    def create(self, path: str, body: Object) -> Object:
+        """Create an object; unknown fields are refused.
+
+        Raises:
+            Refused: 409 when there is one of that name, 422 when the server does not accept it.
+        """
+        return self._json("POST", path, {"fieldValidation": "Strict"}, body)
+
+    def get(self, path: str, **query: str) -> Object:
+        return self._json("GET", path, query)
+
+    def delete(self, path: str, *, propagation: str = "Foreground", uid: str | None = None) -> bool:
+        """Begin to delete an object; False when it is not there (any more, or is another one by now)."""
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        try:
+            self._json("DELETE", path, {}, body)
+        except Refused as refused:
+            if refused.status in (404, 409):
+                return False
+            raise
+        return True
+
+    def patch(self, path: str, body: Object, content_type: str = "application/merge-patch+json") -> Object:
+        return self._json("PATCH", path, {}, body, {"Content-Type": content_type})
+
+    def stream(self, path: str, query: Mapping[str, str], read_seconds: float) -> urllib3.HTTPResponse:
+        """An answer that is read as it comes: a watch, a log. Not repeated.
+
+        Raises:
+            Refused: any status but success.
+            urllib3.exceptions.HTTPError: the connection broke.
+        """
+        verb = "watch" if query.get("watch") else "follow"
+        return self._send("GET", path, query, None, {}, (CALL_SECONDS[0], read_seconds), verb)
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None = None,
+        headers: Object | None = None,
+    ) -> Object:
+        from urllib3.exceptions import HTTPError
+
+        deadline, pause = time.monotonic() + self._patience, 0.2
+        while True:
+            wait = None
+            try:
+                answer = self._send(method, path, query, body, headers or {}, CALL_SECONDS, _VERBS[method])
+                return json.loads(answer.data)
+            except Refused as refused:
+                if refused.status not in _PASSING:
+                    raise
+                problem, wait = str(refused), refused.retry_after
+            except (HTTPError, OSError, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            wait = min(wait if wait is not None else pause * random.uniform(0.5, 1.5), _SLOWEST)
+            if time.monotonic() + wait > deadline:
+                raise InfraError(
+                    f"The API server {self.host} did not do {method} {path} for {self._patience:g} s "
+                    f"(infra.patience_seconds). The last it said: {problem}"
+                )
+            logger.info("%s %s: %s; again in %.1f s", method, path, problem, wait)
+            time.sleep(wait)
+            pause = min(2 * pause, _SLOWEST)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None,
+        headers: Object,
+        seconds: tuple[float, float],
+        verb: str,
+    ) -> urllib3.HTTPResponse:
+        with self._lock:
+            self.calls[f"{verb} {_kind(path)}"] += 1
+        parameters = self._client.param_serialize(
+            method,
+            path,
+            query_params=list(query.items()),
+            header_params={"Accept": "application/json", "Content-Type": "application/json"} | headers,
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        answer = self._client.call_api(*parameters, _request_timeout=seconds).response
+        if answer.status >= 300:
+            raise _refusal(answer)
+        return answer
+
+
+def connect(infra: KubernetesInfra) -> Cluster:
+    """The cluster of this pod's service account, or of the kubeconfig.
+
+    Raises:
+        ConfigError: there is neither, or the context is not in the kubeconfig.
+    """
+    from kubernetes import client, config
+
+    settings = client.Configuration()
+    try:
+        if infra.context is None and "KUBERNETES_SERVICE_HOST" in os.environ and os.path.exists(IN_CLUSTER_NAMESPACE):
+            config.load_incluster_config(client_configuration=settings)
+        else:
+            config.load_kube_config(context=infra.context, client_configuration=settings)
+    except config.ConfigException as error:
+        raise ConfigError(
+            f"infra.kind is kubernetes, but no cluster is configured here: {error}. Set KUBECONFIG, or infra.context to one of "
+            "its contexts; in a pod, mount the token of a service account."
+        ) from error
+    settings.retries = False  # repeated here, where it is counted
+    settings.connection_pool_maxsize = 32
+    return Cluster(client.ApiClient(settings), patience_seconds=infra.patience_seconds)
+
+
+def explained(refused: Refused, doing: str) -> ConfigError | InfraError:
+    """A refusal as the error that a person gets."""
+    if refused.status == 401:
+        return ConfigError(
+            f"The API server does not know who asks to {doing}: {refused.message}. Renew the kubeconfig or token."
+        )
+    if refused.status == 403 and "exceeded quota" in refused.message:
+        return InfraError(f"The namespace's quota does not allow to {doing} now: {refused.message}")
+    if refused.status == 403:
+        return ConfigError(
+            f"Not allowed to {doing}: {refused.message}. Grant it to the flow's service account (k8s/base/rbac.yaml); "
+            "`roundhouse doctor --kubernetes` lists what is missing."
+        )
+    if refused.status == 404:
+        return ConfigError(f"Cannot {doing}: {refused.message}. Does infra.namespace exist (k8s/base)?")
+    return ConfigError(f"The API server refuses to {doing} ({refused.status}): {refused.message}")
+
+
+_VERBS = {"GET": "get", "POST": "create", "DELETE": "delete", "PATCH": "patch"}
+
+
+def _kind(path: str) -> str:
+    """The plural in a path: /apis/batch/v1/namespaces/x/jobs/y -> jobs."""
+    parts = path.strip("/").split("/")
+    if "namespaces" in parts[:-2]:
+        return "/".join(parts[parts.index("namespaces") + 2 :][::2])
+    return parts[-1]
+
+
+def _refusal(answer: urllib3.HTTPResponse) -> Refused:
+    text = answer.data.decode(errors="replace")
+    try:
+        told = json.loads(text)
+        reason, message = str(told.get("reason", "")), str(told.get("message", ""))
+    except (ValueError, AttributeError):
+        reason, message = str(answer.reason or ""), text[:500]
+    return Refused(answer.status, reason, message, _retry_after(answer.headers.get("Retry-After")))
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds that a server asks to wait."""
+    if value is None:
+        return None
+    if value.strip().isdigit():
+        return float(value)
+    moment = email.utils.parsedate_tz(value)
+    return None if moment is None else max(0.0, email.utils.mktime_tz(moment) - time.time())

@@ -1,0 +1,363 @@
+"""One Job from its creation, or the finding of it, to its end.
+
+Invariant: for one piece of work (`StageIdentity`) at most one Job is under way. Whoever asks creates it or finds it by its
+name: a flow that died and came back finds its own and waits on. A Job that failed keeps its name, its pods and their logs until its
+time to live is over; the next try is the next number.
+
+    create ── 201 ──────────────> watch ──> Complete ──> number
+       │                            │
+       └─ 409: ours, under way ─────┤ ──> Failed ──> DataError, ConfigError, InfraError with what happened
+          ours, complete ───────────┘ ──> cancelled, no node, no image ──> deleted with its pods, then the error
+          ours, failed ──> next number
+          another's ─────> ConfigError
+
+Leaving by any exception but a failure of the API server itself deletes the Job and waits until its pods are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
+from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
+from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
+from roundhouse.infra.kubernetes.verdict import Failed, Succeeded, Waiting, judge
+from roundhouse.infra.kubernetes.watching import Watched
+
+logger = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+Say = Callable[[str], None]
+
+MOST_TRIES = 50
+"""Numbers that are looked through; a Job's time to live frees them."""
+GONE_SECONDS = 120.0
+"""For a deleted Job's pods to end: above their grace period of 30 s."""
+NO_POD_SECONDS = 20.0
+"""Without a pod for this long, the Job's events are asked for the reason."""
+SLACK_SECONDS = 120.0
+"""Beyond the Job's own deadline; after it, the cluster's Job controller is taken for dead."""
+
+
+class JobPlan(Protocol):
+    """What a stage wants run (`train_job.TrainJob`)."""
+
+    @property
+    def identity(self) -> StageIdentity: ...
+    @property
+    def namespace(self) -> str: ...
+    @property
+    def infra(self) -> Any: ...
+    def run_object(self) -> Object: ...
+    def run_service(self, owner: Object) -> Object | None: ...
+    def job(self, number: int, owner: Object) -> Object: ...
+    def seconds(self) -> int: ...
+
+
+class RunJobs:
+    """The Jobs of a run, all watched over the same two connections. Usable from several threads; a context."""
+
+    def __init__(self, cluster: Cluster, namespace: str, run_uid: str) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._waiters: dict[str, threading.Event] = {}
+        """By the uid of the Job that somebody waits for."""
+        selector = f"{LABEL}run-uid={run_uid}"
+        self._jobs = Watched(cluster, self._path("batch/v1", "jobs"), selector, self._wake)
+        self._pods = Watched(cluster, self._path("v1", "pods"), selector, self._wake)
+        self._owners: dict[str, Object] = {}
+
+    def __enter__(self) -> RunJobs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._jobs.stop()
+        self._pods.stop()
+
+    def run(self, plan: JobPlan, say: Say, prepare: Callable[[int], None] = lambda number: None) -> int:
+        """Bring the Job to its end; returns the number of the try that succeeded.
+
+        Args:
+            say: given the log of the first pod, line by line, and what the Job waits for.
+            prepare: called with a try's number before its Job may be created; called again for one that is found.
+
+        Raises:
+            DataError, ConfigError, InfraError, StoreError: see `verdict`.
+        """
+        number, job = self._create_or_find(plan, prepare)
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        try:
+            return self._wait(plan, number, job, say)
+        except _ServerAway as away:
+            raise InfraError(f"{away} Job {name} goes on; a new attempt finds it.") from away
+        except _Over as over:
+            raise over.error from None
+        except BaseException:
+            say(f"Job {name} is being deleted")
+            self._delete(name, uid)
+            raise
+        finally:
+            self._jobs.forget(uid)
+            self._pods.forget(uid)
+
+    def _create_or_find(self, plan: JobPlan, prepare: Callable[[int], None]) -> tuple[int, Object]:
+        owner = self._owner(plan)
+        for number in range(1, MOST_TRIES + 1):
+            prepare(number)
+            wanted = plan.job(number, owner)
+            found = self._ensure("batch/v1", "jobs", wanted)
+            if found["metadata"].get("deletionTimestamp"):
+                self._until_gone(found["metadata"]["name"], found["metadata"]["uid"])
+                found = self._ensure("batch/v1", "jobs", wanted)
+            if not isinstance(judge(found, []), Failed):
+                return number, found
+        raise InfraError(
+            f"{MOST_TRIES} Jobs of this stage failed; the last was {wanted['metadata']['name']}. Look at them, and delete them "
+            f"(kubectl delete jobs -n {self._namespace} -l {LABEL}run-uid={plan.identity.run_uid}) to try again."
+        )
+
+    def _owner(self, plan: JobPlan) -> Object:
+        wanted = plan.run_object()
+        name = wanted["metadata"]["name"]
+        if name not in self._owners:
+            owner = self._ensure("v1", "configmaps", wanted)
+            if (service := plan.run_service(owner)) is not None:
+                self._ensure("v1", "services", service)
+            self._owners[name] = owner
+        return self._owners[name]
+
+    def _ensure(self, version: str, plural: str, wanted: Object) -> Object:
+        """Create an object, or find the one of the name that is this run's."""
+        path, name = self._path(version, plural), wanted["metadata"]["name"]
+        try:
+            return self._cluster.create(path, wanted)
+        except Refused as refused:
+            if refused.status != 409:
+                raise explained(refused, f"create {plural} in namespace {self._namespace}") from refused
+        try:
+            found = self._cluster.get(f"{path}/{name}")
+        except Refused as refused:
+            if refused.status == 404:
+                raise InfraError(f"{plural[:-1]} {name} was there and vanished while it was looked up.") from refused
+            raise explained(refused, f"get {plural} in namespace {self._namespace}") from refused
+        _require_ours(found, wanted, plural)
+        return found
+
+    def _wait(self, plan: JobPlan, number: int, job: Object, say: Say) -> int:
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        patience = _Patience(plan)
+        said = ""
+        log: PodLog | None = None
+        changed = self._waiter(uid)
+        try:
+            while True:
+                changed.clear()
+                job, pods = self._look(name, uid, job)
+                verdict = judge(job, pods)
+                if isinstance(verdict, Succeeded):
+                    return number
+                if isinstance(verdict, Failed):
+                    if log is not None:
+                        log.finish(5)
+                    raise _Over(self._with_last_lines(verdict, pods))
+                if verdict.text != said:
+                    said = verdict.text
+                    say(f"Job {name}: {said}")
+                log = log or self._log(pods, say)
+                seconds = patience.left(verdict, bool(pods), time.monotonic())
+                if not pods and patience.is_time_for_events(time.monotonic()):
+                    self._tell_events(uid, say, patience)
+                changed.wait(min(seconds, NO_POD_SECONDS))
+        finally:
+            self._waiters.pop(uid, None)
+            if log is not None:
+                log.finish(5)
+
+    def _look(self, name: str, uid: str, known: Object) -> tuple[Object, list[Object]]:
+        """The Job and its pods as they are now."""
+        for watched in (self._jobs, self._pods):
+            if watched.failure is not None:
+                if isinstance(watched.failure, InfraError):
+                    raise _ServerAway(str(watched.failure))
+                raise watched.failure
+        present = self._jobs.present(uid)
+        if present is not None:
+            known = present
+        elif self._jobs.is_gone(uid) and not isinstance(judge(known, []), Succeeded):
+            raise _Over(InfraError(f"Job {name} was deleted by somebody else. A new attempt creates it again."))
+        pods = self._pods.owned_by(uid)
+        return known, sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+
+    def _log(self, pods: list[Object], say: Say) -> PodLog | None:
+        for pod in pods:
+            first = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0") == "0"
+            if first and pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed"):
+                container = pod["spec"]["containers"][0]["name"]
+                return PodLog(self._cluster, self._namespace, pod["metadata"]["name"], container, say)
+        return None
+
+    def _with_last_lines(self, failed: Failed, pods: list[Object]) -> Exception:
+        if failed.pod is None or not failed.by_exit_code or "The last it said" in str(failed.error):
+            return failed.error
+        container = next(pod for pod in pods if pod["metadata"]["name"] == failed.pod)["spec"]["containers"][0]["name"]
+        said = last_lines(self._cluster, self._namespace, failed.pod, container)
+        return type(failed.error)(f"{failed.error} The last it said: {said}") if said else failed.error
+
+    def _tell_events(self, uid: str, say: Say, patience: _Patience) -> None:
+        """Why there is no pod: a quota, an admission webhook, Pod Security."""
+        try:
+            selector = f"involvedObject.uid={uid},type=Warning"
+            events = self._cluster.get(self._path("v1", "events"), fieldSelector=selector).get("items") or []
+        except Refused as refused:
+            logger.info("events cannot be read: %s", refused)
+            return
+        if events:
+            patience.event = str(events[-1].get("message") or "")
+            say(f"No pod yet: {patience.event}")
+
+    def _delete(self, name: str, uid: str) -> None:
+        try:
+            there = self._cluster.delete(f"{self._path('batch/v1', 'jobs')}/{name}", uid=uid)
+            if there:
+                self._until_gone(name, uid)
+        except (Refused, InfraError) as error:
+            logger.error("Job %s could not be deleted: %s. It ends at its deadline.", name, error)
+
+    def _until_gone(self, name: str, uid: str) -> None:
+        deadline, changed = time.monotonic() + GONE_SECONDS, self._waiter(uid)
+        self._jobs.listed.wait(GONE_SECONDS)
+        while self._jobs.failure is None and (left := deadline - time.monotonic()) > 0:
+            changed.clear()
+            if self._jobs.is_gone(uid):
+                return
+            if self._jobs.present(uid) is None and not self._is_there(name, uid):
+                return
+            changed.wait(min(left, 2.0))
+        raise InfraError(f"Job {name} was not gone {GONE_SECONDS:g} s after it was deleted. Is its node there?")
+
+    def _is_there(self, name: str, uid: str) -> bool:
+        """Ask for a Job that the watch has not told of yet, or not any more."""
+        try:
+            found = self._cluster.get(f"{self._path('batch/v1', 'jobs')}/{name}")
+        except Refused as refused:
+            if refused.status == 404:
+                return False
+            raise
+        return bool(found["metadata"]["uid"] == uid)
+
+    def _path(self, version: str, plural: str) -> str:
+        prefix = "/api" if "/" not in version else "/apis"
+        return f"{prefix}/{version}/namespaces/{self._namespace}/{plural}"
+
+    def _waiter(self, uid: str) -> threading.Event:
+        with self._lock:
+            return self._waiters.setdefault(uid, threading.Event())
+
+    def _wake(self, item: Object | None) -> None:
+        """Wake who waits for the Job, or for the Job of the pod; everybody when anything may have changed."""
+        with self._lock:
+            if item is None:
+                concerned = list(self._waiters.values())
+            else:
+                owners = [owner["uid"] for owner in item["metadata"].get("ownerReferences") or []]
+                uids = [item["metadata"]["uid"], *owners]
+                concerned = [self._waiters[uid] for uid in uids if uid in self._waiters]
+        for waiter in concerned:
+            waiter.set()
+
+
+class _ServerAway(InfraError):
+    """Nothing is known of the Job any more; it goes on."""
+
+
+class _Over(Exception):
+    """The Job has ended by itself with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Patience:
+    """How long which state of a Job is borne."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan = plan
+        self._began = time.monotonic()
+        self._queued = 0.0
+        self._problem_since: float | None = None
+        self._asked = False
+        self.event = ""
+        """What the cluster said about the missing pods."""
+
+    def left(self, waiting: Waiting, has_pods: bool, now: float) -> float:
+        """Seconds until the present state must have changed.
+
+        Raises:
+            InfraError, ConfigError: it has not.
+        """
+        infra, trainer = self._plan.infra, self._plan.infra.trainer
+        name = self._plan.identity.stage
+        if waiting.queued:
+            self._queued = now - self._began
+            return self._or_raise(
+                infra.queue_seconds - self._queued,
+                InfraError(f"The {name} Job was not admitted by queue {infra.queue} in infra.queue_seconds."),
+            )
+        total = self._began + self._queued + self._plan.seconds() + SLACK_SECONDS - now
+        self._or_raise(
+            total,
+            InfraError(f"The {name} Job is long past its deadline and still not ended. Does the Job controller run?"),
+        )
+        if waiting.problem is None:
+            self._problem_since = None
+            return total
+        since = self._problem_since = self._problem_since if self._problem_since is not None else now
+        if not waiting.pending:
+            return min(total, self._or_raise(since + trainer.image_seconds - now, waiting.problem))
+        problem = waiting.problem
+        if not has_pods and self.event:
+            problem = InfraError(f"{problem} The cluster says: {self.event}")
+        return min(total, self._or_raise(since + trainer.pending_seconds - now, problem))
+
+    def is_time_for_events(self, now: float) -> bool:
+        """Once, when no pod came for a while."""
+        if self._asked or now - self._began - self._queued < NO_POD_SECONDS:
+            return False
+        self._asked = True
+        return True
+
+    @staticmethod
+    def _or_raise(seconds: float, error: Exception) -> float:
+        if seconds <= 0:
+            raise error
+        return seconds
+
+
+def _require_ours(found: Object, wanted: Object, plural: str) -> None:
+    """Refuse an object that has the name by accident.
+
+    Raises:
+        ConfigError: it belongs to another run, or is to do something else.
+    """
+    name = wanted["metadata"]["name"]
+
+    def told(item: Object) -> Mapping[str, Any]:
+        metadata = item["metadata"]
+        labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+        return {"run": labels.get(f"{LABEL}run-uid"), "digest": notes.get(f"{LABEL}digest")}
+
+    if told(found) != told(wanted):
+        raise ConfigError(
+            f"There is a {plural[:-1]} {name} that is not this run's: {told(found)}, not {told(wanted)}. Delete it, or use "
+            "another infra.namespace."
+        )

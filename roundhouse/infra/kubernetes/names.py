@@ -1,0 +1,68 @@
+"""Names and labels of what a run has on a cluster.
+
+Invariant: a name is a function of the run, the iteration, the stage and what the stage is to do, so a stage that is tried again
+finds its own. Two runs never share a name, because each has the run's uid in it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+LABEL = "roundhouse/"
+"""Prefix of our own labels."""
+JOB_NAME_LENGTH = 58
+"""A pod's host name is the Job's name, a dash and its index, and may have 63 characters."""
+
+
+@dataclass(frozen=True)
+class StageIdentity:
+    """The piece of work that a Job does."""
+
+    run_id: str
+    run_uid: str
+    iteration: int
+    stage: str
+    digest: str
+    """Of everything that the stage depends on: another digest is another Job."""
+
+    def job_name(self, number: int) -> str:
+        """Name of the Job for a try.
+
+        >>> StageIdentity("My_run", "0123456789ab", 12, "train", "89abcdef0123", ).job_name(2)
+        'my-run-012345-i12-train-89abcdef-2'
+        """
+        rest = f"-{self.run_uid[:6]}-i{self.iteration}-{self.stage}-{self.digest[:8]}-{number}"
+        return dns_label(self.run_id, JOB_NAME_LENGTH - len(rest)) + rest
+
+    def labels(self) -> dict[str, str]:
+        """By which a person and our own watches find it."""
+        return run_labels(self.run_id, self.run_uid) | {
+            f"{LABEL}iteration": str(self.iteration),
+            f"{LABEL}stage": self.stage,
+        }
+
+
+def run_labels(run_id: str, run_uid: str) -> dict[str, str]:
+    """Labels of everything that belongs to a run."""
+    return {
+        "app.kubernetes.io/part-of": "roundhouse",
+        "app.kubernetes.io/managed-by": "roundhouse",
+        f"{LABEL}run": label_value(run_id),
+        f"{LABEL}run-uid": run_uid,
+    }
+
+
+def run_object_name(run_id: str, run_uid: str) -> str:
+    """Name of the run's ConfigMap, which owns the rest, and of its headless Service."""
+    return f"rh-{dns_label(run_id, 40)}-{run_uid[:6]}"
+
+
+def dns_label(text: str, length: int) -> str:
+    """The text as a part of a DNS label: lower case, digits, single dashes, a letter or digit at both ends."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[: max(length, 1)].strip("-") or "r"
+
+
+def label_value(text: str) -> str:
+    """The text as a label's value: up to 63 of letters, digits, dashes, dots and underscores, no mark at an end."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("._-")

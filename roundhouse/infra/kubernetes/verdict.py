@@ -1,0 +1,217 @@
+"""What a Job's and its pods' status mean: pure, no clock and no calls.
+
+Invariant: a Job is running, succeeded or failed, by its own conditions alone; its pods only say why, and what it waits for.
+Each failure is the error of the kind that decides about a retry, with what a person can do.
+
+    cause                                   error         repeated
+    evicted, preempted, drained, node lost  InfraError    yes
+    no node for the pod, deadline           InfraError    yes
+    exit 75, killed by a signal             InfraError    yes
+    out of memory                           ConfigError   no: the same step needs the same memory
+    image or secret that is not there       ConfigError   no
+    exit 65, 74, 78                         DataError, StoreError, ConfigError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.training.service.one_shot import EXIT_CODES
+
+Status = dict[str, Any]
+
+OUT_OF_MEMORY = "OOMKilled"
+_DISRUPTIONS = {
+    "PreemptionByScheduler": "was preempted by a pod of higher priority",
+    "DeletionByTaintManager": "was evicted because its node was tainted (unreachable, not ready or in maintenance)",
+    "EvictionByEvictionAPI": "was evicted through the API: its node is being drained",
+    "DeletionByPodGC": "was lost with its node, which is gone",
+    "TerminationByKubelet": "was ended by its node: shutdown, or pressure on memory or disk",
+}
+_NOT_FOUND = ("not found", "does not exist", "manifest unknown", "unauthorized", "denied", "forbidden")
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
+_START_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+class _Rank(IntEnum):
+    """Which of several pods' failures is the cause of the others."""
+
+    DISRUPTION, OUT_OF_MEMORY, TOLD, SIGNAL, OTHER = range(5)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The Job goes on."""
+
+    text: str
+    """One line for a person; changes when something changed."""
+    problem: RoundhouseError | None = None
+    """What it will fail with when this lasts."""
+    pending: bool = False
+    """Not all of its pods have a node yet."""
+    queued: bool = False
+    """Suspended: a queue has not admitted it yet."""
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """All pods ended with 0."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The Job is over."""
+
+    error: RoundhouseError
+    pod: str | None = None
+    """The one that failed first, whose last lines say more."""
+    by_exit_code: bool = False
+    """The process ended by itself, so that it may have left its own message."""
+
+
+Verdict = Waiting | Succeeded | Failed
+
+
+def judge(job: Status, pods: Sequence[Status]) -> Verdict:
+    """The verdict on a Job, given the pods of it that were ever seen, in their last state."""
+    conditions = {
+        item["type"]: item for item in job.get("status", {}).get("conditions") or [] if item["status"] == "True"
+    }
+    if "Complete" in conditions:
+        return Succeeded()
+    if "Failed" in conditions:
+        return _failed(job, conditions["Failed"], pods)
+    return _waiting(job, pods)
+
+
+def _failed(job: Status, condition: Status, pods: Sequence[Status]) -> Failed:
+    name = job["metadata"]["name"]
+    if condition.get("reason") == "DeadlineExceeded":
+        seconds = job["spec"].get("activeDeadlineSeconds")
+        stuck = _waiting(job, pods)
+        hint = f" At the end: {stuck.text}." if stuck.pending else ""
+        return Failed(
+            InfraError(
+                f"Job {name} was ended after {seconds} s, its deadline.{hint} "
+                "Raise train.service.timeout_seconds, or infra.trainer.pending_seconds where it waited for nodes."
+            )
+        )
+    causes = sorted(
+        (cause for pod in pods if (cause := _cause(pod)) is not None), key=lambda cause: (cause[0], cause[1])
+    )
+    if causes:
+        _, _, failed = causes[0]
+        return failed
+    told = condition.get("message") or condition.get("reason") or "no reason given"
+    return Failed(InfraError(f"Job {name} failed: {told}. Its pods are gone; look at `kubectl describe job {name}`."))
+
+
+def _cause(pod: Status) -> tuple[_Rank, str, Failed] | None:
+    """Why a pod failed, with what orders it among its peers; None for one that did not."""
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    ended = _terminated(pod)
+    at = (ended or {}).get("finishedAt") or ""
+    node = f" on node {pod['spec']['nodeName']}" if pod.get("spec", {}).get("nodeName") else ""
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
+            what = _DISRUPTIONS.get(condition.get("reason", ""), f"was disrupted ({condition.get('reason')})")
+            message = condition.get("message") or ""
+            error = InfraError(f"Pod {name}{node} {what}. {message}".rstrip())
+            return _Rank.DISRUPTION, at, Failed(error, name)
+    if status.get("reason") in (
+        "Evicted",
+        "Preempting",
+        "Preempted",
+        "NodeLost",
+        "Shutdown",
+        "NodeShutdown",
+        "Terminated",
+    ):
+        error = InfraError(f"Pod {name}{node} was ended by its node ({status['reason']}): {status.get('message', '')}")
+        return _Rank.DISRUPTION, at, Failed(error, name)
+    if status.get("phase") != "Failed" and not (ended and ended.get("exitCode")):
+        return None
+    if ended is None:
+        text = status.get("message") or status.get("reason") or "no reason given"
+        return _Rank.OTHER, at, Failed(InfraError(f"Pod {name}{node} failed: {text}"), name)
+    return _exited(name, node, pod, ended, at)
+
+
+def _exited(name: str, node: str, pod: Status, ended: Status, at: str) -> tuple[_Rank, str, Failed]:
+    code = int(ended.get("exitCode") or 0)
+    if ended.get("reason") == OUT_OF_MEMORY:
+        limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "none")
+        error: RoundhouseError = ConfigError(
+            f"Pod {name}{node} ran out of memory (OOMKilled; its limit is {limit}). Raise infra.trainer.memory, or lower "
+            "train.tokens_per_microbatch or infra.trainer.shared_memory, which counts as memory."
+        )
+        return _Rank.OUT_OF_MEMORY, at, Failed(error, name)
+    kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
+    said = f" The last it said: {ended['message'].strip()}" if (ended.get("message") or "").strip() else ""
+    if code > 128:
+        error = InfraError(f"Pod {name}{node} was killed by signal {code - 128} (exit code {code}).{said}")
+        return _Rank.SIGNAL, at, Failed(error, name)
+    rank = _Rank.TOLD if kind is not InfraError else _Rank.OTHER
+    error = kind(f"Pod {name}{node} ended with exit code {code}.{said}")
+    return rank, at, Failed(error, name, by_exit_code=True)
+
+
+def _waiting(job: Status, pods: Sequence[Status]) -> Waiting:
+    name, wanted = job["metadata"]["name"], int(job["spec"].get("completions") or 1)
+    if job["spec"].get("suspend"):
+        return Waiting("waiting in the queue to be admitted", queued=True)
+    living = [pod for pod in pods if not _is_gone(pod)]
+    started = 0
+    for pod in living:
+        if pod.get("status", {}).get("phase") in ("Running", "Succeeded"):
+            started += 1
+            continue
+        if (waiting := _pending(pod)) is not None:
+            return waiting
+    if started < wanted:
+        problem = InfraError(f"Job {name} has {started} of {wanted} pods after all its time to get them.")
+        return Waiting(f"{started} of {wanted} pods run", problem, pending=True)
+    return Waiting(f"{started} of {wanted} pods run")
+
+
+def _pending(pod: Status) -> Waiting | None:
+    """What keeps a pod that has not started; None when it is only on its way."""
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            text = f"no node for pod {name}: {condition.get('message') or condition.get('reason')}"
+            remedy = "Free or add nodes, ask for less in infra.trainer, or raise infra.trainer.pending_seconds."
+            return Waiting(text, InfraError(f"There is {text} {remedy}"), pending=True)
+    for container in status.get("containerStatuses") or []:
+        waiting = container.get("state", {}).get("waiting") or {}
+        reason, message = waiting.get("reason", ""), waiting.get("message") or ""
+        if reason in _IMAGE_REASONS:
+            final = reason == "InvalidImageName" or any(word in message.lower() for word in _NOT_FOUND)
+            text = f"the image {container.get('image')} of pod {name} cannot be pulled ({reason}: {message})"
+            remedy = "Check infra.trainer.image, and that the nodes may pull from its registry (imagePullSecrets)."
+            error = (ConfigError if final else InfraError)(f"{text[0].upper()}{text[1:]}. {remedy}")
+            return Waiting(text, error)
+        if reason in _START_REASONS:
+            text = f"pod {name} cannot start ({reason}: {message})"
+            return Waiting(
+                text, ConfigError(f"P{text[1:]}. Check infra.secret, infra.store_claim and infra.environment.")
+            )
+    return None
+
+
+def _is_gone(pod: Status) -> bool:
+    return bool(pod["metadata"].get("deletionTimestamp")) or pod.get("status", {}).get("phase") == "Failed"
+
+
+def _terminated(pod: Status) -> Status | None:
+    """How its container ended; the first of them that failed, else the first."""
+    ended = [
+        found
+        for container in pod.get("status", {}).get("containerStatuses") or []
+        if (found := container.get("state", {}).get("terminated")) is not None
+    ]
+    return next((found for found in ended if found.get("exitCode")), ended[0] if ended else None)

@@ -1,0 +1,217 @@
+"""A run's Jobs and pods as they are now, by watch: no polling.
+
+Invariant: what a reader sees is a state that the API server had, never older than one it saw before; an object that vanished
+stays readable in its last state (a preempted pod is gone when its Job fails). The number of calls does not depend on how many
+Jobs are watched, only on time: two lists, and two watches renewed every four minutes.
+
+    list ──> watch ──> event … event ──> closed, broken ──> watch from the last version
+      ^                                  410 Gone
+      └────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
+
+logger = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+WATCH_SECONDS = 240
+"""After this the server ends a watch, and the next one begins."""
+SILENCE_SECONDS = 120.0
+"""A connection that says nothing for longer is taken for dead; the server sends a bookmark every minute."""
+_SLOWEST = 5.0
+
+
+class Watched:
+    """A collection of objects, kept up to date by a thread."""
+
+    def __init__(self, cluster: Cluster, path: str, selector: str, changed: Callable[[Object | None], None]) -> None:
+        """Begin to watch.
+
+        Args:
+            changed: called from the thread with an object that is new, changed or gone; with None when all may have changed.
+        """
+        self._cluster = cluster
+        self._path = path
+        self._selector = selector
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._present: dict[str, Object] = {}
+        self._gone: dict[str, Object] = {}
+        self._owned: dict[str, dict[str, Object]] = {}
+        self._version: str | None = None
+        self._stopped = threading.Event()
+        self._stream: Any = None
+        self.failure: RoundhouseError | None = None
+        """Why nothing is known any more: no right to watch, or the server was away for too long."""
+        self.listed = threading.Event()
+        """Set once the state is known."""
+        self._thread = threading.Thread(target=self._follow, name=f"watch {path.rsplit('/', 1)[-1]}", daemon=True)
+        self._thread.start()
+
+    def present(self, uid: str) -> Object | None:
+        """The object as it is now; None when it is not there."""
+        with self._lock:
+            return self._present.get(uid)
+
+    def is_gone(self, uid: str) -> bool:
+        """Whether an object was seen and has vanished since."""
+        with self._lock:
+            return uid in self._gone
+
+    def owned_by(self, uid: str) -> list[Object]:
+        """All objects of an owner that were ever seen, each in its last state."""
+        with self._lock:
+            return list(self._owned.get(uid, {}).values())
+
+    def forget(self, uid: str) -> None:
+        """Drop what vanished of an owner, and the owner."""
+        with self._lock:
+            for item in self._owned.pop(uid, {}):
+                self._gone.pop(item, None)
+            self._gone.pop(uid, None)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if (stream := self._stream) is not None:
+            # another thread reads from it: only closing the socket wakes that one
+            shut(stream)
+        self._thread.join(5)
+
+    def _follow(self) -> None:
+        from urllib3.exceptions import HTTPError
+
+        silent_since, pause = time.monotonic(), 0.1
+        while not self._stopped.is_set():
+            try:
+                if self._version is None:
+                    self._list()
+                for event in self._events():
+                    silent_since, pause = time.monotonic(), 0.1
+                    if not self._take(event):
+                        break
+                else:
+                    silent_since, pause = time.monotonic(), 0.1
+                continue
+            except Refused as refused:
+                problem: str = str(refused)
+                if refused.status == 410:
+                    self._version = None
+                    continue
+                if refused.status in (401, 403, 404):
+                    self._fail(explained(refused, f"list and watch {self._path}"))
+                    return
+            except InfraError as error:
+                self._fail(error)
+                return
+            except (
+                HTTPError,
+                OSError,
+                ValueError,
+                AttributeError,
+            ) as error:  # AttributeError: closed while it was read
+                problem = f"{type(error).__name__}: {error}"
+            if self._stopped.is_set():
+                return
+            if time.monotonic() - silent_since > self._cluster.patience_seconds:
+                self._fail(
+                    InfraError(
+                        f"The API server {self._cluster.host} could not be watched for {self._cluster.patience_seconds:g} s "
+                        f"(infra.patience_seconds): {problem}"
+                    )
+                )
+                return
+            logger.info("watch of %s: %s; again in %.1f s", self._path, problem, pause)
+            self._stopped.wait(pause)
+            pause = min(2 * pause, _SLOWEST)
+
+    def _list(self) -> None:
+        found = self._cluster.get(self._path, labelSelector=self._selector)
+        items = {item["metadata"]["uid"]: item for item in found.get("items") or []}
+        with self._lock:
+            self._gone |= {uid: item for uid, item in self._present.items() if uid not in items}
+            self._present = items
+            for item in items.values():
+                self._keep_by_owner(item)
+        self._version = found["metadata"]["resourceVersion"]
+        self.listed.set()
+        self._changed(None)
+
+    def _keep_by_owner(self, item: Object) -> None:
+        for owner in item["metadata"].get("ownerReferences") or []:
+            self._owned.setdefault(owner["uid"], {})[item["metadata"]["uid"]] = item
+
+    def _events(self) -> Iterator[Object]:
+        query = {
+            "watch": "1",
+            "labelSelector": self._selector,
+            "resourceVersion": str(self._version),
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        stream = self._stream = self._cluster.stream(self._path, query, SILENCE_SECONDS)
+        try:
+            for line in lines_of(stream):
+                if self._stopped.is_set():
+                    return
+                yield json.loads(line)
+        finally:
+            self._stream = None
+            stream.close()
+
+    def _take(self, event: Object) -> bool:
+        """Apply an event; False when the watch cannot go on from the version it has."""
+        item, kind = event["object"], event["type"]
+        if kind == "ERROR":
+            if item.get("code") == 410:
+                self._version = None
+                return False
+            raise Refused(int(item.get("code") or 500), str(item.get("reason")), str(item.get("message")))
+        self._version = item["metadata"]["resourceVersion"]
+        if kind == "BOOKMARK":
+            return True
+        uid = item["metadata"]["uid"]
+        with self._lock:
+            if kind == "DELETED":
+                self._present.pop(uid, None)
+                self._gone[uid] = item
+            else:
+                self._present[uid] = item
+            self._keep_by_owner(item)
+        self._changed(item)
+        return True
+
+    def _fail(self, error: RoundhouseError) -> None:
+        self.failure = error
+        self.listed.set()
+        self._changed(None)
+
+
+def lines_of(stream: Any) -> Iterator[bytes]:
+    """Whole lines of an answer as they come in; what follows the last line break of a broken one is dropped."""
+    rest = b""
+    for chunk in stream.stream(amt=None, decode_content=False):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line for line in lines if line.strip())
+
+
+def shut(stream: Any) -> None:
+    import socket
+
+    connection = getattr(stream, "connection", None) or getattr(stream, "_connection", None)
+    found = getattr(connection, "sock", None)
+    if found is not None:
+        try:
+            found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
