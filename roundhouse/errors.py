@@ -24,3 +24,27 @@ class InfraError(RoundhouseError):
 
 class DataError(RoundhouseError):
     """A failure that lies in the input. Repeating the same work fails in the same way."""
+
+
+class DiskFull(StoreError, InfraError):
+    """No space is left on a disk."""
+
+
+class OutOfMemory(InfraError):
+    """A machine or its GPU has no memory left."""
+
+
+class ServiceUnreachable(InfraError):
+    """A service that a stage needs (Ray, Prefect, a database) does not answer."""
+
+
+class TooFewLeft(RoundhouseError):
+    """Too little is left of an iteration to train on (`failures.on_too_few`)."""
+
+
+class TooFewRollouts(TooFewLeft, InfraError):
+    """More rollouts failed than `rollout.max_failed_fraction` allows."""
+
+
+class TooFewSequences(TooFewLeft, DataError):
+    """Validation, or sampling for spread, left too few sequences or groups."""

@@ -37,6 +37,7 @@ OPERATIONAL = (
     "checkpoint.",
     "tracking.",
     "infra.",
+    "failures.",
     "evaluation.every",
     "evaluation.before_training",
     "evaluation.promotion_confidence",

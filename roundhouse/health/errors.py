@@ -1,0 +1,179 @@
+"""The errors of a run as this process saw them, and how bad the last minutes were.
+
+Invariant: the newest `keep` errors are kept, in the order in which they were reported; health is a function of those of the
+last `HEALTH_SECONDS` alone. Listeners are told of each error once, outside the lock, and cannot stop the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+log = logging.getLogger(__name__)
+
+KEPT_ERRORS = 1000
+HEALTH_SECONDS = 300.0
+"""Errors older than this say nothing about how the run is doing now."""
+TRACEBACK_CHARACTERS = 8000
+
+
+class Severity(StrEnum):
+    """How bad it is. Compare by `rank`."""
+
+    INFO = "info"
+    WARNING = "warning"
+    """Something failed and is tried again."""
+    ERROR = "error"
+    """A stage failed for good."""
+    CRITICAL = "critical"
+    """Going on would fail in the same way, or compute something wrong."""
+
+    @property
+    def rank(self) -> int:
+        return list(Severity).index(self)
+
+
+class ErrorInfo(BaseModel):
+    """One error."""
+
+    model_config = ConfigDict(frozen=True)
+
+    error_id: str
+    timestamp: float
+    """Seconds since the epoch."""
+    module_name: str
+    """The stage."""
+    work_context: str
+    """What it was doing, such as `iteration 3`."""
+    severity: Severity
+    message: str
+    details: dict[str, Any]
+    """`code` and `kind` of the taxonomy, and more where there is more."""
+    exception_type: str | None
+    exception_traceback: str | None
+
+
+class Health(BaseModel):
+    """How a process is doing."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: Literal["healthy", "warning", "error"]
+    message: str
+    recent_error_count: int
+    """All of the last five minutes, warnings and infos included."""
+    error_level_count: int
+    """Errors and criticals among them."""
+    warning_level_count: int
+
+
+Listener = Callable[[ErrorInfo], None]
+
+
+class ErrorReporter:
+    """Keeps errors and passes them on; safe to use from any thread. `clock` gives seconds since the epoch."""
+
+    def __init__(self, keep: int = KEPT_ERRORS, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._errors: deque[ErrorInfo] = deque(maxlen=keep)
+        self._lock = threading.Lock()
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Have every error from now on passed on."""
+        self._listeners.append(listener)
+
+    def restore(self, errors: Iterable[ErrorInfo]) -> None:
+        """Take over what an earlier process kept. Nobody is told again."""
+        with self._lock:
+            self._errors.extendleft(reversed(list(errors)))
+
+    def report_exception(
+        self,
+        module_name: str,
+        work_context: str,
+        exception: BaseException,
+        severity: Severity = Severity.ERROR,
+        details: dict[str, Any] | None = None,
+    ) -> str:
+        """Report an exception with its traceback; returns the error's id."""
+        text = "".join(traceback.format_exception(exception))[-TRACEBACK_CHARACTERS:]
+        message = str(exception) or type(exception).__name__
+        return self._report(module_name, work_context, severity, message, details, type(exception).__name__, text)
+
+    def report_error(
+        self,
+        module_name: str,
+        work_context: str,
+        message: str,
+        severity: Severity = Severity.ERROR,
+        details: dict[str, Any] | None = None,
+    ) -> str:
+        """Report something that went wrong without an exception; returns the error's id."""
+        return self._report(module_name, work_context, severity, message, details, None, None)
+
+    def errors(self, seconds: float | None = None) -> list[ErrorInfo]:
+        """The errors kept, oldest first; with `seconds` only those not older."""
+        with self._lock:
+            kept = list(self._errors)
+        return kept if seconds is None else [error for error in kept if self._clock() - error.timestamp <= seconds]
+
+    def health(self) -> Health:
+        """How bad the last five minutes were."""
+        return health_of(self.errors(HEALTH_SECONDS))
+
+    def _report(
+        self,
+        module_name: str,
+        work_context: str,
+        severity: Severity,
+        message: str,
+        details: dict[str, Any] | None,
+        exception_type: str | None,
+        exception_traceback: str | None,
+    ) -> str:
+        error = ErrorInfo(
+            error_id=uuid.uuid4().hex[:12],
+            timestamp=self._clock(),
+            module_name=module_name,
+            work_context=work_context,
+            severity=severity,
+            message=message,
+            details=details or {},
+            exception_type=exception_type,
+            exception_traceback=exception_traceback,
+        )
+        with self._lock:
+            self._errors.append(error)
+        for listener in self._listeners:
+            try:
+                listener(error)
+            except Exception:  # whoever watches a run may be gone; the run is not
+                log.warning("an error could not be passed on", exc_info=True)
+        return error.error_id
+
+
+def health_of(recent: Iterable[ErrorInfo]) -> Health:
+    """The health that these recent errors amount to."""
+    severities = [error.severity for error in recent]
+    errors = sum(severity.rank >= Severity.ERROR.rank for severity in severities)
+    warnings = severities.count(Severity.WARNING)
+    status: Literal["healthy", "warning", "error"] = "error" if errors else "warning" if warnings else "healthy"
+    minutes = f"{HEALTH_SECONDS / 60:g} minutes"
+    said = f"{errors} errors and {warnings} warnings in the last {minutes}"
+    return Health(
+        status=status,
+        message=said if errors or warnings else f"no errors in the last {minutes}",
+        recent_error_count=len(severities),
+        error_level_count=errors,
+        warning_level_count=warnings,
+    )

@@ -1,0 +1,155 @@
+"""A small record beside the run that its process writes again and again: what is in flight, its health, the newest errors.
+
+    <store>/runs/<run_id>/health.json
+
+Invariant: the record is a view. Nothing reads it to decide anything, and a record that cannot be written stops nothing. Its age
+says whether the process lives; what it says was in flight tells what a dead process was doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from roundhouse.errors import StoreError
+from roundhouse.health.activity import ACTIVITY, Activity
+from roundhouse.health.errors import ErrorInfo, ErrorReporter, Health
+from roundhouse.store.location import Location, NotFound
+
+log = logging.getLogger(__name__)
+
+RECORD = "health.json"
+LISTED_WORK = 50
+LISTED_ERRORS = 50
+DEAD_AFTER_BEATS = 3
+
+
+class InFlight(BaseModel):
+    """A piece of work, as `activity.Work`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    module: str
+    kind: str
+    about: str
+    where: str
+    seconds: float
+    silent_seconds: float
+
+
+class Beat(BaseModel):
+    """One heartbeat."""
+
+    model_config = ConfigDict(frozen=True)
+
+    written_at: float
+    """Seconds since the epoch."""
+    every_seconds: float
+    pid: int
+    host: str
+    ended: bool
+    """The process said itself that it is done with the run."""
+    counts: dict[str, int]
+    """How much is in flight, by module and kind."""
+    in_flight: list[InFlight]
+    """The oldest of it."""
+    gauges: dict[str, float]
+    health: Health
+    errors: list[ErrorInfo]
+    """The newest, oldest first, also those of earlier processes."""
+
+    def state(self, now: float) -> str:
+        """`working`, `idle`, `ended`, or `silent`: the process is gone, or hangs altogether."""
+        if self.ended:
+            return "ended"
+        if now - self.written_at > DEAD_AFTER_BEATS * self.every_seconds:
+            return "silent"
+        return "working" if self.counts else "idle"
+
+
+class Heartbeat:
+    """Writes the record from a thread of its own for the time of a block."""
+
+    def __init__(
+        self,
+        location: Location,
+        reporter: ErrorReporter,
+        every_seconds: float,
+        activity: Activity = ACTIVITY,
+        on_beat: Callable[[Beat], None] | None = None,
+    ) -> None:
+        self._location = location
+        self._reporter = reporter
+        self._every_seconds = every_seconds
+        self._activity = activity
+        self._on_beat = on_beat
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        if (before := read_beat(self._location)) is not None:
+            self._reporter.restore(before.errors)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(self._every_seconds)
+        self._beat(ended=True)
+
+    def _run(self) -> None:
+        self._beat(ended=False)
+        while not self._ended.wait(self._every_seconds):
+            self._beat(ended=False)
+
+    def _beat(self, *, ended: bool) -> None:
+        beat = self._now(ended=ended)
+        try:
+            self._location.write(RECORD, beat.model_dump_json(indent=1).encode())
+            if self._on_beat is not None:
+                self._on_beat(beat)
+        except Exception:  # a view that cannot be drawn is no reason to stop a run
+            log.warning("the heartbeat of %s could not be told", self._location.uri, exc_info=True)
+
+    def _now(self, *, ended: bool) -> Beat:
+        works = self._activity.in_flight()
+        counts: dict[str, int] = {}
+        for work in works:
+            key = f"{work.module}: {work.kind}"
+            counts[key] = counts.get(key, 0) + 1
+        listed: list[dict[str, Any]] = [
+            {name: getattr(work, name) for name in InFlight.model_fields} for work in works[:LISTED_WORK]
+        ]
+        return Beat(
+            written_at=time.time(),
+            every_seconds=self._every_seconds,
+            pid=os.getpid(),
+            host=platform.node(),
+            ended=ended,
+            counts=counts,
+            in_flight=[InFlight.model_validate(fields) for fields in listed],
+            gauges=self._activity.gauges(),
+            health=self._reporter.health(),
+            errors=self._reporter.errors()[-LISTED_ERRORS:],
+        )
+
+
+def read_beat(location: Location) -> Beat | None:
+    """The newest record below a run's location; None where there is none that can be read."""
+    try:
+        return Beat.model_validate_json(location.read(RECORD))
+    except NotFound:
+        return None
+    except (StoreError, ValidationError) as error:
+        log.warning("%s/%s cannot be read: %s", location.uri, RECORD, error)
+        return None

@@ -1,0 +1,58 @@
+"""The record beside a run tells what its process does, and that it has gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from roundhouse.health.activity import Activity
+from roundhouse.health.errors import ErrorReporter, Severity
+from roundhouse.health.heartbeat import RECORD, Beat, Heartbeat, read_beat
+from roundhouse.store.location import Location
+
+
+def test_the_record_follows_what_is_in_flight(store_uri: str) -> None:
+    location, activity, reporter = Location(store_uri), Activity(), ErrorReporter()
+    assert read_beat(location) is None
+    with Heartbeat(location, reporter, 0.05, activity):
+        token = activity.start("engine", "model call", "g0/0", "http://engine")
+        reporter.report_error("collect", "iteration 1", "away", Severity.WARNING)
+        beat = _until(location, lambda beat: bool(beat.counts) and bool(beat.errors))
+        assert (beat.counts, beat.in_flight[0].where) == ({"engine: model call": 1}, "http://engine")
+        assert (beat.health.status, beat.errors[0].message) == ("warning", "away")
+        assert beat.state(beat.written_at) == "working"
+        assert beat.state(beat.written_at + 60) == "silent"
+        activity.end(token)
+    beat = read_beat(location)
+    assert beat is not None
+    assert (beat.state(beat.written_at + 60), beat.counts) == ("ended", {})
+
+
+def test_a_new_process_keeps_the_errors_of_the_one_before(tmp_path: Path) -> None:
+    location, before, after = Location(str(tmp_path)), ErrorReporter(), ErrorReporter()
+    with Heartbeat(location, before, 10, Activity()):
+        before.report_error("train", "iteration 1", "first")
+    with Heartbeat(location, after, 10, Activity()):
+        after.report_error("train", "iteration 2", "second")
+    beat = read_beat(location)
+    assert beat is not None
+    assert [error.message for error in beat.errors] == ["first", "second"]
+
+
+def test_a_record_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    (place / RECORD).write_text("half a rec")
+    with Heartbeat(Location(str(place)), ErrorReporter(), 10, Activity()):
+        (place / RECORD).unlink(missing_ok=True)
+        (place / RECORD).mkdir()
+    assert (place / RECORD).is_dir()
+
+
+def _until(location: Location, holds: Callable[[Beat], bool], seconds: float = 30) -> Beat:
+    deadline = time.monotonic() + seconds
+    while (beat := read_beat(location)) is None or not holds(beat):
+        assert time.monotonic() < deadline, beat
+        time.sleep(0.02)
+    return beat

@@ -1,0 +1,133 @@
+"""A stage in which nothing moves ends with an error that says what is stuck, whatever it hangs in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from roundhouse.errors import InfraError
+from roundhouse.health.activity import Activity
+from roundhouse.health.watchdog import Stalled, run_interruptible, supervised
+
+LIMIT = 0.3
+
+
+def test_work_gives_its_result_its_error_and_its_context_to_the_caller() -> None:
+    variable = contextvars.ContextVar("v", default=0)
+    variable.set(7)
+    assert supervised(variable.get, "train", "iteration 1", LIMIT, Activity()) == 7
+    with pytest.raises(KeyError, match="defect"):
+        supervised(_defect, "train", "iteration 1", LIMIT, Activity())
+
+
+def test_work_that_moves_may_take_longer_than_the_limit() -> None:
+    activity = Activity()
+
+    def work() -> str:
+        for update in range(8):
+            with activity.track("train", f"update {update}"):
+                time.sleep(LIMIT / 4)
+        return "done"
+
+    assert supervised(work, "train", "iteration 1", LIMIT, activity) == "done"
+
+
+def test_a_hanging_coroutine_is_named_and_closes_what_it_has_open() -> None:
+    activity, closed = Activity(), threading.Event()
+
+    async def hangs() -> None:
+        try:
+            with activity.track("engine", "model call", "g1/0", "http://engine:8000"):
+                await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    with pytest.raises(Stalled) as raised:
+        supervised(lambda: run_interruptible(hangs()), "collect", "iteration 3", LIMIT, activity)
+    assert isinstance(raised.value, InfraError)
+    for word in ("collect (iteration 3)", "0.3 s", "engine: model call g1/0 at http://engine:8000"):
+        assert word in str(raised.value)
+    assert closed.is_set()
+    assert activity.is_quiescent()
+
+
+def test_a_loop_blocked_by_an_environment_is_given_up_and_the_line_is_named() -> None:
+    async def blocks() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:  # an environment that never gives the event loop back
+            time.sleep(0.01)  # noqa: ASYNC251 - that is what it does wrong
+
+    begun = time.monotonic()
+    with pytest.raises(Stalled) as raised:
+        supervised(lambda: run_interruptible(blocks()), "collect", "iteration 3", LIMIT, Activity(), grace=1.0)
+    assert time.monotonic() - begun < 10
+    assert "in blocks" in str(raised.value)
+    assert "time.sleep" in raised.value.stack
+    assert _ends("stage collect")
+
+
+def test_a_call_that_cannot_be_interrupted_is_left_behind() -> None:
+    begun = time.monotonic()
+    with pytest.raises(Stalled):
+        supervised(lambda: time.sleep(4), "train", "iteration 1", LIMIT, Activity(), grace=0.2)
+    assert time.monotonic() - begun < 3
+
+
+def test_a_hanging_process_of_a_stage_is_ended_with_it() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def work() -> None:
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        started.append(process)
+        try:
+            process.wait(600)
+        finally:
+            process.kill()
+            process.wait()
+
+    with pytest.raises(Stalled, match="train"):
+        supervised(work, "train", "iteration 1", LIMIT, Activity())
+    assert started[0].poll() is not None
+
+
+def test_an_interrupted_caller_interrupts_the_work() -> None:
+    ended = threading.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    def caller() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            supervised(lambda: run_interruptible(waits()), "collect", "iteration 1", 60, _Interrupting())
+
+    caller()
+    assert ended.is_set()
+
+
+def _defect() -> None:
+    raise KeyError("defect")
+
+
+class _Interrupting(Activity):
+    """Ctrl-C while the caller waits."""
+
+    def silent_seconds(self, token: str) -> float:
+        raise KeyboardInterrupt
+
+
+def _ends(name: str, seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(thread.name.startswith(name) for thread in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
