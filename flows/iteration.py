@@ -11,7 +11,7 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from tasks.checkpoint import checkpoint
 from tasks.collect import collect
-from tasks.evaluate import evaluate
+from tasks.evaluate import evaluate, promote
 from tasks.refit import refit
 from tasks.report import report_iteration
 from tasks.train import train_step
@@ -36,6 +36,7 @@ def iteration(config: RunConfig, k: int) -> Reference:
         published = checkpoint(run, update)
         if is_evaluated(config, k):
             evaluate(run, published)
+            promote(run, k)
         report_iteration(run, k)
     return published
 

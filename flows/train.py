@@ -11,7 +11,7 @@ from flows.iteration import iteration
 from flows.reruns import is_first_start, take_place
 from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
-from tasks.evaluate import evaluate
+from tasks.evaluate import evaluate, promote
 from tasks.policy import starting_policy
 from tasks.refit import start_engine
 from tasks.report import finish_run, link_tracking, report_iteration
@@ -29,7 +29,9 @@ def train(config: RunConfig) -> dict[str, Any]:
             start_engine(run)  # it loads while the starting policy is being made
         start = starting_policy(run)
         if not run.is_reported(run.first_version):
-            evaluate(run, start)
+            if config.evaluation.before_training:
+                evaluate(run, start)
+                promote(run, run.first_version)
             report_iteration(run, run.first_version)
         for k in range(next_iteration(run), config.iterations + 1):
             take_place(iteration, k)

@@ -6,6 +6,7 @@ from prefect import task
 
 from roundhouse.progress import announce
 from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.stages.promotion import promote as promote_version
 from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -26,3 +27,9 @@ def evaluate(run: Run, checkpoint: Reference) -> Reference:
     reference = evaluate_version(run, version, engine_url, progress)
     announce("evaluation", version=version, metrics=read_manifest(reference).metrics)
     return reference
+
+
+@task(name="promote", task_run_name="promote version {version}?", **STAGE)
+def promote(run: Run, version: int) -> Reference | None:
+    """Decide whether an evaluated version becomes the promoted one."""
+    return promote_version(run, version)

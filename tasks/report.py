@@ -101,6 +101,8 @@ def _tracker(run: Run) -> Tracker | None:
 
 def _log_conversations(run: Run, iteration: int, tracker: Tracker) -> None:
     rollouts = read_rollouts(_complete(run, iteration, "evaluate"))[: run.config.tracking.conversations]
+    tracker.log_traces(rollouts, iteration)
+    tracker.register(iteration)
     text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
     tracker.log_text(text, f"conversations/version-{iteration:06d}.md")
     create_markdown_artifact(key=_key(run, "conversations"), markdown=text)

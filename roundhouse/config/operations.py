@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.section import PositiveInt, Section
 
@@ -19,6 +19,11 @@ class EvaluationConfig(Section):
     samples: PositiveInt = 1
     """Rollouts of each task."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    before_training: bool = True
+    """Evaluate the starting policy too: what every later version is compared with."""
+    promotion_confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = 0.95
+    """After each evaluation, promote the version when it is better than the promoted one beyond noise: when the interval of
+    this confidence around the difference, task by task, lies above 0. null promotes nothing."""
 
 
 class CheckpointConfig(Section):
@@ -57,7 +62,22 @@ class TrackingConfig(Section):
     """Tracking server. Unset: MLFLOW_TRACKING_URI, else the local services' server."""
     experiment: str = "roundhouse"
     conversations: Annotated[int, Field(ge=0)] = 4
-    """Sample conversations logged at each evaluation."""
+    """Sample conversations logged at each evaluation, as text and as traces."""
+    register_as: str | None = "{run_id}"
+    """Name of the registered model that gets a version for each evaluated checkpoint; null registers none."""
+    system_metrics: bool = True
+    """Log CPU, memory, disk and network of the run's machine every ten seconds."""
+
+    @field_validator("register_as")
+    @classmethod
+    def _names_a_model(cls, value: str | None) -> str | None:
+        try:
+            name = (value or "").format(run_id="x")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"{value!r}: only {{run_id}} may stand in braces ({error!r})") from None
+        if value is not None and (not name or set(name) & set("/:")):
+            raise ValueError(f"{value!r}: a registered model's name is not empty and has neither / nor :")
+        return value
 
 
 class LocalInfra(Section):

@@ -14,6 +14,7 @@ from pathlib import Path
 from roundhouse.errors import StoreError
 from roundhouse.store.directories import upload_directory
 from roundhouse.store.manifest import MANIFEST, FileEntry, Reference, sha256
+from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, read_manifest
 
@@ -60,12 +61,13 @@ def publish(run: Run, update: Reference) -> Reference:
 def retain(run: Run, newest: int) -> list[int]:
     """Delete the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep; return their versions.
 
-    Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve.
+    Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve, and the
+    promoted one.
     """
     config = run.config.checkpoint
-    deleted = []
+    deleted, always = [], {0, run.first_version, promoted_version(run)}
     for version in run.checkpoint_versions():
-        kept_for_good = version in (0, run.first_version) or (config.keep_every > 0 and version % config.keep_every == 0)
+        kept_for_good = version in always or (config.keep_every > 0 and version % config.keep_every == 0)
         if kept_for_good or version > newest - config.keep_last:
             continue
         location = run.checkpoint(version).location

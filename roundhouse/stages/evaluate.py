@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from roundhouse.gym.collector import plan_rollouts
 from roundhouse.gym.sessions import open_environment
 from roundhouse.stages.collect import Progress, collect_into
+from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.stages.metrics import deviation, mean, rollout_metrics
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -53,21 +54,30 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean held-out reward with its standard error over tasks, pass@k, and the rollouts' own metrics.
+    """Mean held-out reward with its standard error and 95 % interval, pass@k, and the rollouts' own metrics.
 
-    The standard error treats tasks as independent and the samples of one task as one cluster.
+    Tasks are independent and the samples of one task are one cluster (`roundhouse.stages.estimates`).
     """
-    by_task: dict[str, list[float]] = {}
+    rewards = rewards_by_task(rollouts)
+    metrics = {f"evaluation/{name}": value for name, value in rollout_metrics(rollouts).items()}
+    if not rewards:
+        return metrics
+    means = list(task_means(rewards).values())
+    interval = mean_interval(means)
+    return metrics | {
+        "evaluation/reward_mean": mean(means),
+        "evaluation/reward_stderr": deviation(means) / math.sqrt(len(means)),
+        "evaluation/reward_low": interval.low,
+        "evaluation/reward_high": interval.high,
+        "evaluation/tasks": float(len(means)),
+        **{f"evaluation/pass_at_{k}": mean_pass_at_k(rewards, k) for k in reported_ks(rewards)},
+    }
+
+
+def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Rewards of each task's rollouts; a failed rollout has none."""
+    found: dict[str, list[float]] = {}
     for rollout in rollouts:
         if rollout.reward is not None:
-            by_task.setdefault(rollout.group_id, []).append(rollout.reward)
-    metrics = {f"evaluation/{name}": value for name, value in rollout_metrics(rollouts).items()}
-    if by_task:
-        means = [mean(rewards) for rewards in by_task.values()]
-        metrics |= {
-            "evaluation/reward_mean": mean(means),
-            "evaluation/reward_stderr": deviation(means) / math.sqrt(len(means)),
-            "evaluation/pass_at_k": mean([float(max(rewards) > 0) for rewards in by_task.values()]),
-            "evaluation/tasks": float(len(means)),
-        }
-    return metrics
+            found.setdefault(rollout.group_id, []).append(rollout.reward)
+    return found

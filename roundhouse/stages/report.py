@@ -18,7 +18,7 @@ from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
-STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "report")
+STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "promote", "report")
 _PROCESS = uuid.uuid4().hex
 """Tells whether two reports were written by one process without a restart in between."""
 LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")
@@ -59,10 +59,10 @@ def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, f
         "train": _metric(manifests, "train", "seconds/compute"),
     }
     metrics: dict[str, float] = {"seconds/iteration": wall}
-    stages = [kind for kind in manifests if kind not in ("evaluate", "report")]
+    stages = [kind for kind in manifests if kind not in ("evaluate", "promote", "report")]
     for kind in stages:
         metrics[f"overhead/{kind}"] = max(0.0, stage_seconds(manifests[kind]) - productive.get(kind, 0.0))
-    evaluation = stage_seconds(manifests["evaluate"]) if "evaluate" in manifests else 0.0
+    evaluation = sum(stage_seconds(manifests[kind]) for kind in ("evaluate", "promote") if kind in manifests)
     total = wall - sum(productive.values()) - evaluation
     metrics["overhead/orchestration"] = total - sum(metrics[f"overhead/{kind}"] for kind in stages)
     metrics["overhead/total"] = total

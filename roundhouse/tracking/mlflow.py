@@ -7,52 +7,93 @@ stops a run: a server that does not answer costs a warning.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from roundhouse.config.loading import config_yaml, flatten
 from roundhouse.stages.report import iteration_manifests, iteration_metrics
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
+from roundhouse.tracking.registry import UID_TAG, register_checkpoint
+from roundhouse.tracking.traces import TraceWriter
+from roundhouse.trajectories.records import Rollout
 
-UID_TAG = "roundhouse.uid"
 ITERATION_METRIC = "iteration"
 """Logged with every iteration; its history tells which iterations MLflow has."""
 
+SYSTEM_METRICS_SECONDS = 10.0
+
+P = ParamSpec("P")
+
 log = logging.getLogger(__name__)
+
+
+def _costs_a_warning(method: Callable[P, None]) -> Callable[P, None]:
+    """A call that a server which is away cannot break: what it would have shown stays in the store."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            method(*args, **kwargs)
+        except MlflowException as error:
+            log.warning("MLflow: %s was not logged (%s); the store has it", method.__name__.removeprefix("log_"), error)
+
+    return call
 
 
 class Tracker:
     """The MLflow run of a training run."""
 
-    def __init__(self, client: Any, run: Run, mlflow_run_id: str, url: str) -> None:
+    def __init__(self, client: Any, run: Run, experiment_id: str, mlflow_run_id: str, url: str) -> None:
         self._client = client
         self._run = run
+        self._traces = TraceWriter(client, experiment_id, mlflow_run_id)
+        self._monitor = _system_monitor(mlflow_run_id) if run.config.tracking.system_metrics else None
         self.mlflow_run_id = mlflow_run_id
         self.url = url
         """Page of the run."""
         self._logged = {int(point.step) for point in client.get_metric_history(mlflow_run_id, ITERATION_METRIC)}
 
+    @_costs_a_warning
     def log_missing_iterations(self, newest: int) -> None:
         """Log every complete iteration up to `newest` that MLflow does not have yet."""
         for iteration in range(self._run.first_version, newest + 1):
             if iteration not in self._logged:
                 self._log_iteration(iteration)
 
+    @_costs_a_warning
     def log_artifact(self, file: Path, folder: str = "") -> None:
         """Attach a local file to the run."""
         self._client.log_artifact(self.mlflow_run_id, str(file), folder or None)
 
+    @_costs_a_warning
     def log_text(self, text: str, name: str) -> None:
         """Attach a text under a name."""
         self._client.log_text(self.mlflow_run_id, text, name)
 
+    @_costs_a_warning
+    def log_traces(self, rollouts: Sequence[Rollout], iteration: int) -> None:
+        """Show rollouts of an iteration as traces; those that are there already are left."""
+        self._traces.write(rollouts, iteration)
+
+    @_costs_a_warning
+    def register(self, version: int) -> None:
+        """Register an evaluated checkpoint as a model version, and let the alias follow the store's promotion."""
+        register_checkpoint(self._client, self._run, version, self.mlflow_run_id)
+
+    @_costs_a_warning
     def finish(self, status: str = "FINISHED") -> None:
         """Close the MLflow run (FINISHED, FAILED or KILLED); opening it again makes it RUNNING."""
+        if self._monitor is not None:
+            self._monitor.finish()
         self._client.set_terminated(self.mlflow_run_id, status)
 
     def _log_iteration(self, iteration: int) -> None:
@@ -104,18 +145,29 @@ def open_tracker(run: Run) -> Tracker | None:
     # A server that is away must not hold up a run: few, short attempts.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    import mlflow
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
+    mlflow.set_tracking_uri(uri)  # traces know no other way
     client = MlflowClient(uri)
     try:
         experiment_id = _experiment(client, tracking.experiment)
         mlflow_run_id = _find_or_create(client, experiment_id, run)
         url = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
-        return Tracker(client, run, mlflow_run_id, url)
+        return Tracker(client, run, experiment_id, mlflow_run_id, url)
     except MlflowException as error:
         log.warning("MLflow at %s does not answer (%s): going on without; the store keeps everything", uri, error)
         return None
+
+
+def _system_monitor(mlflow_run_id: str) -> Any:
+    """A running thread that logs the machine's load; it continues the curve of an earlier start."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    monitor = SystemMetricsMonitor(mlflow_run_id, sampling_interval=SYSTEM_METRICS_SECONDS, resume_logging=True)
+    monitor.start()
+    return monitor
 
 
 def _experiment(client: Any, name: str) -> str:
@@ -132,6 +184,8 @@ def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
         client.update_run(mlflow_run_id, status="RUNNING")
         return mlflow_run_id
     tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
+    if run.parent is not None:
+        tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}
     created = client.create_run(experiment_id, int(time.time() * 1000), tags, run.run_id)
     params = [Param(key, str(value)[:500]) for key, value in flatten(run.config.model_dump(mode="json")).items()]
     for start in range(0, len(params), 100):
@@ -142,5 +196,3 @@ def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
 
 def _source(reference: Reference) -> str:
     return json.dumps({"uri": reference.uri})
-    if run.parent is not None:
-        tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}

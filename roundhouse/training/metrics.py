@@ -36,7 +36,7 @@ class Denominator(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table in docs/training.md."""
+    """One row of the table in docs/metrics.md."""
 
     denominator: Denominator
     meaning: str

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,10 +209,3 @@ def test_sums_over_uneven_parts_give_the_mean_of_the_whole() -> None:
 
 def test_every_metric_declares_its_denominator() -> None:
     assert all(isinstance(metric.denominator, Denominator) and metric.meaning for metric in METRICS.values())
-
-
-def test_the_documentation_explains_every_metric_as_the_code_does() -> None:
-    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
-    for name, metric in METRICS.items():
-        assert f"| `{name}` | " in page
-        assert f"| {metric.meaning} | {metric.healthy} |" in page

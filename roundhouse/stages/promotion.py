@@ -1,0 +1,82 @@
+"""Promotion: which version of a run is the one to use.
+
+Invariant: a version is promoted only when it is better than the promoted one beyond noise, on the same held-out tasks; the
+first evaluated version is. What was decided and why is a stage of the store; `promoted.json` points to the newest.
+
+    version    0        10        20          25
+    reward     0.23     0.71      0.70        0.92
+    decision   first    better    no better   better      against the promoted one each: 0, 10, 10
+"""
+
+from __future__ import annotations
+
+from roundhouse.errors import StoreError
+from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.estimates import Interval, Rewards, paired_difference
+from roundhouse.stages.evaluate import rewards_by_task
+from roundhouse.store.manifest import Reference
+from roundhouse.store.promoted import point_to_promoted, promoted_version
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+
+
+def promote(run: Run, version: int) -> Reference | None:
+    """Decide about an evaluated version; None when `evaluation.promotion_confidence` is null.
+
+    Raises:
+        StoreError: the version has no evaluation.
+    """
+    confidence = run.config.evaluation.promotion_confidence
+    if confidence is None:
+        return None
+    stage = run.stage(version, "promote")
+    if (done := stage.reference()) is None:
+        done = _decide(run, version, confidence)
+    if read_manifest(done).details["promoted"]:
+        point_to_promoted(run, version)
+    return done
+
+
+def _decide(run: Run, version: int, confidence: float) -> Reference:
+    evaluation = run.stage(version, "evaluate").reference()
+    if evaluation is None:
+        raise StoreError(f"Version {version} of run {run.run_id} has no evaluation: nothing says how good it is.")
+    attempt = run.begin(run.stage(version, "promote"), policy_version=version)
+    against = _incumbent(run, version)
+    if against is None:
+        return attempt.commit(
+            inputs={"evaluation": evaluation},
+            metrics={"promotion/promoted": 1.0},
+            details={"promoted": True, "why": "the first evaluated version"},
+        )
+    difference = paired_difference(_rewards(evaluation), _rewards(against), confidence)
+    better = difference.low > 0
+    return attempt.commit(
+        inputs={"evaluation": evaluation, "against": against},
+        metrics={
+            "promotion/promoted": float(better),
+            "promotion/difference": difference.value,
+            "promotion/difference_low": difference.low,
+            "promotion/difference_high": difference.high,
+        },
+        details={"promoted": better, "why": _why(difference, against.policy_version, confidence)},
+    )
+
+
+def _incumbent(run: Run, version: int) -> Reference | None:
+    """Evaluation of the promoted version; None when there is none, or the version itself is it."""
+    promoted = promoted_version(run)
+    if promoted is None or promoted == version:
+        return None
+    return run.stage(promoted, "evaluate").reference()
+
+
+def _rewards(evaluation: Reference) -> Rewards:
+    return rewards_by_task(read_rollouts(evaluation))
+
+
+def _why(difference: Interval, against: int, confidence: float) -> str:
+    return (
+        f"{difference.value:+.3f} against version {against}, {confidence:.0%} interval "
+        f"{difference.low:+.3f} to {difference.high:+.3f}"
+    )

@@ -1,0 +1,187 @@
+"""Every metric of a run under its stable name: what it is a mean over, what it means, what is healthy.
+
+Invariant: a name that a run logs is found here (`meaning_of`), and docs/metrics.md is this page printed:
+
+    python -m roundhouse.tracking.catalogue > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+
+from roundhouse.training.metrics import METRICS, Denominator
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row. `*` in a name stands for what the environment, stage or outcome is called."""
+
+    name: str
+    over: str
+    """What it is a mean over; in brackets what it is where it is no mean."""
+    meaning: str
+    healthy: str = ""
+
+    def covers(self, metric: str) -> bool:
+        pattern = ".+".join(re.escape(part) for part in self.name.split("*"))
+        return re.fullmatch(pattern, metric) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows that belong together."""
+
+    title: str
+    text: str
+    entries: tuple[Entry, ...]
+
+
+INTRODUCTION = """\
+What a run logs to MLflow with each iteration, under names that stay. The same numbers stand in the manifests of the stages
+(`iterations/<k>/<stage>/manifest.json`, key `metrics`). `*` stands for a name. Brackets in the second column say what a value
+is that is no mean. MLflow's own `system/*` (CPU, memory, disk, network) come every ten seconds, `tracking.system_metrics`."""
+
+CLOSING = """\
+The healthy ranges are rules of thumb: those of the mismatch are what NeMo RL's documentation and nightly tests use (float32
+figures: measured here), those of ratio and clip fraction hold for the default bounds."""
+
+_SPECIAL = {
+    Denominator.SUM: "(count)",
+    Denominator.MAX: "(maximum)",
+    Denominator.MIN: "(minimum)",
+    Denominator.LAST: "(state)",
+}
+
+
+def _over(denominator: Denominator) -> str:
+    return _SPECIAL.get(denominator, denominator.value.replace("_", " "))
+
+
+def _under(prefix: str, rows: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    return tuple(replace(row, name=prefix + row.name) for row in rows)
+
+
+ROLLOUTS = (
+    Entry("rollout/turns_mean", "rollouts with a model call", "model calls of a rollout"),
+    Entry("rollout/generated_tokens", "(sum)", "tokens generated"),
+    Entry("rollout/generated_tokens_mean", "rollouts with a model call", "tokens that a rollout generated"),
+    Entry("rollout/generated_tokens_max", "(maximum)", "the most", "below the limits: else rollouts are cut off"),
+    Entry("rollout/total_tokens_mean", "rollouts with a model call", "length of the last prompt and its generation"),
+    Entry("rollout/total_tokens_max", "(maximum)", "the longest", "< generation.max_model_len"),
+    Entry("rollout/tokens_per_second", "(rate)", "tokens generated a second of the window"),
+    Entry("rollout/seconds_mean", "rollouts with a model call", "wall time of a rollout's last attempt"),
+    Entry("rollout/seconds_max", "(maximum)", "the slowest", "< 3 × the mean: it sets the pace"),
+    Entry("rollout/generation_seconds_mean", "rollouts with a model call", "of it, waiting for the engine"),
+    Entry("rollout/environment_seconds_mean", "rollouts with a model call", "of it, waiting for the environment"),
+    Entry("rollout/*_rate", "requested rollouts", "share with this outcome", "failed < 0.01, truncated < 0.1"),
+)
+
+REWARD = (
+    Entry("reward/mean", "rewarded rollouts", "reward; a failed rollout has none and is not counted", "rises"),
+    Entry("reward/std", "rewarded rollouts", "sample standard deviation", "> 0: else nothing is learnt"),
+    Entry("reward/min", "(minimum)", "smallest reward"),
+    Entry("reward/max", "(maximum)", "largest reward"),
+    Entry("reward/*", "rollouts that have it", "a component of the reward, by its name"),
+    Entry("environment/*", "rollouts that report it", "what the environment or the agent loop reports"),
+)
+
+CATALOGUE = (
+    Section(
+        "Reward and rollouts",
+        "Of the training rollouts of an iteration, before validation.",
+        (*REWARD, *ROLLOUTS),
+    ),
+    Section(
+        "Dynamic sampling",
+        "Only with `rollout.dynamic_sampling`.",
+        (
+            Entry("dynamic_sampling/num_gen_batches", "(count)", "rounds of collection", "1 … 3"),
+            Entry("dynamic_sampling/num_discarded_groups", "(count)", "groups without spread, which teach nothing"),
+            Entry("dynamic_sampling/num_discarded_valid_samples", "(count)", "rollouts of groups beyond those wanted"),
+            Entry("dynamic_sampling/filtered_reward", "rollouts of kept groups", "reward of what is trained on"),
+        ),
+    ),
+    Section(
+        "Ledger and validation",
+        "`requested = completed + truncated + failed + masked + omitted`, in every iteration.",
+        (
+            Entry("ledger/*", "(count)", "rollouts with this outcome after validation", "failed and masked near 0"),
+            Entry("validate/sequences", "(count)", "sequences that passed"),
+            Entry("validate/quarantined", "(count)", "rollouts refused, with a reason", "0"),
+            Entry("validate/put_aside", "(count)", "rollouts omitted although nothing is wrong with them"),
+            Entry("validate/text_proved", "(count)", "rollouts whose text was proved against their tokens"),
+            Entry("validate/tokens", "(count)", "tokens in the sequences"),
+            Entry("validate/trained_tokens", "(count)", "of them generated ones that can be trained on"),
+        ),
+    ),
+    Section(
+        "Training",
+        "Mismatch metrics compare the trainer before its first update with the engine, over the trained tokens; over all "
+        "generated ones when no group had spread. Tokens are the trained ones, once an epoch.",
+        tuple(
+            Entry(f"train/{name}", _over(metric.denominator), metric.meaning, metric.healthy)
+            for name, metric in METRICS.items()
+        ),
+    ),
+    Section(
+        "Evaluation",
+        "Of held-out tasks, at the iterations that `evaluation.every` says. Intervals are over tasks, of 95 %.",
+        (
+            Entry("evaluation/reward_mean", "tasks", "mean of the tasks' mean rewards", "rises"),
+            Entry("evaluation/reward_stderr", "tasks", "its standard error"),
+            Entry("evaluation/reward_low", "tasks", "lower end of its bootstrap interval"),
+            Entry("evaluation/reward_high", "tasks", "upper end"),
+            Entry("evaluation/tasks", "(count)", "tasks with a reward"),
+            Entry(
+                "evaluation/pass_at_*", "tasks", "chance that one of k rollouts has a reward above 0 (arXiv 2107.03374)"
+            ),
+            *_under("evaluation/", (*REWARD, *ROLLOUTS)),
+            Entry("promotion/promoted", "(state)", "1 when this version became the promoted one"),
+            Entry("promotion/difference", "tasks", "reward less the promoted version's, task by task", "> 0"),
+            Entry("promotion/difference_low", "tasks", "lower end of its interval; promoted when above 0"),
+            Entry("promotion/difference_high", "tasks", "upper end"),
+        ),
+    ),
+    Section(
+        "Time",
+        "",
+        (
+            Entry("seconds/iteration", "(seconds)", "wall time from report to report"),
+            Entry("seconds/rollouts", "(seconds)", "the window in which rollouts run"),
+            Entry("seconds/compute", "(seconds)", "the trainer's computation"),
+            Entry("seconds/*", "(seconds)", "wall time of the stage"),
+            Entry("cpu_seconds/*", "(seconds)", "CPU of the process that ran the stage, while it ran"),
+            Entry("refit/replica_seconds_max", "(maximum)", "the slowest replica's loading of the weights"),
+            Entry(
+                "overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, MLflow, artifacts"
+            ),
+            Entry("overhead/total", "(seconds)", "what Roundhouse adds: all but rollouts, computation and evaluation"),
+            Entry("overhead/*", "(seconds)", "the stage outside rollouts and computation"),
+            Entry("iteration", "(state)", "the iteration; its history tells which ones MLflow has"),
+        ),
+    ),
+)
+
+
+def meaning_of(metric: str) -> Entry | None:
+    """The row of a metric that was logged; the most specific where several cover it. None: it is in no table."""
+    rows = [entry for section in CATALOGUE for entry in section.entries if entry.covers(metric)]
+    return max(rows, key=lambda entry: len(entry.name), default=None)
+
+
+def page() -> str:
+    """docs/metrics.md."""
+    lines = ["# Metrics", "", INTRODUCTION, ""]
+    for section in CATALOGUE:
+        lines += [f"## {section.title}", ""]
+        lines += [section.text, ""] if section.text else []
+        lines += ["| Metric | Mean over | Meaning | Healthy |", "|---|---|---|---|"]
+        lines += [f"| `{row.name}` | {row.over} | {row.meaning} | {row.healthy} |" for row in section.entries]
+        lines.append("")
+    return "\n".join([*lines, CLOSING]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,181 @@
+"""Rollouts as MLflow traces: agent, model calls, tool calls, verdict, with the reward as feedback.
+
+Invariant: a trace says only what was recorded. A model call has its measured seconds; of tool calls the moment is known by
+their order alone, so their spans have no length, and the environment's seconds stand at the root.
+
+    calculator/17/0          5.1 s    AGENT        task, status, environment_seconds      feedback: reward 1.0
+      model call 0           0.8 s    CHAT_MODEL   generated items; tokens, finish reason, policy version
+        calc                   –      TOOL         arguments, output
+      model call 1           0.5 s    CHAT_MODEL
+      verify                   –      EVALUATOR    reward and its components
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundhouse.trajectories.records import Rollout, Status, Turn
+
+ROLLOUT_TAG = "roundhouse.rollout"
+ITERATION_TAG = "roundhouse.iteration"
+NANOSECONDS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """One turn's items: what the policy said, and what its tools answered."""
+
+    said: list[dict[str, Any]] = field(default_factory=list)
+    answered: list[dict[str, Any]] = field(default_factory=list)
+
+
+class TraceWriter:
+    """Writes the rollouts of one run's iterations into its MLflow experiment."""
+
+    def __init__(self, client: Any, experiment_id: str, mlflow_run_id: str) -> None:
+        self._client = client
+        self._experiment_id = experiment_id
+        self._mlflow_run_id = mlflow_run_id
+
+    def write(self, rollouts: Sequence[Rollout], iteration: int) -> None:
+        """Write a trace for each rollout that has none yet in this iteration of the run."""
+        import mlflow
+
+        there = self._rollouts_there(iteration)
+        written = [(self._write(each, iteration), each) for each in rollouts if each.rollout_id not in there]
+        mlflow.flush_trace_async_logging()  # feedback needs a trace that has arrived
+        for trace_id, rollout in written:
+            _give_feedback(trace_id, rollout)
+
+    def _rollouts_there(self, iteration: int) -> set[str]:
+        mark = f"{self._mlflow_run_id}/{iteration}"
+        found = self._client.search_traces(
+            locations=[self._experiment_id],
+            filter_string=f"tags.`{ITERATION_TAG}` = '{mark}'",
+            max_results=500,
+            include_spans=False,
+        )
+        return {trace.info.tags[ROLLOUT_TAG] for trace in found}
+
+    def _write(self, rollout: Rollout, iteration: int) -> str:
+        client, begun = self._client, int(rollout.started_at * NANOSECONDS)
+        root = client.start_trace(
+            name=rollout.rollout_id,
+            span_type="AGENT",
+            inputs={"task": rollout.task},
+            attributes=_summary(rollout),
+            tags={ROLLOUT_TAG: rollout.rollout_id, ITERATION_TAG: f"{self._mlflow_run_id}/{iteration}"},
+            experiment_id=self._experiment_id,
+            start_time_ns=begun,
+            run_id=self._mlflow_run_id,
+        )
+        now = begun
+        for call, turn in zip_turns(rollout):
+            now = self._model_call(root, call, turn, now)
+        self._verdict(root, rollout, now)
+        client.end_trace(
+            root.trace_id,
+            outputs={"status": rollout.status.value, "reward": rollout.reward, "finish_reason": rollout.finish_reason},
+            status="ERROR" if rollout.status is Status.FAILED else "OK",
+            end_time_ns=max(now, begun + int(rollout.seconds * NANOSECONDS)),
+        )
+        return root.trace_id
+
+    def _model_call(self, root: Any, call: ModelCall, turn: Turn | None, now: int) -> int:
+        """Write one model call and its tools; return when it ended."""
+        client = self._client
+        name = "model call" if turn is None else f"model call {turn.turn}"
+        span = client.start_span(name, root.trace_id, root.span_id, span_type="CHAT_MODEL", start_time_ns=now)
+        end = now if turn is None else now + int(turn.latency_seconds * NANOSECONDS)
+        for request, answer in _tool_calls(call):
+            tool = client.start_span(
+                request.get("name", "tool"),
+                root.trace_id,
+                span.span_id,
+                span_type="TOOL",
+                inputs={"arguments": request.get("arguments")},
+                start_time_ns=end,
+            )
+            client.end_span(root.trace_id, tool.span_id, outputs={"output": answer}, end_time_ns=end)
+        client.end_span(
+            root.trace_id, span.span_id, outputs={"items": call.said}, attributes=_of_turn(turn), end_time_ns=end
+        )
+        return end
+
+    def _verdict(self, root: Any, rollout: Rollout, now: int) -> None:
+        if rollout.reward is None:
+            return
+        span = self._client.start_span("verify", root.trace_id, root.span_id, span_type="EVALUATOR", start_time_ns=now)
+        verdict = {"reward": rollout.reward, "components": rollout.reward_components, "metrics": rollout.metrics}
+        self._client.end_span(root.trace_id, span.span_id, outputs=verdict, end_time_ns=now)
+
+
+def _give_feedback(trace_id: str, rollout: Rollout) -> None:
+    import mlflow
+    from mlflow.entities import AssessmentSource
+
+    if rollout.reward is not None:
+        source = AssessmentSource(source_type="CODE", source_id=rollout.environment)
+        mlflow.log_feedback(trace_id=trace_id, name="reward", value=rollout.reward, source=source)
+
+
+def zip_turns(rollout: Rollout) -> Iterator[tuple[ModelCall, Turn | None]]:
+    """The conversation's model calls with their turns; a turn is None where the agent's record has more calls than turns."""
+    calls = model_calls(rollout.items)
+    for number, call in enumerate(calls):
+        yield call, rollout.turns[number] if number < len(rollout.turns) else None
+
+
+def model_calls(items: Sequence[dict[str, Any]]) -> list[ModelCall]:
+    """Cut a conversation into model calls: what the policy said up to the next item that is not its own."""
+    calls: list[ModelCall] = []
+    speaking = False
+    for item in items:
+        if _is_the_policys(item):
+            if not speaking:
+                calls.append(ModelCall())
+            calls[-1].said.append(item)
+            speaking = True
+        else:
+            speaking = False
+            if item.get("type") == "function_call_output" and calls:
+                calls[-1].answered.append(item)
+    return calls
+
+
+def _is_the_policys(item: dict[str, Any]) -> bool:
+    kind = item.get("type", "message")
+    return kind in ("function_call", "reasoning") or (kind == "message" and item.get("role") == "assistant")
+
+
+def _tool_calls(call: ModelCall) -> Iterator[tuple[dict[str, Any], Any]]:
+    answers = {answer.get("call_id"): answer.get("output") for answer in call.answered}
+    for item in call.said:
+        if item.get("type") == "function_call":
+            yield item, answers.get(item.get("call_id"))
+
+
+def _summary(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "environment": rollout.environment,
+        "status": rollout.status.value,
+        "attempt": rollout.attempt,
+        "seed": rollout.seed,
+        "turns": len(rollout.turns),
+        "generation_seconds": rollout.generation_seconds,
+        "environment_seconds": rollout.environment_seconds,
+        "failure": f"{rollout.failure_code}: {rollout.failure_detail}" if rollout.failure_code else "",
+    }
+
+
+def _of_turn(turn: Turn | None) -> dict[str, Any]:
+    if turn is None:
+        return {}
+    return {
+        "prompt_tokens": turn.prompt_length,
+        "generated_tokens": len(turn.generation_token_ids),
+        "finish_reason": turn.finish_reason,
+        "policy_version": turn.policy_version,
+    }
