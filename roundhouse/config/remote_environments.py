@@ -29,10 +29,24 @@ class RemoteEnvironment(Section):
     session_mcp: bool = True
     """Offer the policy the MCP tools that the server's answer to /seed_session offers, but for those that the row has already.
     False passes the offer over, and saves the connection that each rollout would have."""
+    restore: Literal["none", "replay"] = "none"
+    """What becomes of a rollout that was interrupted between two model calls. `none`: it starts again. `replay`: its finished
+    model calls are kept, and its tool calls (or steps) are made again on a new session, in order; where an answer differs, it
+    starts again after all. For servers that answer the same every time and where a repeated call changes nothing outside the
+    session."""
     train_tasks: str
     """JSON lines file of training task rows."""
     heldout_tasks: str | None = None
     """JSON lines file of held-out task rows."""
+
+    @model_validator(mode="after")
+    def _repeatable(self) -> RemoteEnvironment:
+        if self.mcp_servers and self.restore != "none":
+            raise ValueError(
+                f"environment.restore is {self.restore}, but environment.mcp_servers is set: all rollouts share those servers, "
+                "so that their calls cannot be repeated for one. Leave one of the two out."
+            )
+        return self
 
     @model_validator(mode="after")
     def _tools_have_a_loop(self) -> RemoteEnvironment:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec
 
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, InfraError
@@ -24,30 +26,15 @@ from roundhouse.gym.agents.attempt import Attempt
 from roundhouse.gym.failures import RolloutTimeout, classify
 from roundhouse.gym.plan import RolloutSpec
 from roundhouse.gym.protocol import Agent, EnvironmentClient, Session
+from roundhouse.gym.tape import Tape
 from roundhouse.trajectories.records import Rollout, Status
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 CLOSE_SECONDS = 30.0
 """Time limit for closing a session. Not part of the rollout's own limit: its outcome is decided by then."""
-
-
-async def run_rollout(
-    spec: RolloutSpec,
-    policy: PolicyClient,
-    environment: EnvironmentClient,
-    config: RolloutConfig,
-    sampling: Sampling,
-    attempt: int = 1,
-    *,
-    on_policy: bool = True,
-    policy_version: int | None = None,
-) -> Rollout:
-    """Make one attempt at `spec` within the limits of `config`; see `Attempt` for the last two."""
-    played = await play_rollout(
-        spec, policy, environment, config, sampling, attempt, on_policy=on_policy, policy_version=policy_version
-    )
-    return played.rollout
 
 
 async def play_rollout(
@@ -60,27 +47,62 @@ async def play_rollout(
     *,
     on_policy: bool = True,
     policy_version: int | None = None,
+    tape: Tape | None = None,
 ) -> Attempt:
-    """As `run_rollout`, with everything that the agent left."""
-    rollout = Rollout(
-        group_id=spec.group_id,
-        sample=spec.sample,
-        task=spec.row,
-        environment=environment.name,
-        status=Status.FAILED,
-        attempt=attempt,
-        seed=spec.seed,
-        started_at=time.time(),
-    )
-    played = Attempt(rollout, policy, config, sampling, on_policy, policy_version)
+    """Make one attempt at `spec` within the limits of `config`; everything that the agent left.
+
+    Args:
+        on_policy, policy_version: see `Attempt`.
+        tape: what an earlier attempt finished, and where this one's calls are recorded. Where the rollout goes another way
+            than its tape, it is played once more without.
+    """
+
+    async def play(tape: Tape) -> Attempt:
+        rollout = Rollout(
+            group_id=spec.group_id,
+            sample=spec.sample,
+            task=spec.row,
+            environment=environment.name,
+            status=Status.FAILED,
+            attempt=attempt,
+            seed=spec.seed,
+            started_at=time.time(),
+        )
+        asked = tape.of(rollout, policy)
+        return await _played(
+            environment.agent, Attempt(rollout, asked, config, sampling, on_policy, policy_version, tape)
+        )
+
+    tape = tape or Tape()
+    played = await play(tape)
+    if (divergence := tape.divergence(played.rollout)) is None:
+        return played
+    log.warning("Rollout %s starts afresh (%s): %s", spec.rollout_id, divergence.reason, divergence.detail)
+    return await play(tape.blank(spec.rollout_id, divergence))
+
+
+def _without_the_rest(play: Callable[P, Awaitable[Attempt]]) -> Callable[P, Coroutine[Any, Any, Rollout]]:
+    async def run(*arguments: P.args, **options: P.kwargs) -> Rollout:
+        return (await play(*arguments, **options)).rollout
+
+    return run
+
+
+run_rollout = _without_the_rest(play_rollout)
+"""As `play_rollout`; the rollout alone."""
+
+
+async def _played(agent: Agent, attempt: Attempt) -> Attempt:
+    """Play, take the time, close the session."""
+    rollout = attempt.rollout
     begun = time.perf_counter()
     try:
-        await _play(environment.agent, played)
+        await _play(agent, attempt)
     finally:
         rollout.seconds = time.perf_counter() - begun
-        if played.session is not None and played.session.needs_close:
-            await _close(played.session, rollout)
-    return played
+        if attempt.session is not None and attempt.session.needs_close:
+            await _close(attempt.session, rollout)
+    return attempt
 
 
 async def _play(agent: Agent, attempt: Attempt) -> None:

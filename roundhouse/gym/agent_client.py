@@ -17,7 +17,7 @@ from roundhouse.config.models import AgentEnvironment
 from roundhouse.errors import ConfigError
 from roundhouse.gym.agents.remote_agent import RemoteAgent
 from roundhouse.gym.connection import Connection, json_object
-from roundhouse.gym.environment import Split, TaskRow
+from roundhouse.gym.environment import Restoration, Split, TaskRow
 from roundhouse.gym.failures import (
     AgentGaveUp,
     AgentUnavailable,
@@ -34,6 +34,9 @@ CAPTURES_SECONDS = 60.0
 
 class RemoteAgentClient:
     """Rollouts played by an agent server."""
+
+    restoration: Restoration = "none"
+    """What was played of a rollout, only the server knows."""
 
     def __init__(
         self,

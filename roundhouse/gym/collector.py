@@ -15,9 +15,11 @@ from functools import partial
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
 from roundhouse.gym.agent import run_rollout
+from roundhouse.gym.journal import Journal
 from roundhouse.gym.outage import Outage
 from roundhouse.gym.plan import ReorderError, RolloutSpec, plan_rollouts, reorder
 from roundhouse.gym.protocol import EnvironmentClient
+from roundhouse.gym.tape import Tape
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import derive_seed
 
@@ -39,12 +41,15 @@ async def collect(
     *,
     on_policy: bool = True,
     policy_version: int | None = None,
+    journal: Journal | None = None,
 ) -> list[Rollout]:
     """Make all rollouts of `specs`; the result is in their order.
 
     Args:
         on_policy: they are to be trained on; a row that asks for another sampling than `sampling` then fails.
         policy_version: version that the engine holds, for agents whose answers do not tell it.
+        journal: model calls that were finished before, and where those of each attempt are recorded; also an attempt that
+            follows on an infrastructure failure here goes on behind them. Without one, each attempt starts from its first call.
 
     Failures are outcomes and do not raise; what `on_rollout` raises does, and ends the collection.
     """
@@ -57,7 +62,8 @@ async def collect(
         on_policy=on_policy,
         policy_version=policy_version,
     )
-    return await _Collection(specs, play, environment.name, config, on_rollout).run()
+    tape = None if journal is None else partial(journal.tape, restoration=environment.restoration)
+    return await _Collection(specs, play, environment.name, config, on_rollout, tape).run()
 
 
 def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
@@ -77,12 +83,14 @@ class _Collection:
         environment_name: str,
         config: RolloutConfig,
         on_rollout: OnRollout | None,
+        tape: Callable[[RolloutSpec], Tape] | None,
     ) -> None:
         self._specs = specs
         self._play = play
         self._environment_name = environment_name
         self._config = config
         self._on_rollout = on_rollout
+        self._tape = tape
         self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
         self._workers = min(config.concurrency, len(specs))
         self._outage = Outage(self._workers)
@@ -110,7 +118,8 @@ class _Collection:
         retry = self._config.retry
         attempt = 1
         while True:
-            rollout = await self._play(spec, attempt=attempt)
+            tape = None if self._tape is None else self._tape(spec)
+            rollout = await self._play(spec, attempt=attempt, tape=tape)
             if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
                 return rollout
             delay = retry_delay(retry, attempt, spec.seed)

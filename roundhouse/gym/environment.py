@@ -29,6 +29,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 Split = Literal["train", "heldout"]
+Restoration = Literal["none", "replay", "snapshot"]
+"""How a rollout that was interrupted between two model calls can go on.
+
+none       not at all: it starts again from its first call
+replay     its tool calls (or steps) are made again on a new session, in order, and must be answered as they were. For worlds
+           that answer the same every time, and that nothing outside can tell a repeated call from
+snapshot   a session is restored from what it wrote down before the newest model call; earlier calls are not made again
+"""
 TaskRow = dict[str, Any]
 """A NeMo Gym task row: `responses_create_params` (input, tools) and the verifier's fields beside it. `task_id` is unique."""
 
@@ -106,6 +114,7 @@ class Environment(ABC):
     """Base class; see the module's docstring for an example."""
 
     name: ClassVar[str]
+    restoration: ClassVar[Restoration] = "none"
 
     @abstractmethod
     def tasks(self, split: Split) -> Sequence[TaskRow]:
@@ -117,6 +126,14 @@ class Environment(ABC):
 
     async def close_session(self, session: Any) -> None:
         """Give back what the session holds: a process, a directory, a connection. Called once, however the rollout ended."""
+
+    async def snapshot_session(self, session: Any) -> Any:
+        """The session as a JSON value, where `restoration` is snapshot. No tool runs meanwhile."""
+        return None
+
+    async def restore_session(self, row: TaskRow, snapshot: Any) -> Any:
+        """The session that `snapshot` shows. By default one as at the beginning, for sessions that no tool changes."""
+        return await self.seed_session(row)
 
     @abstractmethod
     async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:

@@ -17,7 +17,7 @@ from roundhouse.errors import DataError, InfraError
 from roundhouse.gym.agents.gymnasium import GymnasiumLoop
 from roundhouse.gym.connection import Connection, json_object
 from roundhouse.gym.environment import Split, TaskRow
-from roundhouse.gym.failures import EnvironmentTimeout, EnvironmentUnreachable, SeedFailed, StepFailed
+from roundhouse.gym.failures import EnvironmentTimeout, EnvironmentUnreachable, SeedFailed, SnapshotFailed, StepFailed
 from roundhouse.gym.gymnasium import GymnasiumEnvironment, Step
 from roundhouse.gym.protocol import EpisodeSession
 from roundhouse.gym.remote import RemoteClient, RemoteSession, lenient_object, offers_close, refuse, refuse_failure_mark
@@ -31,6 +31,7 @@ class LocalEpisodeClient:
 
     def __init__(self, environment: GymnasiumEnvironment) -> None:
         self.name = environment.name
+        self.restoration = environment.restoration
         self.compute_metrics = environment.compute_metrics
         self._environment = environment
         self.agent = GymnasiumLoop(self)
@@ -46,6 +47,15 @@ class LocalEpisodeClient:
         except Exception as error:  # the environment's code ends here; its failure becomes an outcome
             raise SeedFailed(f"{self.name}: reset raised {error!r}") from error
         return _LocalEpisode(self._environment, state), observation
+
+    async def restore_session(self, row: TaskRow, snapshot: Any) -> EpisodeSession:
+        try:
+            state = await self._environment.restore(row, snapshot)
+        except (InfraError, DataError):
+            raise
+        except Exception as error:  # the environment's code ends here
+            raise SnapshotFailed(f"{self.name}: restore raised {error!r}") from error
+        return _LocalEpisode(self._environment, state)
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -73,6 +83,14 @@ class _LocalEpisode:
         if not isinstance(step, Step):
             raise StepFailed(f"{self._environment.name}: step returned a {type(step).__name__}; it must return a Step.")
         return step
+
+    async def snapshot(self) -> Any:
+        try:
+            return await self._environment.snapshot(self._state)
+        except (InfraError, DataError):
+            raise
+        except Exception as error:  # the environment's code ends here
+            raise SnapshotFailed(f"{self._environment.name}: snapshot raised {error!r}") from error
 
     async def close(self) -> None:
         await self._environment.close(self._state)

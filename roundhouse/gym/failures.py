@@ -54,6 +54,10 @@ class SeedFailed(DataError):
     """The environment could not begin a session for the row."""
 
 
+class SnapshotFailed(DataError):
+    """The environment could not write its session down, or not restore it."""
+
+
 class VerifierFailed(DataError):
     """The verifier raised, or its answer is no verdict."""
 

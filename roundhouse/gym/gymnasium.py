@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from roundhouse.gym.environment import Split, TaskRow
+from roundhouse.gym.environment import Restoration, Split, TaskRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class GymnasiumEnvironment(ABC):
     """Base class of episodes without a verifier."""
 
     name: ClassVar[str]
+    restoration: ClassVar[Restoration] = "none"
 
     @abstractmethod
     def tasks(self, split: Split) -> Sequence[TaskRow]:
@@ -65,6 +66,14 @@ class GymnasiumEnvironment(ABC):
     @abstractmethod
     async def step(self, state: Any, response: dict[str, Any]) -> Step:
         """Play the policy's newest answer."""
+
+    async def snapshot(self, state: Any) -> Any:
+        """The state as a JSON value. Needed where `restoration` is snapshot."""
+        raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
+
+    async def restore(self, row: TaskRow, snapshot: Any) -> Any:
+        """The state that `snapshot` shows. Needed where `restoration` is snapshot."""
+        raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
 
     async def close(self, state: Any) -> None:
         """Give back what the state holds. Called once, however the episode ended."""

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from roundhouse.errors import ConfigError
 from roundhouse.gym.agents.tool_loop import ToolLoop
-from roundhouse.gym.environment import Split, TaskRow, Verdict
+from roundhouse.gym.environment import Restoration, Split, TaskRow, Verdict
 from roundhouse.gym.failures import EnvironmentUnreachable, SeedFailed
 from roundhouse.gym.mcp_connection import McpConnection
 from roundhouse.gym.mcp_names import bare, bare_response
@@ -29,6 +29,9 @@ from roundhouse.gym.tools import ToolResult
 
 class McpEnvironment:
     """An environment whose policy may call the tools of MCP servers as well."""
+
+    restoration: Restoration = "none"
+    """The servers are shared by all rollouts, so that a call cannot be repeated for one."""
 
     def __init__(self, environment: ToolEnvironment, servers: Mapping[str, str]) -> None:
         """`servers`: URLs of their MCP endpoints, by the name that stands in the tools' names."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from roundhouse.gym.environment import Split, TaskRow, Verdict
+from roundhouse.gym.environment import Restoration, Split, TaskRow, Verdict
 from roundhouse.gym.gymnasium import Step
 from roundhouse.gym.tools import ToolResult
 
@@ -100,6 +100,11 @@ class EnvironmentClient(Protocol):
     name: str
 
     @property
+    def restoration(self) -> Restoration:
+        """How an interrupted rollout can go on."""
+        ...
+
+    @property
     def agent(self) -> Agent:
         """Who plays it."""
         ...
@@ -135,5 +140,29 @@ class EpisodeEnvironment(EnvironmentClient, Protocol):
 
         Raises:
             InfraError, DataError: as for the session's calls.
+        """
+        ...
+
+
+class Snapshotting(Protocol):
+    """What a session offers beside its protocol where the environment's `restoration` is snapshot."""
+
+    async def snapshot(self) -> Any:
+        """The session as a JSON value.
+
+        Raises:
+            InfraError, SnapshotFailed
+        """
+        ...
+
+
+class Restorable(Protocol):
+    """What the client offers beside its protocol there."""
+
+    async def restore_session(self, row: TaskRow, snapshot: Any) -> Any:
+        """The session (of either protocol) that a snapshot shows.
+
+        Raises:
+            InfraError, DataError
         """
         ...

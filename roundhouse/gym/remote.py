@@ -18,7 +18,7 @@ from roundhouse.config.models import RemoteEnvironment
 from roundhouse.errors import DataError, InfraError
 from roundhouse.gym.agents.tool_loop import ToolLoop
 from roundhouse.gym.connection import BUSY, REQUEST_SECONDS, Connection, Cookies, json_object
-from roundhouse.gym.environment import Split, TaskRow, Verdict
+from roundhouse.gym.environment import Restoration, Split, TaskRow, Verdict
 from roundhouse.gym.failures import (
     SESSION_CLOSED,
     SESSION_HEADER,
@@ -50,11 +50,13 @@ class RemoteClient:
         request_seconds: float = REQUEST_SECONDS,
         close_route: str | None = None,
         session_mcp: bool = True,
+        restoration: Restoration = "none",
     ) -> None:
         self.connection = Connection(url, request_seconds)
         self.name = name or self.connection.authority
         self.close_route = None if close_route is None else close_route.strip("/")
         self.session_mcp = session_mcp
+        self.restoration = restoration
         self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
 
     @classmethod
@@ -63,7 +65,12 @@ class RemoteClient:
         heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
         train = read_task_rows(config.train_tasks, "environment.train_tasks")
         return cls(
-            config.url, train=train, heldout=heldout, close_route=config.close_route, session_mcp=config.session_mcp
+            config.url,
+            train=train,
+            heldout=heldout,
+            close_route=config.close_route,
+            session_mcp=config.session_mcp,
+            restoration=config.restore,
         )
 
     @property

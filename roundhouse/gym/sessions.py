@@ -19,7 +19,7 @@ from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, Remote
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.gym.agents.tool_loop import ToolLoop
 from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict
-from roundhouse.gym.failures import SeedFailed, VerifierFailed
+from roundhouse.gym.failures import SeedFailed, SnapshotFailed, VerifierFailed
 from roundhouse.gym.gymnasium import GymnasiumEnvironment
 from roundhouse.gym.protocol import EnvironmentClient, EnvironmentSession, ToolEnvironment
 from roundhouse.gym.tools import Toolbox, ToolResult
@@ -32,6 +32,7 @@ class LocalEnvironmentClient:
 
     def __init__(self, environment: Environment) -> None:
         self.name = environment.name
+        self.restoration = environment.restoration
         self.compute_metrics = environment.compute_metrics
         self._environment = environment
         self._toolbox = Toolbox(environment)
@@ -47,6 +48,15 @@ class LocalEnvironmentClient:
             raise
         except Exception as error:  # the environment's code ends here; its failure becomes an outcome
             raise SeedFailed(f"{self.name}: seed_session raised {error!r}") from error
+        return _LocalSession(self._environment, self._toolbox, row, state)
+
+    async def restore_session(self, row: TaskRow, snapshot: Any) -> EnvironmentSession:
+        try:
+            state = await self._environment.restore_session(row, snapshot)
+        except (InfraError, DataError):
+            raise
+        except Exception as error:  # the environment's code ends here
+            raise SnapshotFailed(f"{self.name}: restore_session raised {error!r}") from error
         return _LocalSession(self._environment, self._toolbox, row, state)
 
     async def close(self) -> None:
@@ -76,6 +86,14 @@ class _LocalSession:
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         return await self._toolbox.call(self._state, name, arguments)
+
+    async def snapshot(self) -> Any:
+        try:
+            return await self._environment.snapshot_session(self._state)
+        except (InfraError, DataError):
+            raise
+        except Exception as error:  # the environment's code ends here
+            raise SnapshotFailed(f"{self._environment.name}: snapshot_session raised {error!r}") from error
 
     async def verify(self, response: dict[str, Any]) -> Verdict:
         try:

@@ -23,6 +23,7 @@ from roundhouse.gym.plan import RolloutSpec
 from roundhouse.gym.resources_server import build_app
 from roundhouse.gym.serve import KEEP_ALIVE_SECONDS
 from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 SAMPLING = Sampling(max_new_tokens=1000)
 
@@ -149,6 +150,11 @@ def comparable(rollout: Rollout) -> Rollout:
         generation_seconds=0.0,
         environment_seconds=0.0,
     )
+
+
+def written(rollout: Rollout) -> tuple[Any, Any]:
+    """The rows that are stored of a rollout, without its clocks."""
+    return tuple(table([comparable(rollout)]).to_pylist() for table in (rollouts_table, turns_table))
 
 
 def spec_of(row: TaskRow | None = None, sample: int = 0, seed: int = 5) -> RolloutSpec:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.generation.protocol import TOKEN_FIELDS, PolicyClient
 from roundhouse.gym.protocol import Session
+from roundhouse.gym.tape import Tape
 from roundhouse.trajectories.records import Rollout
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Attempt:
     """The rollout is to be trained on: every token must be drawn as `sampling` says and be known."""
     policy_version: int | None = None
     """Version that the engine was refitted to, for agents whose answers do not tell it."""
+    tape: Tape = field(default_factory=Tape)
+    """Begins the session, so that what was finished before an interruption is not done again."""
     session: Session | None = None
     """Set by the agent as soon as it has one."""
     response: dict[str, Any] | None = None

@@ -30,7 +30,7 @@ class GymnasiumLoop:
     async def play(self, attempt: Attempt) -> None:
         """From /reset to the end of the episode."""
         dialogue = Dialogue(attempt)
-        session, observation = await attempt.in_environment(self._environment.reset(attempt.rollout.task))
+        session, observation = await attempt.in_environment(attempt.tape.reset(self._environment, attempt.rollout.task))
         attempt.session = session
         if observation:
             dialogue.conversation.add_observation(observation)

@@ -40,7 +40,7 @@ class ToolLoop:
     async def play(self, attempt: Attempt) -> None:
         """From the session's beginning to the verdict."""
         episode = ToolEpisode(attempt)
-        session = await attempt.in_environment(self._environment.seed_session(attempt.rollout.task))
+        session = await attempt.in_environment(attempt.tape.seed_session(self._environment, attempt.rollout.task))
         attempt.session = session
         if session.tools:
             episode.offer(session.tools)

@@ -48,6 +48,7 @@ class ArithmeticChain(GeneratedEnvironment[Expression]):
     """`operators` operators in one expression; `problems` expressions over both splits."""
 
     name = "arithmetic_chain"
+    restoration = "replay"
 
     def __init__(self, operators: int = 3, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
         self._operators = operators

@@ -75,6 +75,7 @@ class Calculator(Environment):
     """`What is a*b+c?` for a in 2..12, b in 2..5, c in 1..20: 880 problems."""
 
     name = "calculator"
+    restoration = "replay"
 
     def __init__(self, heldout_fraction: float = 0.2) -> None:
         self._problems = split_problems(PROBLEMS, lambda problem: f"calculator/{problem.text}", heldout_fraction)

@@ -63,6 +63,8 @@ class Code(GeneratedEnvironment[Exercise]):
     """Functions of 1..`steps` steps and a result; at most `concurrency` processes at once."""
 
     name = "code"
+    restoration = "snapshot"
+    """Of a session that no tool changes: what `check` answered stands on record, so the code is not run again."""
 
     def __init__(
         self, steps: int = 3, concurrency: int = 2, problems: int = 1000, heldout_fraction: float = 0.2

@@ -45,6 +45,7 @@ class Countdown(GeneratedEnvironment[Puzzle]):
     """Puzzles over `numbers` numbers of 1..`largest`, with targets in 1..99."""
 
     name = "countdown"
+    restoration = "replay"
 
     def __init__(
         self, numbers: int = 3, largest: int = 12, problems: int = 4000, heldout_fraction: float = 0.2

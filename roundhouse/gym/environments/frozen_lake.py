@@ -47,6 +47,7 @@ class FrozenLake(GymnasiumEnvironment):
     """Square lakes of `size`, with `holes` holes and `steps` moves."""
 
     name = "frozen_lake"
+    restoration = "replay"
 
     def __init__(
         self, size: int = 4, holes: int = 4, steps: int = 10, problems: int = 2000, heldout_fraction: float = 0.2

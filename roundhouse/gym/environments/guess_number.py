@@ -43,6 +43,7 @@ class GuessNumber(Environment):
     """A number in 1..upper, `guesses` guesses."""
 
     name = "guess_number"
+    restoration = "replay"
 
     def __init__(self, upper: int = 7, guesses: int = 3) -> None:
         self.upper = upper

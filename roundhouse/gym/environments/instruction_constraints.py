@@ -93,6 +93,7 @@ class InstructionConstraints(GeneratedEnvironment[Brief]):
     """Briefs of 1..`constraints` constraints."""
 
     name = "instruction_constraints"
+    restoration = "replay"
 
     def __init__(self, constraints: int = 3, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
         made = distinct(lambda rng: draw(constraints, rng), self.key, problems, f"briefs of {constraints} constraints")

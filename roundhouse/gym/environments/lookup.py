@@ -45,6 +45,7 @@ class Lookup(GeneratedEnvironment[Walk]):
     """Walks of 1..`hops` hops in tables of `entries` words."""
 
     name = "lookup"
+    restoration = "replay"
 
     def __init__(self, hops: int = 3, entries: int = 12, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
         def draw(rng: random.Random) -> Walk:

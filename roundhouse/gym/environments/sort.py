@@ -24,6 +24,7 @@ class Sort(Environment):
     """All ordered choices of `digits` different digits from 1..9; a held-out problem is one order, not one set."""
 
     name = "sort"
+    restoration = "replay"
 
     def __init__(self, digits: int = 6, heldout_fraction: float = 0.2) -> None:
         self._problems = split_problems(permutations("123456789", digits), _task_id, heldout_fraction)

@@ -70,6 +70,7 @@ class SqlWorld(GeneratedEnvironment[Assignment]):
     """`worlds` worlds of eight people and sixteen orders; `changes` is the share of assignments that change data."""
 
     name = "sql_world"
+    restoration = "replay"
 
     def __init__(
         self, worlds: int = 100, changes: float = 0.3, problems: int = 2000, heldout_fraction: float = 0.2

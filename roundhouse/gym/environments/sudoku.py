@@ -46,6 +46,7 @@ class Sudoku(GeneratedEnvironment[Grid]):
     """Grids with `blanks` empty cells."""
 
     name = "sudoku"
+    restoration = "replay"
 
     def __init__(self, blanks: int = 5, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
         made = distinct(lambda rng: draw(blanks, rng), self.key, problems, f"sudoku with {blanks} blanks")

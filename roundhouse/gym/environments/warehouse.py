@@ -60,6 +60,7 @@ class Warehouse(GeneratedEnvironment[Order]):
     """Three shelves, three goods, at most `most` of a good on a shelf."""
 
     name = "warehouse"
+    restoration = "replay"
 
     def __init__(self, most: int = 9, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
         made = distinct(lambda rng: draw(most, rng), self.key, problems, f"warehouse with at most {most}")

@@ -20,6 +20,7 @@ class UnverifiedEnvironment:
 
     def __init__(self, environment: ToolEnvironment, reward: float) -> None:
         self.name = environment.name
+        self.restoration = environment.restoration
         self._environment = environment
         self._reward = reward
 

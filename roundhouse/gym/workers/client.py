@@ -13,7 +13,7 @@ from typing import Any, Self
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.gym.agents.attempt import Attempt
-from roundhouse.gym.environment import Split, TaskRow, Verdict, task_row
+from roundhouse.gym.environment import Restoration, Split, TaskRow, Verdict, task_row
 from roundhouse.gym.environments.splits import TaskList
 from roundhouse.gym.failures import BadTaskRow
 from roundhouse.gym.verdicts import checked_verdict
@@ -43,6 +43,7 @@ class WorkerClient:
         """`make` is called once a rollout."""
         self.name = name
         self.agent = WorkerAgent(make)
+        self.restoration = self.agent.restoration
         self._items: dict[Split, Sequence[Item]] = {"train": train, "heldout": heldout}
 
     @classmethod
@@ -76,6 +77,7 @@ class WorkerAgent:
     def __init__(self, make: MakeWorker) -> None:
         self._make = make
         self._formatter = make(_NO_CALLS)
+        self.restoration: Restoration = self._formatter.restoration
 
     def row(self, item: Item) -> TaskRow:
         """An item as a task row. One that cannot be formatted has an empty prompt here: its rollouts fail, one by one."""

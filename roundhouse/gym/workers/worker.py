@@ -22,7 +22,7 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from roundhouse.errors import DataError, InfraError
 from roundhouse.gym.failures import VerifierFailed
@@ -57,6 +57,9 @@ class BaseRolloutWorker(ABC):
 
     evaluator: Evaluator | None = None
     """The default evaluator of the class; environment.evaluator overrides it."""
+    restoration: ClassVar[Literal["none", "replay"]] = "none"
+    """`replay`: after an interruption the worker plays from the start, and its finished model calls are answered from the
+    record. For workers that make one call after another, and whose own work (tools, services) may be done twice."""
 
     def __init__(self, llm: LlmClient, evaluator: Evaluator | None = None) -> None:
         """Further keyword arguments of a subclass are environment.parameters. `llm` is for the rollout, not for this."""

@@ -1,0 +1,90 @@
+"""Policies and sessions whose answers go over a tape: to an agent they look like those behind them.
+
+Invariant: a call's digest is equal exactly for equal requests, whichever process makes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from roundhouse.config.models import Sampling
+from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, PolicyClient
+from roundhouse.gym.gymnasium import Step
+from roundhouse.gym.protocol import EnvironmentSession, EpisodeSession
+from roundhouse.gym.tools import ToolResult
+from roundhouse.trajectories.records import Rollout
+
+if TYPE_CHECKING:
+    from roundhouse.gym.tape import Tape
+
+
+class TapedPolicy:
+    """A policy whose finished calls are on the tape."""
+
+    def __init__(self, tape: Tape, rollout: Rollout, policy: PolicyClient) -> None:
+        self._tape = tape
+        self._rollout = rollout
+        self._policy = policy
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        return await self._tape.reply(
+            self._rollout,
+            lambda: request_digest(messages, tools, sampling, seed),
+            lambda: self._policy.complete(messages, tools, sampling, seed),
+        )
+
+
+class TapedSession:
+    """A tool session whose answers are on the tape."""
+
+    def __init__(self, tape: Tape, session: EnvironmentSession) -> None:
+        self._tape = tape
+        self._session = session
+        self.ordered = session.ordered
+        self.tools = session.tools
+        self.verify = session.verify
+        self.close = session.close
+
+    @property
+    def needs_close(self) -> bool:
+        return self._session.needs_close
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        return self._session.answer
+
+    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
+        return await self._tape.answer(ToolResult, lambda: self._session.call_tool(name, arguments))
+
+
+class TapedEpisode:
+    """An episode whose steps are on the tape."""
+
+    def __init__(self, tape: Tape, session: EpisodeSession) -> None:
+        self._tape = tape
+        self._session = session
+        self.close = session.close
+
+    @property
+    def needs_close(self) -> bool:
+        return self._session.needs_close
+
+    async def step(self, response: dict[str, Any]) -> Step:
+        return await self._tape.answer(Step, lambda: self._session.step(response))
+
+
+def request_digest(messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int) -> str:
+    """Equal for equal requests. Tokens are left out: they are those of the replies, which the digest of each call ties down."""
+    bare = [
+        {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
+        if TOKEN_FIELDS[0] in message
+        else message
+        for message in messages
+    ]
+    data = orjson.dumps([bare, tools, sampling.model_dump(), seed], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(data).hexdigest()[:32]

@@ -1,0 +1,88 @@
+"""Every kind is interrupted at each of its turns and goes on: the outcome is that of the rollout left alone."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from playing import prompt_of
+from test_through_the_engine import kind_of, smallest
+
+from roundhouse.config.environments import FrozenLakeEnvironment
+from roundhouse.config.section import Section
+from roundhouse.gym.agent import run_rollout
+from roundhouse.gym.environment import TaskRow
+from roundhouse.gym.environments import BUILT_IN, load_any
+from roundhouse.gym.protocol import EnvironmentClient
+from roundhouse.gym.resources_server import build_app
+from roundhouse.gym.sessions import open_environment
+from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.interrupted import interrupted_before, resumed
+from tests.gym.playground import (
+    SAMPLING,
+    Reply,
+    ScriptedPolicy,
+    by_turn,
+    comparable,
+    rollout_config,
+    serving,
+    spec_of,
+    written,
+)
+
+CONFIG = rollout_config(max_turns=12)
+
+
+@cache
+def shown(config: type[Section]) -> tuple[str, list[Reply]]:
+    """A solution: the prompt, and what the assistant says."""
+    (messages,) = load_any(smallest(config)).demonstrations("train", 1, 1.0, seed=1)
+    return messages[0]["content"], [{"finish_reason": None, **m} for m in messages if m["role"] == "assistant"]
+
+
+async def solved(client: EnvironmentClient, rows: Sequence[TaskRow], prompt: str, replies: list[Reply]) -> Rollout:
+    """The rollout of the row that the solution is for."""
+    for row in rows:
+        if prompt_of(row) == prompt:
+            rollout = await run_rollout(spec_of(row), ScriptedPolicy(by_turn(*replies)), client, CONFIG, SAMPLING)
+            if rollout.reward == 1.0:
+                return rollout
+    raise AssertionError("the solution solves no task")
+
+
+@pytest.mark.parametrize("config", BUILT_IN, ids=kind_of)
+async def test_each_kind_goes_on_after_any_of_its_turns_and_ends_as_if_it_had_been_left_alone(
+    config: type[Section],
+) -> None:
+    prompt, replies = shown(config)
+    async with open_environment(smallest(config)) as client:
+        assert client.restoration == ("snapshot" if kind_of(config) == "code" else "replay")
+        whole = await solved(client, client.tasks("train"), prompt, replies)
+        spec, script = spec_of(whole.task), by_turn(*replies)
+        for cut in range(len(replies) + 1):
+            parts = await interrupted_before(cut, spec, script, client, CONFIG)
+            rollout, policy, journal = await resumed(parts, spec, script, client, CONFIG)
+            assert written(rollout) == written(whole)
+            assert len(policy.seeds) == len(replies) - cut, "only what was not finished is asked for"
+            assert journal.going_on.turns_resumed == cut
+            assert not journal.going_on.rollouts_restarted
+
+
+@pytest.mark.parametrize("kind", ["warehouse", "frozen_lake"])
+async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_process(kind: str, tmp_path: Any) -> None:
+    config = next(each for each in BUILT_IN if kind_of(each) == kind)
+    prompt, replies = shown(config)
+    local = load_any(smallest(config))
+    rows = [row for row in local.tasks("train") if prompt_of(row) == prompt]
+    from roundhouse.gym.episodes import RemoteEpisodeClient
+    from roundhouse.gym.remote import RemoteEnvironmentClient
+
+    made = RemoteEpisodeClient if config is FrozenLakeEnvironment else RemoteEnvironmentClient
+    with serving(build_app(local)) as url:
+        async with made(url, restoration="replay") as client:
+            whole = await solved(client, rows, prompt, replies)
+            spec, script = spec_of(whole.task), by_turn(*replies)
+            parts = await interrupted_before(len(replies) - 1, spec, script, client, CONFIG)
+            rollout, policy, _ = await resumed(parts, spec, script, client, CONFIG)
+            assert (rollout.status, comparable(rollout)) == (Status.COMPLETED, comparable(whole))
+            assert len(policy.seeds) == 1
