@@ -31,8 +31,9 @@ from roundhouse.training.parallel import Ranks
 STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-_NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json")
-"""Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it."""
+_NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json|\..*")
+"""Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it. Hidden files are what
+a write that was cut off left in such a stage, and are no part of a model."""
 
 
 class Cursor(BaseModel):
