@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from roundhouse.config.algorithms import GRPO
+from roundhouse.config.cost import CostConfig
 from roundhouse.config.environments import (
     CalculatorEnvironment,
     CustomEnvironment,
@@ -90,6 +91,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
     tracking: TrackingConfig = TrackingConfig()
+    cost: CostConfig = CostConfig()
     failures: FailuresConfig = FailuresConfig()
     infra: InfraConfig = LocalInfra()
 

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from roundhouse.stages.cost import iteration_cost, run_totals, totals_after
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -35,11 +36,15 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         return done
     manifests = iteration_manifests(run, iteration)
     attempt = run.begin(stage, policy_version=iteration)
-    trained = iteration > run.first_version
-    metrics = overhead_seconds(manifests, time.time() - _began(run, iteration, manifests)) if trained else {}
+    metrics: dict[str, float] = {}
+    if iteration > run.first_version:
+        wall = time.time() - _began(run, iteration, manifests)
+        metrics = overhead_seconds(manifests, wall) | iteration_cost(run.config, manifests, wall)
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
-    return attempt.commit(inputs=inputs, metrics=metrics, details={"process": _PROCESS})
+    before = run_totals(run, iteration - 1) if iteration > run.first_version else {}
+    totals = totals_after(before, *(manifest.metrics for manifest in manifests.values()), metrics)
+    return attempt.commit(inputs=inputs, metrics=metrics, details={"process": _PROCESS, "totals": totals})
 
 
 def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> float:
@@ -118,7 +123,8 @@ def summarize(run: Run) -> dict[str, Any]:
             "after": evaluations[max(evaluations)] if len(evaluations) > 1 else None,
             "all": list(evaluations.values()),
         },
-        "reward_by_iteration": [by_iteration[k]["collect"].metrics.get("reward/mean") for k in trained],
+        "reward_by_iteration": [_mean_reward(by_iteration[k]) for k in trained],
+        "skipped": [k for k in trained if "train/skipped" in by_iteration[k]["train"].metrics],
         "wall_seconds": 0.0 if finished is None else finished - run.created_at,
         "stage_seconds": _stage_totals(by_iteration.values()),
         "overhead_seconds_per_iteration": _median_overhead(by_iteration.values()),
@@ -131,6 +137,11 @@ def summarize(run: Run) -> dict[str, Any]:
         "ledger": _ledger_total(by_iteration.values()),
         "latest_checkpoint": None if latest is None else latest.uri,
     }
+
+
+def _mean_reward(manifests: dict[str, Manifest]) -> float | None:
+    """None where no rollout had a reward, or the iteration was skipped before its rollouts were complete."""
+    return manifests["collect"].metrics.get("reward/mean") if "collect" in manifests else None
 
 
 def stage_seconds(manifest: Manifest) -> float:

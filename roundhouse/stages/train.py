@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from roundhouse.config.train_service import ProcessService
 from roundhouse.stages.checkpoint import TRAINER
+from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
 from roundhouse.store.directories import local_directory, upload_directory
@@ -41,17 +42,22 @@ def train_iteration(run: Run, iteration: int, sequences: Reference, base: Refere
     train = _in_process if isinstance(run.config.train.service, ProcessService) else _in_service
     result, columns = train(run, iteration, sequences, base, cache)
     attempt.write_table("columns", columns)
-    _prove_log_probs(run, attempt, sequences, columns, base)
+    recorded = read_table(sequences, "sequences")
+    _prove_log_probs(run, attempt, recorded, columns, base)
     compute = result.seconds["total"]
     return attempt.commit(
         inputs={"sequences": sequences, "base": base},
         counts={"sequences": result.sequences},
-        metrics={f"train/{name}": value for name, value in result.metrics.items()} | {"seconds/compute": compute},
+        metrics={
+            **{f"train/{name}": value for name, value in result.metrics.items()},
+            "seconds/compute": compute,
+            "wasted_tokens/untrained": untrained_tokens(recorded, columns),
+        },
         details={"checkpoint_files": [entry.model_dump() for entry in result.checkpoint_files]},
     )
 
 
-def _prove_log_probs(run: Run, attempt: Attempt, sequences: Reference, columns: pa.Table, base: Reference) -> None:
+def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa.Table, base: Reference) -> None:
     """Hold the recorded log-probabilities against the weights of `base` (`roundhouse.stages.recomputed`).
 
     Raises:
@@ -59,7 +65,6 @@ def _prove_log_probs(run: Run, attempt: Attempt, sequences: Reference, columns: 
     """
     if (tolerance := tolerance_of(run.config)) is None:
         return
-    recorded = read_table(sequences, "sequences")
     found = mismatched(recorded, columns, policy_version=base.policy_version, tolerance=tolerance)
     if found.num_rows:
         attempt.write_table("mismatched", found)

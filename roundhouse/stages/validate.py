@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import DataError
+from roundhouse.stages.cost import rollout_waste
 from roundhouse.stages.policy import engine_files
 from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
@@ -133,6 +134,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
             "validate/text_proved": result.text_proved,
             "validate/tokens": tokens,
             "validate/trained_tokens": trained,
+            **rollout_waste(collected, result.quarantine),
         },
         details={"reasons": result.reasons, "failures": result.ledger.failures},
     )

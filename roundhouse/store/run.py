@@ -36,6 +36,7 @@ OPERATIONAL = (
     "resume.",
     "checkpoint.",
     "tracking.",
+    "cost.",
     "infra.",
     "failures.",
     "evaluation.every",

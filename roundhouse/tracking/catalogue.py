@@ -145,6 +145,34 @@ CATALOGUE = (
         ),
     ),
     Section(
+        "Cost and waste",
+        "`cost.prices` and `cost.trainer_gpus` say what a resource costs. Wasted tokens are generated ones that nothing was "
+        "learnt from, each for one reason.",
+        (
+            Entry("cost/gpu_seconds", "(seconds)", "GPUs held by engine and trainer, used or not"),
+            Entry("cost/cpu_seconds", "(seconds)", "CPU of the processes that ran the stages"),
+            Entry("cost/bytes_written", "(sum)", "committed to the store"),
+            Entry("cost/generated_tokens", "(sum)", "tokens generated for training"),
+            Entry("cost/repeated_rollouts", "(count)", "rollouts that needed more than one attempt", "near 0"),
+            Entry("cost/stage_attempts", "(count)", "attempts of all stages", "one a stage"),
+            Entry("cost/money", "(sum)", "by the price table, where there is one"),
+            Entry("wasted_tokens/failed", "(sum)", "of rollouts without a reward", "near 0"),
+            Entry("wasted_tokens/quarantined", "(sum)", "of rollouts that validation refused", "0"),
+            Entry("wasted_tokens/omitted", "(sum)", "of groups too small or more than wanted"),
+            Entry(
+                "wasted_tokens/untrained",
+                "(sum)",
+                "of sequences that the algorithm gave no weight: groups without spread",
+            ),
+            Entry(
+                "wasted_tokens/share",
+                "generated tokens",
+                "all of these",
+                "< 0.5; above, tasks are too easy or too hard",
+            ),
+        ),
+    ),
+    Section(
         "Time",
         "",
         (

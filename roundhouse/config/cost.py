@@ -1,0 +1,40 @@
+"""What a run's resources cost, and how much it may use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from roundhouse.config.section import PositiveFloat, Section
+
+
+class PriceTable(Section):
+    """Money for an hour of a resource, in one currency."""
+
+    currency: str = "USD"
+    gpu_hour: Annotated[float, Field(ge=0)] = 0
+    cpu_hour: Annotated[float, Field(ge=0)] = 0
+    """Of CPU time used, not of cores held."""
+
+
+class Budget(Section):
+    """Limits of a whole run. One that is reached pauses it before the next iteration; raised, it goes on."""
+
+    wall_hours: PositiveFloat | None = None
+    """Sum of the iterations' wall time; waiting in between is not counted."""
+    gpu_hours: PositiveFloat | None = None
+    cpu_hours: PositiveFloat | None = None
+    generated_tokens: PositiveFloat | None = None
+    money: PositiveFloat | None = None
+    """In the currency of `cost.prices`."""
+
+
+class CostConfig(Section):
+    """Accounting by stage, and the budget."""
+
+    trainer_gpus: Annotated[float, Field(ge=0)] = 0
+    """GPUs that the trainer holds: the whole iteration where it stays open, only its stage with `train.service.kind: process`.
+    The engine's are `generation.replicas` × `generation.gpus_per_replica`, held all the time."""
+    prices: PriceTable = PriceTable()
+    budget: Budget = Budget()

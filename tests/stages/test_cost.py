@@ -1,0 +1,100 @@
+"""Every token is trained on or wasted for one reason, and a budget names the key to raise."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.stages.cost import (
+    iteration_cost,
+    over_budget,
+    rollout_waste,
+    run_totals,
+    totals_after,
+    untrained_tokens,
+)
+from roundhouse.stages.report import iteration_manifests, report_iteration
+from roundhouse.store.run import open_run
+from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.schemas import QUARANTINE
+
+
+def rollout(group: str, sample: int, tokens: int, status: Status = Status.COMPLETED, attempt: int = 1) -> Rollout:
+    turn = Turn(0, None, [1], 1, "d", [2] * tokens, [-0.1] * tokens, 0, "stop", 0.1)
+    return Rollout(group, sample, {"task_id": group}, "e", status, attempt=attempt, turns=[turn])
+
+
+def refusal(rollout_id: str, outcome: str) -> dict[str, object]:
+    return {
+        "rollout_id": rollout_id, "group_id": "", "outcome": outcome, "reason": "r", "evidence": "", "turn": None,
+    }  # fmt: skip
+
+
+def test_each_token_is_trained_on_or_wasted_for_one_reason():
+    rollouts = [
+        rollout("a", 0, 1),
+        rollout("a", 1, 10, Status.FAILED, attempt=3),
+        rollout("b", 0, 100),
+        rollout("b", 1, 1000),
+        rollout("c", 0, 10000),
+    ]
+    refused = [refusal("b/0", "masked"), refusal("b/1", "omitted")]
+    found = rollout_waste(rollouts, pa.Table.from_pylist(refused, schema=QUARANTINE))
+    sequences = pa.table({"sequence_id": ["a/0", "c/0"], "loss_mask": [[0, 1], [1] * 10000]})
+    columns = pa.table({"sequence_id": ["a/0", "c/0"], "trained": [True, False]})
+    untrained = untrained_tokens(sequences, columns)
+    assert found["wasted_tokens/failed"] == 10
+    assert found["wasted_tokens/quarantined"] == 100
+    assert found["wasted_tokens/omitted"] == 1000
+    assert untrained == 10000
+    wasted = sum(value for name, value in found.items() if name.startswith("wasted_tokens/")) + untrained
+    assert found["cost/generated_tokens"] == wasted + 1
+    assert found["cost/repeated_rollouts"] == 1
+
+
+def test_a_step_that_trained_everything_wasted_nothing():
+    sequences = pa.table({"sequence_id": ["a"], "loss_mask": [[1, 1]]})
+    assert untrained_tokens(sequences, pa.table({"sequence_id": ["a"], "trained": [True]})) == 0
+
+
+def config(**changes: object):
+    return parse_config({"run_id": "r", **changes})
+
+
+@pytest.mark.parametrize(("service", "held"), [("resident", 60.0), ("process", 0.0)])
+def test_gpus_cost_while_they_are_held(service: str, held: float):
+    given = config(
+        generation={"replicas": 2, "gpus_per_replica": 4},
+        cost={"trainer_gpus": 8, "prices": {"gpu_hour": 3.6, "cpu_hour": 0.36}},
+        train={"service": {"kind": service}},
+    )
+    found = iteration_cost(given, {}, seconds=60.0)
+    assert found["cost/gpu_seconds"] == 8 * 60 + 8 * held
+    assert found["cost/money"] == pytest.approx(found["cost/gpu_seconds"] * 0.001)
+
+
+def test_without_prices_no_money_is_made_up():
+    assert "cost/money" not in iteration_cost(config(), {}, seconds=1.0)
+
+
+def test_a_budget_that_is_used_up_names_its_key():
+    given = config(cost={"budget": {"wall_hours": 1, "money": 5}})
+    totals = totals_after({}, {"seconds/iteration": 1800.0, "cost/money": 2.0})
+    assert over_budget(given, totals) == []
+    totals = totals_after(totals, {"seconds/iteration": 1800.0, "cost/money": 2.0, "wasted_tokens/failed": 3.0})
+    assert over_budget(given, totals) == ["1 of cost.budget.wall_hours=1 are used"]
+    assert totals["wasted_tokens/failed"] == 3
+
+
+def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_path):
+    run = open_run(config(store=str(tmp_path)))
+    for iteration in (0, 1, 2):
+        validated = run.begin(run.stage(iteration, "validate"), policy_version=iteration)
+        validated.commit(metrics={"cost/generated_tokens": 100.0, "wasted_tokens/failed": 25.0})
+        report_iteration(run, iteration)
+        report_iteration(run, iteration)
+    assert run_totals(run, 2)["generated_tokens"] == 300
+    assert run_totals(run, 2)["wasted_tokens/failed"] == 75
+    assert run_totals(run, 7) == totals_after({})
+    assert iteration_manifests(run, 2)["report"].metrics["wasted_tokens/share"] == 0.25
