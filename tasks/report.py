@@ -12,23 +12,19 @@ from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
-    create_table_artifact,
 )
 
 from roundhouse.progress import announce
 from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.iteration_page import iteration_page
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.tracking.mlflow import Tracker, open_tracker
 from roundhouse.tracking.plot import plot_run
-from roundhouse.trajectories.conversation import as_markdown, conversation_lines
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.conversation import as_markdown
 from tasks.options import STAGE
-
-SAMPLED_ROLLOUTS = 8
-"""Rows of the table of sample rollouts."""
 
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
@@ -37,7 +33,7 @@ _trackers: dict[str, Tracker | None] = {}
 @task(name="link-tracking", task_run_name="link MLflow", **STAGE)
 def link_tracking(run: Run) -> str | None:
     """Open the MLflow run, log what it misses, and link it from Prefect."""
-    tracker = _tracker(run)
+    tracker = tracker_of(run)
     if tracker is None:
         return None
     latest = run.latest_checkpoint()
@@ -53,7 +49,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     """Close an iteration: its report in the store, its numbers in MLflow, artifacts in Prefect."""
     reference = stage.report_iteration(run, iteration)
     manifests = stage.iteration_manifests(run, iteration)
-    tracker = _tracker(run)
+    tracker = tracker_of(run)
     if tracker is not None:
         tracker.log_missing_iterations(iteration)
     create_progress_artifact(
@@ -61,13 +57,11 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         progress=100 * iteration / run.config.iterations,
         description=f"iteration {iteration} of {run.config.iterations}",
     )
-    if "collect" in manifests:
-        rollouts = read_rollouts(_complete(run, iteration, "collect"))[:SAMPLED_ROLLOUTS]
-        create_table_artifact(
-            key=_key(run, "rollouts"),
-            table=[_row(rollout) for rollout in rollouts],
-            description=f"Iteration {iteration}",
-        )
+    create_markdown_artifact(
+        key=_key(run, "iteration"),
+        markdown=iteration_page(run, iteration, manifests),
+        description=f"Iteration {iteration}",
+    )
     if "evaluate" in manifests and tracker is not None:
         _log_conversations(run, iteration, tracker)
     announce("iteration", iteration=iteration, metrics=stage.iteration_metrics(manifests))
@@ -79,7 +73,7 @@ def finish_run(run: Run) -> dict[str, Any]:
     """Write the summary and the plot, let the trainer go, and close the MLflow run."""
     release_trainer()
     summary = stage.summarize(run)
-    tracker = _tracker(run)
+    tracker = tracker_of(run)
     summary["mlflow_url"] = None if tracker is None else tracker.url
     with tempfile.TemporaryDirectory() as directory:
         picture = Path(directory) / "learning-curve.png"
@@ -93,7 +87,8 @@ def finish_run(run: Run) -> dict[str, Any]:
     return summary
 
 
-def _tracker(run: Run) -> Tracker | None:
+def tracker_of(run: Run) -> Tracker | None:
+    """The run's page in MLflow; None where there is none."""
     if run.uid not in _trackers:
         _trackers[run.uid] = open_tracker(run)
     return _trackers[run.uid]
@@ -113,16 +108,6 @@ def _complete(run: Run, iteration: int, kind: str) -> Reference:
     if reference is None:
         raise ValueError(f"stage {kind} of iteration {iteration} is not complete")
     return reference
-
-
-def _row(rollout: Rollout) -> dict[str, Any]:
-    return {
-        "rollout": rollout.rollout_id,
-        "status": rollout.status.value,
-        "reward": rollout.reward,
-        "turns": len(rollout.turns),
-        "conversation": " · ".join(conversation_lines(rollout.items)),
-    }
 
 
 def _summary_markdown(summary: dict[str, Any]) -> str:

@@ -190,7 +190,7 @@ def test_prefect_shows_named_runs_and_artifacts(story: Story) -> None:
     task_runs = {each["name"] for each in ask("task_runs", {"limit": 200})}
     assert {"collect 4", "validate 4", "train 4", "checkpoint 4", "refit to version 3"} <= task_runs
     keys = {each["key"] for each in ask("artifacts", {"limit": 200})}
-    assert {"story-progress", "story-rollouts", "story-mlflow", "story-summary"} <= keys
+    assert {"story-progress", "story-iteration", "story-mlflow", "story-summary"} <= keys
 
 
 def _interrupt(told: Story) -> None:
