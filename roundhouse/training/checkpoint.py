@@ -32,8 +32,8 @@ STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 _NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json|\..*")
-"""Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it. Hidden files are what
-a write that was cut off left in such a stage, and are no part of a model."""
+"""Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it. A hidden file is the
+rest of a write that was cut off, and no part of a model."""
 
 
 class Cursor(BaseModel):

@@ -1,30 +1,41 @@
-"""Kill a run at random moments, many times over, and compare with the run that was left alone.
+"""Kill a run over and over, and compare with the run that was left alone.
 
     python -m tests.chaos --kills 100 --seed 0                  `make chaos`
     python -m tests.chaos --kills 0 --trials 40 --s3-faults 0.05    no kills: an S3 endpoint that fails one request in 20
+    python -m tests.chaos --every-operation 2                   a kill in each phase of each operation of iteration 2
+
+Most kills come at random moments (`tests.chaos.trial`); the planted ones at exact operations: mid-Parquet, mid-manifest,
+mid-checkpoint, in a refit, in calls of MLflow and Prefect (`tests.chaos.strikes`). In every other trial the training steps are
+processes of their own, whereas the uninterrupted run trains in the flow's process: the bytes must be the same all the same.
 
 Prints every kill with the stage it fell into, and a verdict for each trial; the last line is JSON. Exits with 1 when a trial's
-last checkpoint or its trained rollouts differ from the uninterrupted run's, or the store is damaged.
+last checkpoint or its trained rollouts differ from the uninterrupted run's, the store is damaged, or a run hangs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.stand import faulty_bucket, stand
-from tests.chaos.trial import TARGETS, Trial, draw_kills, play
+from tests.chaos.stand import Stand, faulty_bucket, stand
+from tests.chaos.strikes import Strike, by_trainer_process, draw_strikes, every_strike, recorded
+from tests.chaos.tally import Tally
+from tests.chaos.trial import TARGETS, Kill, Trial, draw_kills, play
+
+STRIKES_PER_TRIAL_OF_ALL = 8
+"""Of `--every-operation`."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=100, help="go on until so many kills at random moments were made")
     parser.add_argument("--kills-per-trial", type=int, default=5)
+    parser.add_argument("--planted-per-trial", type=int, default=3, help="kills at exact operations, beside the others")
+    parser.add_argument("--every-operation", type=int, nargs="*", metavar="ITERATION", help="only these, all of them")
     parser.add_argument("--trials", type=int, default=0, help="at least so many trials, however many kills they had")
     parser.add_argument("--s3-faults", type=float, default=0.0, help="share of the store's requests that S3 fails")
     parser.add_argument("--iterations", type=int, default=6)
@@ -39,48 +50,69 @@ def main() -> None:
 
 
 def _run(options: argparse.Namespace, directory: Path) -> int:
-    begun, trials, failed = time.monotonic(), [], 0
     with contextlib.ExitStack() as stack:
-        store = None
+        store = whole = None
         if options.s3_faults > 0:
             directory.mkdir(parents=True, exist_ok=True)
-            store = stack.enter_context(faulty_bucket(directory, options.s3_faults, options.seed))
-        tracked = "mlflow" in options.targets
-        ready = stack.enter_context(stand(directory, iterations=options.iterations, tracked=tracked, store=store))
-        baseline = play(ready, f"baseline-{options.seed}", [])
+            store, whole = stack.enter_context(faulty_bucket(directory, options.s3_faults, options.seed))
+        ready = stack.enter_context(
+            stand(
+                directory,
+                iterations=options.iterations,
+                tracked="mlflow" in options.targets,
+                store=store,
+                whole_endpoint=whole,
+            )
+        )
+        baseline = play(ready, f"baseline-{options.seed}", [], record=True)
         if baseline.outcome.problems:
             sys.exit(f"The uninterrupted run has problems: {baseline.outcome.problems}")
-        print(f"uninterrupted: {baseline.seconds:.0f} s", flush=True)
-        number = 0
-        while sum(len(trial.done) for trial in trials) < options.kills or len(trials) < options.trials:
-            if time.monotonic() - begun > options.minutes * 60:
-                print("the time is over", flush=True)
-                break
-            number += 1
-            seed = options.seed * 1000 + number
-            count = options.kills_per_trial if options.kills else 0
-            kills = draw_kills(seed, count, baseline.seconds, options.targets)
-            trial = play(ready, f"trial-{seed}", kills)
-            trials.append(trial)
-            failed += _tell(trial, trial.outcome.differences(baseline.outcome))
-    results = [
-        {"case": "kills", "value": sum(len(trial.done) for trial in trials), "unit": "kills"},
-        {"case": "trials", "value": len(trials), "unit": "runs"},
-        {"case": "trials that differ", "value": failed, "unit": "runs"},
-        {"case": "uninterrupted", "value": round(baseline.seconds, 1), "unit": "s"},
-    ]
-    print(json.dumps({"bench": "chaos", "seed": options.seed, "results": results}))
-    return failed
+        print(f"uninterrupted: {baseline.seconds:.0f} s, {baseline.outcome.consumed} rollouts trained on", flush=True)
+        tally = Tally(options.seed, baseline)
+        try:
+            (_every if options.every_operation else _random)(options, ready, baseline, tally)
+        finally:
+            print(tally.table(), flush=True)
+            print(tally.json(), flush=True)
+    return tally.failed
 
 
-def _tell(trial: Trial, differences: list[str]) -> int:
-    verdict = "DIFFERENT" if differences else "equal"
-    print(
-        f"{trial.run_id}: {verdict}, {len(trial.done)} kills, {trial.starts} starts, {trial.seconds:.0f} s", flush=True
-    )
-    for line in (*trial.done, *differences):
-        print(f"    {line}", flush=True)
-    return 1 if differences else 0
+def _random(options: argparse.Namespace, ready: Stand, baseline: Trial, tally: Tally) -> None:
+    """Trials with kills at random moments and drawn operations, until there were enough."""
+    begun, number = time.monotonic(), 0
+    operations = recorded(ready.directory / f"{baseline.run_id}.operations")
+    while tally.random_kills < options.kills or len(tally.trials) < options.trials:
+        if time.monotonic() - begun > options.minutes * 60:
+            print("the time is over", flush=True)
+            break
+        number += 1
+        seed = options.seed * 1000 + number
+        own_process = number % 2 == 0 and "trainer" in options.targets
+        targets = [target for target in options.targets if target != "trainer" or own_process]
+        kills = draw_kills(seed, options.kills_per_trial if options.kills else 0, baseline.seconds, targets)
+        planted = options.planted_per_trial if options.kills else 0
+        strikes = draw_strikes(seed, planted, by_trainer_process(operations) if own_process else operations)
+        _try(tally, ready, f"trial-{seed}", kills, strikes, own_process)
+
+
+def _every(options: argparse.Namespace, ready: Stand, baseline: Trial, tally: Tally) -> None:
+    """A kill at each phase of each operation, some in a trial."""
+    operations = recorded(ready.directory / f"{baseline.run_id}.operations")
+    for own_process in (False, True):
+        strikes = every_strike(by_trainer_process(operations) if own_process else operations, options.every_operation)
+        if own_process:
+            strikes = [strike for strike in strikes if strike.process == "trainer"]
+        for first in range(0, len(strikes), STRIKES_PER_TRIAL_OF_ALL):
+            name = f"every-{'process-' if own_process else ''}{first:03d}"
+            _try(tally, ready, name, [], strikes[first : first + STRIKES_PER_TRIAL_OF_ALL], own_process)
+
+
+def _try(tally: Tally, ready: Stand, run_id: str, kills: list[Kill], strikes: list[Strike], own_process: bool) -> None:
+    keys = {"train": ready.settings["train"] | {"service": {"kind": "process"}}} if own_process else {}
+    try:
+        print(tally.add(play(ready, run_id, kills, strikes, **keys)), flush=True)
+    except TimeoutError as hang:
+        print(tally.add_hang(run_id, hang), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,9 +26,15 @@ from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
 from roundhouse.gym.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
+from roundhouse.store.manifest import MANIFEST
+from tests.chaos.strikes import PLAN_VARIABLE
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 START_SECONDS = 120.0
+STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "report")
+_STAGE_FILE = re.compile(
+    r"(?:iterations/(?P<iteration>\d{6})/(?P<stage>[a-z]+)|checkpoints/(?P<version>\d{6}))/(?P<file>attempt-\d+\.json|manifest\.json)$"
+)
 
 
 @dataclass
@@ -92,6 +99,8 @@ class Stand:
     environment: Server
     settings: dict[str, Any]
     tracked: bool
+    whole_endpoint: str | None = None
+    """Of the bucket, without the faults."""
 
     @property
     def state(self) -> Path:
@@ -111,19 +120,53 @@ class Stand:
         return path
 
     def train(self, configuration: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start `roundhouse train` in a session of its own."""
+        """Start `roundhouse train`; with a plan in the environment, the same command with kills planted."""
+        planted = [sys.executable, "-m", "tests.chaos.planted"]
+        command = planted if PLAN_VARIABLE in (environment or {}) else [str(ROUNDHOUSE)]
         with (self.directory / f"{configuration.stem}.log").open("ab") as log:
-            command = [str(ROUNDHOUSE), "train", str(configuration)]
-            return subprocess.Popen(command, env=os.environ | (environment or {}), stdout=log, stderr=log)
+            arguments = [*command, "train", str(configuration)]
+            return subprocess.Popen(arguments, env=os.environ | (environment or {}), stdout=log, stderr=log)
+
+    def newest_stage(self, store: str, run_id: str) -> str:
+        """The newest stage that was begun, such as `000003/collect`, or `after 000003/collect` when it is complete."""
+        names = self._bucket_names(store, run_id) if store.startswith("s3://") else _file_names(store, run_id)
+        begun: dict[tuple[int, int], bool] = {}
+        for name in names:
+            if (found := _STAGE_FILE.search(name)) is not None:
+                stage = found["stage"] or "checkpoint"
+                if stage in STAGES:
+                    key = (int(found["iteration"] or found["version"]), STAGES.index(stage))
+                    begun[key] = begun.get(key, False) or found["file"] == MANIFEST
+        if not begun:
+            return "start"
+        iteration, stage_number = newest = max(begun)
+        return f"{'after ' if begun[newest] else ''}{iteration:06d}/{STAGES[stage_number]}"
+
+    def _bucket_names(self, store: str, run_id: str) -> list[str]:
+        """Asked of the whole endpoint: the harness itself shall not stumble over planted faults."""
+        import boto3
+
+        bucket, _, prefix = store.removeprefix("s3://").partition("/")
+        client = boto3.client("s3", endpoint_url=self.whole_endpoint)
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/runs/{run_id}/")
+        return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
     def keep(self) -> None:
         self.engine.keep()
         self.environment.keep()
 
 
+def _file_names(store: str, run_id: str) -> Iterator[str]:
+    root = f"{store}/runs/{run_id}".removeprefix("file://")
+    for folder, _, names in os.walk(root):
+        for name in names:
+            yield f"{folder}/{name}"
+
+
 @contextlib.contextmanager
-def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[str]:
-    """A store on S3 whose endpoint fails this share of the requests; AWS's variables are set for the time of the block."""
+def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[tuple[str, str]]:
+    """A store on S3 whose endpoint fails this share of the requests, and the URL of the endpoint behind it, which does not.
+    AWS's variables are set for the time of the block."""
     import s3fs
 
     whole = Server("s3", ["-m", "moto.server", "-H", "127.0.0.1"], directory / "s3.log", "/")
@@ -138,7 +181,7 @@ def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[str]:
         s3fs.S3FileSystem().call_s3("create_bucket", Bucket="chaos")
         s3fs.S3FileSystem.clear_instance_cache()
         os.environ["AWS_ENDPOINT_URL"] = faulty.url
-        yield "s3://chaos/store"
+        yield "s3://chaos/store", whole.url
         (directory / "faults.json").write_text(httpx.get(f"{faulty.url}/rh/faults").text)
     finally:
         for server in (faulty, whole):
@@ -146,7 +189,9 @@ def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def stand(directory: Path, *, iterations: int, tracked: bool, store: str | None = None) -> Iterator[Stand]:
+def stand(
+    directory: Path, *, iterations: int, tracked: bool, store: str | None = None, whole_endpoint: str | None = None
+) -> Iterator[Stand]:
     """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given."""
     directory.mkdir(parents=True, exist_ok=True)
     policy = directory / "policy"
@@ -186,7 +231,7 @@ def stand(directory: Path, *, iterations: int, tracked: bool, store: str | None 
         "tracking": {"enabled": tracked},
         "infra": {"kind": "local", "state": str(directory / "state")},
     }
-    built = Stand(directory, engine, environment, settings, tracked)
+    built = Stand(directory, engine, environment, settings, tracked, whole_endpoint)
     try:
         for server in (engine, environment):
             server.start()

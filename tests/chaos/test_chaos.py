@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from roundhouse.store.run import load_run
+from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand, stand
-from tests.chaos.trial import Kill, Outcome, Trial, draw_kills, play
+from tests.chaos.strikes import Operation, Strike, by_trainer_process, draw_strikes, every_strike, recorded
+from tests.chaos.trial import Kill, Trial, draw_kills, play
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,7 +24,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def undisturbed(ready: Stand) -> Trial:
-    trial = play(ready, "undisturbed", [])
+    trial = play(ready, "undisturbed", [], record=True)
     assert trial.starts == 1
     return trial
 
@@ -34,10 +36,36 @@ def test_killed_at_seeded_moments_it_ends_in_the_same_bytes(ready: Stand, undist
         Kill("environment", 0.15 * undisturbed.seconds),
         Kill("flow", 0.15 * undisturbed.seconds),
     ]
-    trial = play(ready, "disturbed", kills)
+    strikes = [
+        Strike("flow", "write checkpoints/000001/tokenizer.json", "torn"),
+        Strike("flow", "create iterations/000002/validate/manifest.json", "unplaced"),
+    ]
+    trial = play(ready, "disturbed", kills, strikes)
     assert trial.outcome.differences(undisturbed.outcome) == []
     assert trial.starts > 1
-    assert len(trial.done) >= 2
+    assert len(trial.done) >= 4
+    assert [str(done) for done in trial.done if "torn write checkpoints/000001/tokenizer.json" in done.where]
+    assert [
+        str(done) for done in trial.done if "unplaced create iterations/000002/validate/manifest.json" in done.where
+    ]
+
+
+def test_a_recording_names_the_operations_of_every_kind(ready: Stand, undisturbed: Trial) -> None:
+    operations = recorded(ready.directory / "undisturbed.operations")
+    assert {operation.family for operation in operations} == {
+        "data",
+        "manifest",
+        "attempt",
+        "checkpoint",
+        "pointer",
+        "refit",
+        "prefect",
+    }
+    phases = {strike.phase for strike in every_strike(operations, [2])}
+    assert phases == {"before", "torn", "unplaced", "after"}
+    trained = [one.name for one in by_trainer_process(operations) if one.process == "trainer"]
+    assert "write checkpoints/000002/model.safetensors" in trained
+    assert "write checkpoints/000000/model.safetensors" not in trained
 
 
 def test_the_comparison_notices_one_changed_bit_and_one_lost_rollout(ready: Stand, undisturbed: Trial) -> None:
@@ -45,10 +73,13 @@ def test_the_comparison_notices_one_changed_bit_and_one_lost_rollout(ready: Stan
     assert outcome.differences(undisturbed.outcome) == []
     other = Outcome(dict(outcome.weights), {k: list(v) for k, v in outcome.trained.items()})
     other.weights["model.safetensors"] = "0" * 64
+    twice = other.trained[1][0]
+    other.trained[1].append(twice)
     lost = other.trained[2].pop()
     told = other.differences(undisturbed.outcome)
     assert any("model.safetensors" in line for line in told)
-    assert any(lost in line for line in told)
+    assert any(f"lost ['{lost}']" in line for line in told)
+    assert any(f"too many ['{twice}']" in line for line in told)
 
 
 def test_a_damaged_store_is_no_pass(ready: Stand, undisturbed: Trial, tmp_path: Path) -> None:
@@ -66,3 +97,13 @@ def test_the_same_seed_draws_the_same_kills() -> None:
     drawn = draw_kills(7, 5, 60.0, ("flow", "engine"))
     assert drawn == draw_kills(7, 5, 60.0, ("flow", "engine"))
     assert drawn != draw_kills(8, 5, 60.0, ("flow", "engine"))
+
+
+def test_the_same_seed_draws_the_same_strikes_each_at_an_operation_of_its_own() -> None:
+    names = [f"write iterations/00000{k}/collect/rollouts-a*-00000.parquet" for k in range(1, 9)]
+    operations = [Operation("flow", name, ("before", "torn", "unplaced", "after")) for name in names]
+    operations.append(Operation("flow", "refit version 3", ("before", "during", "after")))
+    drawn = draw_strikes(7, 5, operations)
+    assert drawn == draw_strikes(7, 5, operations)
+    assert len({strike.name for strike in drawn}) == 5
+    assert len(draw_strikes(7, 50, operations)) == len(operations)

@@ -1,7 +1,8 @@
-"""One trial: a run whose processes are killed at given moments, started again until it has finished, and its verdict.
+"""One trial: a run whose processes are killed, at given moments and at given operations, and which is started again until it
+has finished.
 
-Invariant: a trial passes exactly when the run's last checkpoint, weights and trainer state, is byte for byte that of the
-uninterrupted run, every iteration trained on exactly the same (group, sample)s, none twice, and the store is whole.
+Invariant: nothing but kills and starts of the same command happens to the run, and a trial ends: finished, or with an error
+that says what was killed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from typing import Any
 
 import psutil
 
-from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import read_manifest, read_table
-from roundhouse.store.verification import verify
+from roundhouse.store.run import load_run
+from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand
+from tests.chaos.strikes import PLAN_VARIABLE, Plan, Strike
 
-TARGETS = ("flow", "engine", "environment", "prefect", "mlflow")
-TRIAL_SECONDS = 900.0
+TARGETS = ("flow", "collector", "engine", "environment", "trainer", "prefect", "mlflow")
+TRIAL_SECONDS = 1200.0
+FAILED_STARTS = 5
+"""So many starts in a row that fail although nothing was killed meanwhile are no bad luck."""
+PATIENCE_SECONDS = 120.0
+"""How long a kill waits for its process to be at work; then it is left out."""
 
 
 @dataclass(frozen=True)
@@ -32,52 +37,22 @@ class Kill:
 
     target: str
     after: float
+    into: float = 0.0
+    """For the collector and the trainer, which come and go: so many seconds after it was seen at work."""
 
 
-@dataclass
-class Outcome:
-    """What a run has come to."""
+@dataclass(frozen=True)
+class Done:
+    """A kill that happened."""
 
-    weights: dict[str, str]
-    """Digest of each file of the last checkpoint, by name."""
-    trained: dict[int, list[str]]
-    """Rollout ids of each iteration's sequences, sorted."""
-    problems: list[str] = field(default_factory=list)
+    target: str
+    at: float
+    """Seconds since the trial's start."""
+    where: str
+    """Stage, or operation and phase."""
 
-    @classmethod
-    def of(cls, run: Run) -> Outcome:
-        """Read it from the store."""
-        last = run.checkpoint(run.config.iterations).reference()
-        if last is None:
-            return cls({}, {}, ["the run has no last checkpoint"])
-        weights = {entry.path: entry.sha256 for entry in read_manifest(last).files}
-        trained, problems = {}, []
-        for iteration in range(1, run.config.iterations + 1):
-            collected = run.stage(iteration, "collect").reference()
-            validated = run.stage(iteration, "validate").reference()
-            if collected is None or validated is None:
-                problems.append(f"iteration {iteration} is not complete")
-                continue
-            ids = read_table(collected, "rollouts").column("rollout_id").to_pylist()
-            if len(ids) != len(set(ids)) or len(ids) != collected.counts["requested"]:
-                problems.append(f"iteration {iteration} has {len(ids)} rollouts, {len(set(ids))} of them different")
-            trained[iteration] = sorted(read_table(validated, "sequences").column("rollout_id").to_pylist())
-        store = run.location.uri.removesuffix(f"/runs/{run.run_id}")
-        problems += [f"{problem.uri}: {problem.what}" for problem in verify(store, run.run_id).problems]
-        return cls(weights, trained, problems)
-
-    def differences(self, other: Outcome) -> list[str]:
-        """In what it differs from the uninterrupted run; empty when in nothing."""
-        found = list(self.problems)
-        for name in sorted(self.weights.keys() | other.weights.keys()):
-            if self.weights.get(name) != other.weights.get(name):
-                found.append(f"{name} of the last checkpoint differs")
-        for iteration in sorted(self.trained.keys() | other.trained.keys()):
-            lost = set(other.trained.get(iteration, [])) - set(self.trained.get(iteration, []))
-            extra = set(self.trained.get(iteration, [])) - set(other.trained.get(iteration, []))
-            if lost or extra:
-                found.append(f"iteration {iteration}: lost {sorted(lost)}, too many {sorted(extra)}")
-        return found
+    def __str__(self) -> str:
+        return f"{self.target} at {self.at:.1f} s in {self.where}"
 
 
 @dataclass
@@ -85,48 +60,128 @@ class Trial:
     """A finished trial."""
 
     run_id: str
-    kills: list[Kill]
-    done: list[str]
-    """What was killed, when, and in which stage."""
+    done: list[Done]
     starts: int
     seconds: float
     outcome: Outcome
+    kills: Sequence[Kill] = ()
+    strikes: Sequence[Strike] = field(default_factory=tuple)
 
 
 def draw_kills(seed: int, count: int, span: float, targets: Sequence[str]) -> list[Kill]:
     """Moments spread over about `span` seconds of a run; the same for the same seed."""
     rng = random.Random(seed)
-    return [Kill(rng.choice(targets), rng.uniform(0, 2 * span / count)) for _ in range(count)]
+    return [Kill(rng.choice(targets), rng.uniform(0, 2 * span / count), rng.uniform(0, 1.5)) for _ in range(count)]
 
 
 def play(
-    stand: Stand, run_id: str, kills: Sequence[Kill], environment: dict[str, str] | None = None, **keys: Any
+    stand: Stand, run_id: str, kills: Sequence[Kill], strikes: Sequence[Strike] = (), record: bool = False, **keys: Any
 ) -> Trial:
-    """Run under fire until it has finished."""
-    configuration = stand.configuration(run_id, **keys)
-    store = str(keys.get("store", stand.settings["store"]))
-    begun, starts, done = time.monotonic(), 1, []
-    flow = stand.train(configuration, environment)
-    waiting = list(kills)
-    due = begun + waiting[0].after if waiting else float("inf")
-    while True:
-        if time.monotonic() - begun > TRIAL_SECONDS:
-            flow.kill()
-            raise TimeoutError(f"{run_id} has not finished after {TRIAL_SECONDS:g} s; killed so far: {done}")
-        stand.keep()
-        if waiting and time.monotonic() >= due:
-            kill = waiting.pop(0)
-            pid = flow.pid if kill.target == "flow" else stand.pid_of(kill.target)
-            if pid is not None and _kill(pid):
-                done.append(f"{kill.target} at {time.monotonic() - begun:.1f} s in {_where(store, run_id)}")
-            due = time.monotonic() + waiting[0].after if waiting else float("inf")
-        if (code := flow.poll()) is not None:
-            if code == 0:
-                break
-            starts += 1
-            flow = stand.train(configuration, environment)
-        time.sleep(0.05)
-    return Trial(run_id, list(kills), done, starts, time.monotonic() - begun, Outcome.of(load_run(store, run_id)))
+    """Run under fire until it has finished; `record` writes its operations to `<run id>.operations`."""
+    return _Play(stand, run_id, kills, strikes, record, keys).finish()
+
+
+class _Play:
+    """The trial while it goes on."""
+
+    def __init__(
+        self,
+        stand: Stand,
+        run_id: str,
+        kills: Sequence[Kill],
+        strikes: Sequence[Strike],
+        record: bool,
+        keys: dict[str, Any],
+    ) -> None:
+        self._stand, self._run_id = stand, run_id
+        self._kills, self._strikes = tuple(kills), tuple(strikes)
+        self._store = str(keys.get("store", stand.settings["store"]))
+        self._configuration = stand.configuration(run_id, **keys)
+        place = stand.directory
+        recording = place / f"{run_id}.operations" if record else None
+        self._plan = Plan(self._strikes, place / f"{run_id}.struck", recording)
+        self._environment: dict[str, str] | None = None
+        if self._strikes or record:
+            self._plan.save(place / f"{run_id}.plan")
+            self._environment = {PLAN_VARIABLE: str(place / f"{run_id}.plan")}
+        self._begun, self._begun_at = time.monotonic(), time.time()
+        self._done: list[Done] = []
+        self._codes: list[int] = []
+        self._in_vain = 0
+        self._flow = self._start()
+
+    def finish(self) -> Trial:
+        starts, waiting = 1, list(self._kills)
+        due, seen = self._due(waiting), None
+        while True:
+            self._stand.keep()
+            if waiting and time.monotonic() >= due:
+                if seen is None and self._is_at_work(waiting[0].target):
+                    seen = time.monotonic()
+                ready = seen is not None and time.monotonic() >= seen + waiting[0].into
+                if ready or time.monotonic() > due + PATIENCE_SECONDS:
+                    self._kill(waiting.pop(0))
+                    due, seen = self._due(waiting), None
+            if (code := self._flow.poll()) is not None:
+                self._codes.append(code)
+                if code == 0:
+                    break
+                starts += 1
+                self._in_vain = self._in_vain + 1 if code > 0 else 0
+                self._flow = self._start()
+            self._refuse_endless()
+            time.sleep(0.02)
+        return self._finished(starts)
+
+    def _finished(self, starts: int) -> Trial:
+        seconds = time.monotonic() - self._begun
+        for at, strike in self._plan.done_strikes():
+            where = f"{strike.phase} {strike.name}"
+            self._done.append(Done(f"{strike.process} (planted)", at - self._begun_at, where))
+        run = load_run(self._store, self._run_id)
+        done = sorted(self._done, key=lambda one: one.at)
+        return Trial(self._run_id, done, starts, seconds, Outcome.of(run), self._kills, self._strikes)
+
+    def _start(self) -> Any:
+        return self._stand.train(self._configuration, self._environment)
+
+    def _due(self, waiting: Sequence[Kill]) -> float:
+        return time.monotonic() + waiting[0].after if waiting else float("inf")
+
+    def _is_at_work(self, target: str) -> bool:
+        if target == "collector":
+            return self._flow.poll() is None and self._where().endswith("/collect")
+        return self._pid(target) is not None
+
+    def _pid(self, target: str) -> int | None:
+        if target in ("flow", "collector"):
+            return int(self._flow.pid)
+        if target == "trainer":
+            return _trainer_of(self._flow.pid)
+        return self._stand.pid_of(target)
+
+    def _kill(self, kill: Kill) -> None:
+        where, pid = self._where(), self._pid(kill.target)
+        if pid is not None and _kill(pid):
+            self._done.append(Done(kill.target, time.monotonic() - self._begun, where))
+            self._in_vain = 0
+
+    def _where(self) -> str:
+        return self._stand.newest_stage(self._store, self._run_id)
+
+    def _refuse_endless(self) -> None:
+        """A run that neither ends nor goes on is what a trial exists to find."""
+        seconds = time.monotonic() - self._begun
+        if seconds > TRIAL_SECONDS or self._in_vain >= FAILED_STARTS:
+            _kill(self._flow.pid)
+            raise TimeoutError(
+                f"{self._run_id} has not finished after {seconds:.0f} s in {self._where()}; killed so far: "
+                f"{[str(one) for one in self._done]}; exit codes: {self._codes}; the log's end: {self._last_lines()}"
+            )
+
+    def _last_lines(self) -> str:
+        log = self._stand.directory / f"{self._run_id}.log"
+        return log.read_text(errors="replace")[-1500:]
 
 
 def _kill(pid: int) -> bool:
@@ -141,15 +196,11 @@ def _kill(pid: int) -> bool:
     return False
 
 
-def _where(store: str, run_id: str) -> str:
-    """The newest stage that was begun, for the record; not asked of a bucket."""
-    if store.startswith("s3://"):
-        return "S3"
-    root = f"{store}/runs/{run_id}/iterations".removeprefix("file://")
-    begun = [
-        (os.stat(os.path.join(folder, name)).st_mtime, folder.removeprefix(root + "/"))
-        for folder, _, names in os.walk(root)
-        for name in names
-        if name.startswith("attempt-")
-    ]
-    return max(begun)[1] if begun else "start"
+def _trainer_of(flow: int) -> int | None:
+    """The training step's process of a flow, where `train.service` is a process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(flow).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if "--spec" in child.cmdline():
+                    return child.pid
+    return None

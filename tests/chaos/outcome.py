@@ -1,0 +1,71 @@
+"""What a run has come to, and in what it differs from another.
+
+Invariant: two outcomes do not differ exactly when both runs' last checkpoints, weights and trainer state, are byte for byte the
+same, every iteration trained on exactly the same (group, sample)s, none twice, and both stores are whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.verification import verify
+
+
+@dataclass
+class Outcome:
+    """What a run has come to."""
+
+    weights: dict[str, str]
+    """Digest of each file of the last checkpoint, by name."""
+    trained: dict[int, list[str]]
+    """Rollout ids of each iteration's sequences, sorted."""
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run, iterations: int | None = None) -> Outcome:
+        """Read it from the store, by default up to the iteration that the run was created for."""
+        wanted = run.config.iterations if iterations is None else iterations
+        last = run.checkpoint(wanted).reference()
+        if last is None:
+            return cls({}, {}, ["the run has no last checkpoint"])
+        weights = {entry.path: entry.sha256 for entry in read_manifest(last).files}
+        trained, problems = {}, []
+        for iteration in range(1, wanted + 1):
+            collected = run.stage(iteration, "collect").reference()
+            validated = run.stage(iteration, "validate").reference()
+            if collected is None or validated is None:
+                problems.append(f"iteration {iteration} is not complete")
+                continue
+            ids = read_table(collected, "rollouts").column("rollout_id").to_pylist()
+            if len(ids) != len(set(ids)) or len(ids) != collected.counts["requested"]:
+                problems.append(f"iteration {iteration} has {len(ids)} rollouts, {len(set(ids))} of them different")
+            trained[iteration] = sorted(read_table(validated, "sequences").column("rollout_id").to_pylist())
+        store = run.location.uri.removesuffix(f"/runs/{run.run_id}")
+        problems += [f"{problem.uri}: {problem.what}" for problem in verify(store, run.run_id).problems]
+        return cls(weights, trained, problems)
+
+    @property
+    def consumed(self) -> int:
+        """Rollouts that were trained on, over all iterations."""
+        return sum(len(ids) for ids in self.trained.values())
+
+    def differences(self, other: Outcome) -> list[str]:
+        """In what it differs from the uninterrupted run; empty when in nothing."""
+        found = list(self.problems)
+        for name in sorted(self.weights.keys() | other.weights.keys()):
+            if self.weights.get(name) != other.weights.get(name):
+                found.append(f"{name} of the last checkpoint differs")
+        for iteration in sorted(self.trained.keys() | other.trained.keys()):
+            lost, extra = _difference(self.trained.get(iteration, []), other.trained.get(iteration, []))
+            if lost or extra:
+                found.append(f"iteration {iteration}: lost {lost}, too many {extra}")
+        return found
+
+
+def _difference(ids: list[str], wanted: list[str]) -> tuple[list[str], list[str]]:
+    """Ids lost and ids too many, counted: one that is there twice is one too many."""
+    here, there = Counter(ids), Counter(wanted)
+    return sorted((there - here).elements()), sorted((here - there).elements())

@@ -1,0 +1,208 @@
+"""The `roundhouse` command with kills planted at exact operations: `python -m tests.chaos.planted train run.yaml`.
+
+Invariant: the product's code is unchanged and knows nothing of this. Around its operations on the store, the engine, MLflow
+and Prefect lies a layer of this module, which tells or strikes as the plan says (`tests.chaos.strikes`) and else only calls
+through.
+
+    ROUNDHOUSE_CHAOS_PLAN=plan.json python -m tests.chaos.planted train run.yaml
+
+A training step that is a process of its own is planted too (`tests.chaos.planted_step`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.chaos.strikes import PLAN_VARIABLE, Operation, Plan, Strike
+
+_ATTEMPT = re.compile(r"\ba(ttempt-)?\d{4}\b")
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
+_ON_STORE = ("before", "torn", "unplaced", "after")
+_ON_BUCKET = ("before", "after")
+_CALL = ("before", "during", "after")
+
+
+class Striker:
+    """Counts the operations of this process, and ends it where the plan says."""
+
+    def __init__(self, plan: Plan, process: str) -> None:
+        self._plan = plan
+        self._process = process
+        self._armed = plan.armed(process)
+        self._counted: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._writing = threading.local()
+
+    def begin(self, name: str, phases: tuple[str, ...]) -> dict[str, Strike]:
+        """An operation begins; what strikes it, by phase."""
+        with self._lock:
+            self._counted[name] += 1
+            nth = self._counted[name]
+            self._plan.record(Operation(self._process, name, phases))
+        return {strike.phase: strike for strike in self._armed if strike.name == name and strike.nth == nth}
+
+    def strike(self, strike: Strike) -> None:
+        """Die as the kernel would have it."""
+        self._writing.due = {}
+        self._plan.write_done(strike)
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # the signal ends the process within this call
+
+    def around(self, name: str, phases: tuple[str, ...], call: Callable[[], Any]) -> Any:
+        due = self.begin(name, phases)
+        if "before" in due:
+            self.strike(due["before"])
+        if "during" in due:
+            threading.Timer(due["during"].milliseconds / 1000, self.strike, [due["during"]]).start()
+        self._writing.due = due
+        try:
+            result = call()
+        finally:
+            self._writing.due = {}
+        if "after" in due:
+            self.strike(due["after"])
+        return result
+
+    def due(self) -> dict[str, Strike]:
+        """What strikes the operation that this thread is in."""
+        return getattr(self._writing, "due", {})
+
+
+def plant(striker: Striker) -> None:
+    """Lay the layer around the operations."""
+    plant_store(striker)
+    _plant_refit(striker)
+    _plant_tracking(striker)
+    _plant_prefect(striker)
+    import roundhouse.stages.train_process as train_process
+
+    train_process.MODULE = "tests.chaos.planted_step"
+
+
+def plant_store(striker: Striker) -> None:
+    from roundhouse.store import location
+
+    _plant_files(striker)
+
+    def planted(verb: str) -> None:
+        original = getattr(location.Location, verb)
+
+        @functools.wraps(original)
+        def call(self: location.Location, *arguments: Any) -> Any:
+            folder = re.sub(r"^.*/runs/[^/]+/?", "", self.uri)
+            if "://" in folder:  # beside the run: a step's report to the stage that started it
+                return original(self, *arguments)
+            name = "/".join(part for part in (folder, arguments[0] if arguments else "") if part)
+            phases = _ON_STORE if self.is_local and verb in ("write", "create") else _ON_BUCKET
+            label = f"{verb} {_ATTEMPT.sub(lambda found: 'a' + (found[1] or '') + '*', name)}"
+            return striker.around(label, phases, lambda: original(self, *arguments))
+
+        setattr(location.Location, verb, call)
+
+    for verb in ("write", "create", "delete", "delete_tree"):
+        planted(verb)
+
+
+def _plant_files(striker: Striker) -> None:
+    """Within a write: half of the bytes are synced and no more; all are, but under no name."""
+    fsync, link, replace = os.fsync, os.link, os.replace
+
+    def torn(descriptor: Any) -> None:
+        state = os.fstat(descriptor)
+        if "torn" in striker.due() and stat.S_ISREG(state.st_mode):
+            os.ftruncate(descriptor, state.st_size // 2)
+            fsync(descriptor)
+            striker.strike(striker.due()["torn"])
+        fsync(descriptor)
+
+    def unplaced(place: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **keywords: Any) -> None:
+            if "unplaced" in striker.due():
+                striker.strike(striker.due()["unplaced"])
+            place(*arguments, **keywords)
+
+        return call
+
+    os.fsync = torn  # type: ignore[assignment]
+    os.link, os.replace = unplaced(link), unplaced(replace)
+
+
+def _plant_refit(striker: Striker) -> None:
+    from roundhouse.stages import refit
+
+    ensure = refit.ensure_version
+
+    def call(run: Any, checkpoint: Any) -> Any:
+        return striker.around(f"refit version {checkpoint.policy_version}", _CALL, lambda: ensure(run, checkpoint))
+
+    refit.ensure_version = call
+
+
+def _plant_tracking(striker: Striker) -> None:
+    """Once MLflow is imported, which is late: a run without tracking shall not pay for it."""
+    from roundhouse.tracking import mlflow as tracking
+
+    open_tracker = tracking.open_tracker
+
+    @functools.wraps(open_tracker)
+    def opened(run: Any) -> Any:
+        if run.config.tracking.enabled:
+            _plant_mlflow(striker)
+        return open_tracker(run)
+
+    tracking.open_tracker = opened
+
+
+@functools.cache
+def _plant_mlflow(striker: Striker) -> None:
+    from mlflow.tracking import MlflowClient
+
+    def planted(verb: str) -> None:
+        original = getattr(MlflowClient, verb)
+
+        @functools.wraps(original)
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            return striker.around(f"mlflow {verb}", _CALL, lambda: original(self, *arguments, **keywords))
+
+        setattr(MlflowClient, verb, call)
+
+    for verb in ("create_run", "log_batch", "log_inputs", "log_text", "set_terminated"):
+        planted(verb)
+
+
+def _plant_prefect(striker: Striker) -> None:
+    """In httpx: Prefect reads its settings when it is imported, which is after the services are up."""
+    send = httpx.Client.send
+
+    @functools.wraps(send)
+    def call(self: Any, request: httpx.Request, *arguments: Any, **keywords: Any) -> httpx.Response:
+        if request.method == "GET" or not type(self).__module__.startswith("prefect."):
+            return send(self, request, *arguments, **keywords)
+        name = f"prefect {request.method} {_UUID.sub('*', request.url.path.removeprefix('/api'))}"
+        return striker.around(name, _CALL, lambda: send(self, request, *arguments, **keywords))
+
+    httpx.Client.send = call  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Run the command under the plan of the environment."""
+    from roundhouse.cli import main as command
+
+    plant(Striker(Plan.load(Path(os.environ[PLAN_VARIABLE])), "flow"))
+    command()
+
+
+if __name__ == "__main__":
+    main()
