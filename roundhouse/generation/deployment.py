@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,7 @@ def ensure_deployed(
         serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
         current = client.application()
-        user_config = _user_config(version, weights, digest)
+        user_config = _user_config(version, weights, digest, current)
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
         application = _application(config, model_dir, user_config)
@@ -131,7 +132,7 @@ def refit(
             raise DeploymentFailed(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
-        user_config = _user_config(version, weights, digest)
+        user_config = _user_config(version, weights, digest, application)
         application["deployments"][0]["user_config"] = user_config
         client.put_application(application)
         return client.wait(application, config.refit_timeout_seconds)
@@ -149,9 +150,21 @@ def remove(serve: ServeEndpoint) -> None:
         client.put_application(None)
 
 
-def _user_config(version: int, weights: str | None, digest: str | None) -> dict[str, Any]:
-    # `request` is new each time: the same weights are tried again, and an older wish never overtakes a newer one.
-    return {"policy_version": version, "weights": weights, "digest": digest, "request": time.time_ns()}
+def _user_config(
+    version: int, weights: str | None, digest: str | None, current: dict[str, Any] | None
+) -> dict[str, Any]:
+    before = None if current is None else current["deployments"][0]["user_config"]
+    return {"policy_version": version, "weights": weights, "digest": digest, "request": later_than([before])}
+
+
+def later_than(wishes: Iterable[dict[str, Any] | None]) -> int:
+    """The number (`request`) of a new wish, above that of every known one.
+
+    It is new each time: the same weights are tried again, and an older wish never overtakes a newer one. It is mostly the time,
+    so that wishes of several drivers differ; but a clock that was set back must not make a new wish an old one.
+    """
+    known = (wish.get("request") or 0 for wish in wishes if wish is not None)
+    return max(time.time_ns(), 1 + max(known, default=0))
 
 
 def engine_arguments(config: GenerationConfig) -> dict[str, Any]:

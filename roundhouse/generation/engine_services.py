@@ -7,7 +7,6 @@ otherwise it raises with the cause. Nothing of a run depends on which of the two
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint
+from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint, later_than
 
 STATUS_SECONDS = 10.0
 """Time limit of a question that needs no work."""
@@ -90,7 +89,11 @@ class ProcessEngine:
         self._want(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
 
     def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
-        wanted = {"policy_version": version, "weights": weights, "request": time.time_ns()}
+        wanted = {
+            "policy_version": version,
+            "weights": weights,
+            "request": later_than(replica.wanted for replica in self.replicas()),
+        }
         found = self._want(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:
             if not (replica.ready and replica.policy_version == version):

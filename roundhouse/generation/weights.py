@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roundhouse.errors import StoreError
 from roundhouse.generation.engine import WeightsRefused
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import MANIFEST, Manifest
 
 KEPT_DOWNLOADS = 2
 """Downloads kept on a node: the current version and the one before, so that a replica that restarts finds it."""
@@ -50,35 +53,66 @@ def fetch(uri: str, cache: Path | None = None) -> Path:
     """
     path = local_path(uri)
     if path is None:
-        return _download(uri, cache or Path(tempfile.gettempdir()) / "roundhouse-weights")
+        return _download(uri, cache or _own_cache())
     if not path.is_dir():
         raise WeightsRefused(f"The weights directory {path} does not exist. Name a Hugging Face directory.")
     return path
 
 
-def _filesystem(uri: str) -> tuple[Any, str]:
-    import fsspec
-
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if uri.startswith("s3://") and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
-        options["client_kwargs"] = {"endpoint_url": endpoint}
-    return fsspec.core.url_to_fs(uri, **options)
+def _own_cache() -> Path:
+    """A directory of this user's alone: in one that others can write to, they could place weights of theirs."""
+    cache = Path(tempfile.gettempdir()) / f"roundhouse-weights-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    if cache.is_symlink() or cache.stat().st_uid != os.getuid():
+        raise WeightsRefused(f"{cache} belongs to another user. Set TMPDIR to a directory of your own.")
+    cache.chmod(0o700)
+    return cache
 
 
 def _download(uri: str, cache: Path) -> Path:
-    final = cache / hashlib.sha256(uri.encode()).hexdigest()[:24]
-    if final.is_dir():
-        os.utime(final)
-        return final
-    filesystem, root = _filesystem(uri)
-    names = [name for name in filesystem.ls(root, detail=False) if name.endswith((".safetensors", ".json"))]
-    if not any(name.endswith(".safetensors") for name in names):
-        raise WeightsRefused(f"There are no safetensors files at {uri}.")
+    """Where there is a manifest, it tells the files and their digests, since a bucket's listing may be late; and a run that was
+    deleted and begun again under the same id is another one. Elsewhere the listing has to do."""
+    source = Location(uri)
+    try:
+        manifest = _manifest(source)
+        final = cache / hashlib.sha256(f"{uri}\n{manifest}".encode()).hexdigest()[:24]
+        if final.is_dir():
+            os.utime(final)
+            return final
+        files = _listed(source) if manifest is None else {entry.path: entry.sha256 for entry in manifest.files}
+        wanted = {name: digest for name, digest in files.items() if _is_weights(name)}
+        if not any(name.endswith(".safetensors") for name in wanted):
+            raise WeightsRefused(f"There are no safetensors files at {uri}.")
+        return _placed(source, wanted, cache, final)
+    except StoreError as error:
+        raise OSError(str(error)) from error
+
+
+def _manifest(source: Location) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json(source.read(MANIFEST))
+    except NotFound:
+        return None
+    except ValueError as error:
+        raise WeightsRefused(f"{source.uri}/{MANIFEST} is not a manifest: {error}") from error
+
+
+def _listed(source: Location) -> dict[str, str | None]:
+    return dict.fromkeys(source.names())
+
+
+def _is_weights(name: str) -> bool:
+    return "/" not in name and name.endswith((".safetensors", ".json"))
+
+
+def _placed(source: Location, wanted: dict[str, str | None], cache: Path, final: Path) -> Path:
     partial = cache / f".{final.name}.{uuid.uuid4().hex}"
     partial.mkdir(parents=True)
     try:
-        for name in names:
-            filesystem.get_file(name, str(partial / name.rsplit("/", 1)[-1]))
+        source.download(list(wanted), partial)
+        for name, digest in wanted.items():
+            if digest is not None and _sha256(partial / name) != digest:
+                raise WeightsRefused(f"{source.uri}/{name} is not what its manifest says. Restore it.")
         try:
             partial.rename(final)
         except OSError:
@@ -89,6 +123,11 @@ def _download(uri: str, cache: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
     _forget_old_downloads(cache, final)
     return final
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _forget_old_downloads(cache: Path, newest: Path) -> None:
@@ -106,6 +145,8 @@ def shards(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise WeightsRefused(f"{index} names {outside[0][:200]!r}, which lies outside of its directory.")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise WeightsRefused(f"{directory} lacks {missing[0]}, which its index names. The weights are incomplete.")

@@ -7,13 +7,9 @@ are kept, and only the missing ones are generated again, under the same seeds.
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.errors import InfraError
@@ -27,10 +23,10 @@ from roundhouse.stages.rounds import sample_rounds
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Attempt, Stage, read_table
+from roundhouse.store.stage import Attempt, Stage, read_part, read_table
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
+from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
 
 FLUSH_SECONDS = 5.0
 """Finished rollouts wait at most this long in memory: what a crash can cost."""
@@ -245,21 +241,23 @@ class _Writer:
 
 
 def _finished_earlier(stage: Stage, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
-    """Rollouts that earlier, interrupted attempts finished, by id. Failed ones are tried again."""
+    """Rollouts that earlier, interrupted attempts finished, by id. Failed ones are tried again, and so are those whose part is
+    damaged, or is not listed (yet): the same seeds make them anew."""
     wanted = {spec.rollout_id for spec in specs}
     names = set(stage.location.names())
     found: dict[str, Rollout] = {}
     for name in sorted(name for name in names if name.startswith("rollouts-") and name.endswith(".parquet")):
-        turns_name = "turns-" + name.removeprefix("rollouts-")
-        tables = [_read_part(stage.location, part) for part in (name, turns_name)]
-        for rollout in rollouts_from_tables(*tables):
+        for rollout in _rollouts_in(stage.location, name):
             if rollout.rollout_id in wanted and rollout.status is not Status.FAILED:
                 found[rollout.rollout_id] = rollout
     return found
 
 
-def _read_part(location: Location, name: str) -> pa.Table:
-    return pq.read_table(io.BytesIO(location.read(name)))
+def _rollouts_in(location: Location, name: str) -> list[Rollout]:
+    """The rollouts of a part and its turns; none when either cannot be trusted."""
+    rollouts = read_part(location, name, ROLLOUTS)
+    turns = read_part(location, "turns-" + name.removeprefix("rollouts-"), TURNS)
+    return [] if rollouts is None or turns is None else rollouts_from_tables(rollouts, turns)
 
 
 def _refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:

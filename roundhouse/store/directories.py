@@ -44,9 +44,9 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
         return target
     staging = _staging(cache)
     for entry in manifest.files:
-        file = staging / entry.path
+        data, file = read_file(checkpoint, entry), staging / entry.path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(read_file(checkpoint, entry))
+        file.write_bytes(data)
     return _placed(staging, target)
 
 

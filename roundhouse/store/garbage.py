@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from roundhouse.errors import StoreError
-from roundhouse.store.location import Location
+from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest
 
 _CHECKPOINT = re.compile(r"(?P<run>(?:runs/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")
@@ -42,7 +42,7 @@ def find_garbage(store: str) -> list[Garbage]:
     root = Location(store)
     names = root.tree()
     found = {name: Garbage(name, "temporary file of an interrupted write") for name in names if _TEMPORARY.search(name)}
-    for garbage in (*_unnamed(root, names), *_half_deleted_checkpoints(names)):
+    for garbage in (*_unnamed(root, names), *_half_deleted_checkpoints(root, names)):
         found.setdefault(garbage.name, garbage)
     return [found[name] for name in sorted(found)]
 
@@ -67,6 +67,8 @@ def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
     for stage in stages:
         try:
             manifest = Manifest.model_validate_json(root.read(f"{stage}{MANIFEST}"))
+        except NotFound:
+            continue  # listed late, deleted since: an unfinished stage's files are nobody's garbage
         except ValueError as error:
             raise StoreError(
                 f"{root.uri}/{stage}{MANIFEST} cannot be read: {error}. Run `roundhouse store verify`."
@@ -74,7 +76,7 @@ def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
         kept[stage] = {entry.path for entry in manifest.files}
     for name in names:
         owner = _stage_of(name, stages)
-        if owner is None:
+        if owner is None or owner not in kept:
             continue
         file = name.removeprefix(owner)
         if file not in kept[owner] and not _KEPT_NAMES.match(file):
@@ -90,8 +92,9 @@ def _stage_of(name: str, stages: set[str]) -> str | None:
     return None
 
 
-def _half_deleted_checkpoints(names: list[str]) -> Iterator[Garbage]:
-    """Files of versions without a manifest below the newest complete version. Above it, one may just be being written."""
+def _half_deleted_checkpoints(root: Location, names: list[str]) -> Iterator[Garbage]:
+    """Files of versions without a manifest below the newest complete version. Above it, one may just be being written. Whether
+    there is a manifest is asked of the object: a listing may be late."""
     newest: dict[str, int] = {}
     complete: set[tuple[str, int]] = set()
     members = [match for name in names if (match := _CHECKPOINT.fullmatch(name)) is not None]
@@ -99,7 +102,11 @@ def _half_deleted_checkpoints(names: list[str]) -> Iterator[Garbage]:
         if match["file"] == MANIFEST:
             complete.add((match["run"], int(match["version"])))
             newest[match["run"]] = max(newest.get(match["run"], -1), int(match["version"]))
+    older = {(m["run"], int(m["version"])): m for m in members if int(m["version"]) < newest.get(m["run"], -1)}
+    for place, match in older.items():
+        if place not in complete and root.exists(f"{match['run']}checkpoints/{match['version']}/{MANIFEST}"):
+            complete.add(place)
     for match in members:
         run, version = match["run"], int(match["version"])
-        if version < newest.get(run, -1) and (run, version) not in complete:
+        if (run, version) in older and (run, version) not in complete:
             yield Garbage(match.string, f"rest of checkpoint {version}, which retention deleted")

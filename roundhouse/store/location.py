@@ -4,8 +4,9 @@ Contract, the same for file:// and s3://:
 * `write` replaces a whole object or leaves it as it was: no reader ever sees half of one.
 * `create` succeeds for exactly one of several writers (rename-free link on a file system, If-None-Match on S3); the
   others get `AlreadyExists`.
-* `names` is never served from a cache.
-* A name cannot leave its directory.
+* `names` and `tree` are never served from a cache of ours, but a bucket may list late: it may lack the newest objects and show
+  deleted ones. Nothing may be taken for absent because it is not listed, nor for present because it is; `read` tells.
+* A name cannot leave its directory, also not through a link.
 Every failure is a `StoreError` that names the object and, where there is one, the remedy.
 """
 
@@ -14,17 +15,23 @@ from __future__ import annotations
 import errno
 import os
 import re
-import uuid
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from roundhouse.errors import StoreError
+from roundhouse.store import bucket, disk
+from roundhouse.store.bucket import StoreUnavailable
 
-_SAFE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._=-]*(/[A-Za-z0-9][A-Za-z0-9._=-]*)*$")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]*(/[A-Za-z0-9][A-Za-z0-9._=-]*)*")
+_LONGEST_PART, _LONGEST_NAME = 200, 800
+"""File systems take 255 bytes a part, a temporary name needs some of them; S3 takes 1024 for the key."""
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class AlreadyExists(StoreError):
@@ -47,10 +54,12 @@ class Location:
         scheme = uri.split("://", 1)[0]
         if scheme not in ("file", "s3"):
             raise StoreError(f"store URI {uri!r}: scheme {scheme!r} is not supported; use a path, file:// or s3://.")
+        if scheme == "s3" and "@" in urlsplit(uri).netloc:
+            raise StoreError("a store URI holds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
         self.uri = uri.rstrip("/")
         self.is_local = scheme == "file"
-        self._fs = _fs if _fs is not None else _open_filesystem(scheme)
-        self._root = self._fs._strip_protocol(self.uri)
+        self._fs = _fs if _fs is not None or self.is_local else bucket.open_bucket()
+        self._root: str = (LocalFileSystem if self.is_local else self._fs)._strip_protocol(self.uri)
 
     def __truediv__(self, name: str) -> Location:
         return Location(f"{self.uri}/{_checked(name)}", self._fs)
@@ -73,12 +82,9 @@ class Location:
         """Write or replace an object, atomically."""
         with self._reported("write", name):
             if self.is_local:
-                target = self._target(name)
-                temporary = _write_temporary(target, data)
-                os.replace(temporary, target)
-                _sync_directory(target.parent)
+                disk.replace(self._file(name), data)
             else:
-                self._fs.pipe_file(self._path(name), data)
+                self._request("pipe_file", self._key(name), data, chunksize=bucket.CHUNK_BYTES)
 
     def create(self, name: str, data: bytes) -> None:
         """Create an object that does not exist yet.
@@ -88,21 +94,15 @@ class Location:
         """
         with self._reported("create", name):
             if self.is_local:
-                target = self._target(name)
-                temporary = _write_temporary(target, data)
-                try:
-                    os.link(temporary, target)
-                finally:
-                    temporary.unlink()
-                _sync_directory(target.parent)
+                disk.create(self._file(name), data)
             else:
                 self._create_in_bucket(name, data)
 
     def _create_in_bucket(self, name: str, data: bytes) -> None:
         try:
-            self._fs.pipe_file(self._path(name), data, mode="create")
+            self._request("pipe_file", self._key(name), data, mode="create", chunksize=bucket.CHUNK_BYTES)
         except FileExistsError:
-            # The client repeats a request whose reply was lost, and then finds the object that it made itself.
+            # A request whose reply was lost is repeated, and then finds the object that it made itself.
             if self.read(name) != data:
                 raise
 
@@ -113,19 +113,19 @@ class Location:
             NotFound: there is none.
         """
         with self._reported("read", name):
-            return self._fs.cat_file(self._path(name))
+            if self.is_local:
+                return self._file(name).read_bytes()
+            return self._request("cat_file", self._key(name))
 
     def exists(self, name: str) -> bool:
         with self._reported("look up", name):
-            self._fs.invalidate_cache()
-            return bool(self._fs.exists(self._path(name)))
+            return self._file(name).exists() if self.is_local else self._request("exists", self._key(name))
 
     def names(self) -> list[str]:
         """Names of the objects and directories right below, sorted; empty when there is no such directory."""
         with self._reported("list", ""):
-            self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(self._root, detail=False)
+                found = os.listdir(self._root) if self.is_local else self._request("ls", self._root, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
             names = {path.rstrip("/").rsplit("/", 1)[-1] for path in found}
@@ -134,52 +134,65 @@ class Location:
     def tree(self) -> list[str]:
         """Names of all objects below, relative, sorted."""
         with self._reported("list", ""):
-            self._fs.invalidate_cache()
+            if self.is_local:
+                return disk.tree(self._root)
             root = self._root.rstrip("/") + "/"
-            return sorted(path.removeprefix(root) for path in self._fs.find(self._root))
+            return sorted(path.removeprefix(root) for path in self._request("find", self._root))
 
     def delete(self, name: str) -> None:
         """Delete one object; nothing happens when it is not there."""
-        with self._reported("delete", name):
-            if self._fs.exists(self._path(name)):
-                self._fs.rm_file(self._path(name))
+        self.delete_object(_checked(name))
 
     def delete_object(self, listed: str) -> None:
         """Delete an object by a name that `tree` listed; unlike other names, it may begin with a dot."""
         if ".." in listed.split("/") or listed.startswith("/"):
             raise StoreError(f"{listed!r} lies outside {self.uri}.")
         with self._reported("delete", listed):
-            if self._fs.exists(f"{self._root}/{listed}"):
-                self._fs.rm_file(f"{self._root}/{listed}")
+            if self.is_local:
+                disk.inside(self._root, listed).unlink(missing_ok=True)
+            elif self._request("exists", f"{self._root}/{listed}"):
+                self._request("rm_file", f"{self._root}/{listed}")
 
     def delete_tree(self) -> None:
         """Delete everything below and the directory itself."""
         with self._reported("delete", ""):
-            if self._fs.exists(self._root):
-                self._fs.rm(self._root, recursive=True)
+            if self.is_local:
+                disk.delete_tree(self._root)
+            elif self._request("exists", self._root):
+                self._request("rm", self._root, recursive=True)
 
     def download(self, names: list[str], directory: Path) -> None:
-        """Copy objects to a local directory, keeping their relative names."""
+        """Copy objects to a local directory, keeping their relative names.
+
+        It is for directories that a person named, such as a model in a cache of links: those are followed wherever they lead.
+        """
         for name in names:
             target = directory / _checked(name)
             target.parent.mkdir(parents=True, exist_ok=True)
             with self._reported("download", name):
-                self._fs.get_file(self._path(name), str(target))
+                if self.is_local:
+                    shutil.copyfile(f"{self._root}/{name}", target)
+                else:
+                    self._request("get_file", self._key(name), str(target))
 
-    def _path(self, name: str) -> str:
+    def _key(self, name: str) -> str:
         return f"{self._root}/{_checked(name)}"
 
-    def _target(self, name: str) -> Path:
-        target = Path(self._path(name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return target
+    def _file(self, name: str) -> Path:
+        return disk.inside(self._root, _checked(name))
+
+    def _request(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        work = getattr(self._fs, operation)
+        return bucket.answered(lambda seconds: work(*arguments, timeout=seconds, **options))
 
     @contextmanager
     def _reported(self, verb: str, name: str) -> Iterator[None]:
-        """Turn a file system's error into a StoreError that says which object and what to do."""
+        """Turn a failure into a StoreError that says which object and what to do."""
         place = f"{self.uri}/{name}" if name else self.uri
         try:
             yield
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"cannot {verb} {place}: {error}.") from error
         except StoreError:
             raise
         except FileNotFoundError as error:
@@ -187,40 +200,23 @@ class Location:
         except FileExistsError as error:
             raise AlreadyExists(f"cannot {verb} {place}: it exists already") from error
         except PermissionError as error:
-            raise StoreError(f"cannot {verb} {place}: permission denied. Check owner, credentials, policy.") from error
+            raise StoreError(f"cannot {verb} {place}: permission denied. {_who_may(error)}") from error
         except OSError as error:
-            remedy = " The disk is full: free space and start again." if error.errno == errno.ENOSPC else ""
+            remedy = " The disk is full: free space and start again." if error.errno in _NO_ROOM else ""
             raise StoreError(f"cannot {verb} {place}: {error}.{remedy}") from error
 
 
-def _open_filesystem(scheme: str) -> Any:
-    if scheme == "file":
-        return fsspec.filesystem("file")
-    return fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False)
+def _who_may(error: PermissionError) -> str:
+    if bucket.code_of(error) == "RequestTimeTooSkewed":
+        return "This machine's clock differs from the bucket's by more than it accepts: set the clock."
+    return "Check owner, credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), policy."
 
 
 def _checked(name: str) -> str:
-    if not _SAFE_NAME.match(name) or ".." in name.split("/"):
-        raise StoreError(f"{name!r} is not a name for the store: use letters, digits, dots, dashes, underscores.")
+    if _SAFE_NAME.fullmatch(name) is None:
+        raise StoreError(f"{name[:200]!r} is not a name for the store: use letters, digits, dots, dashes, underscores.")
+    if len(name) > _LONGEST_NAME or max(map(len, name.split("/"))) > _LONGEST_PART:
+        raise StoreError(
+            f"{name[:40]!r}… is too long a name for the store: {_LONGEST_PART} characters a part, {_LONGEST_NAME} in all."
+        )
     return name
-
-
-def _write_temporary(target: Path, data: bytes) -> Path:
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -45,6 +45,13 @@ class FileEntry(BaseModel):
     sha256: str
     rows: int | None = None
     """Rows of a Parquet file."""
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        if not path or path.startswith("/") or "\\" in path or ".." in path.split("/") or not path.isprintable():
+            raise ValueError(f"the file name {path[:200]!r} leads out of its directory")
+        return path
 
 
 class Provenance(BaseModel):

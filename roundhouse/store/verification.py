@@ -69,14 +69,16 @@ def verify(store: str, run_id: str | None = None) -> Verification:
 
 
 def _check_stage(location: Location, found: Verification) -> None:
-    found.manifests += 1
     redo = f"Delete {location.uri}/{MANIFEST}, and the run does this stage again."
     try:
         data = location.read(MANIFEST)
         manifest = Manifest.model_validate_json(data)
+    except NotFound:
+        return  # listed late, deleted since
     except (StoreError, ValueError) as error:
         found.problems.append(Problem(f"{location.uri}/{MANIFEST}", f"cannot be read: {error}", redo))
         return
+    found.manifests += 1
     for entry in manifest.files:
         found.files += 1
         found.size += entry.size

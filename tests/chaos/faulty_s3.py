@@ -47,11 +47,19 @@ class FaultyS3:
         yield
         await self._http.close()
 
+    def fault(self, request: web.Request) -> str:
+        """Which fault this request meets; mostly none."""
+        return self._rng.choice(FAULTS) if self._rng.random() < self._rate else ""
+
+    def told(self, request: web.Request, body: bytes) -> bytes:
+        """What the client hears of an answer's body."""
+        return body
+
     async def _tell(self, request: web.Request) -> web.Response:
         return web.json_response(dict(self.made))
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        fault = self._rng.choice(FAULTS) if self._rng.random() < self._rate else ""
+        fault = self.fault(request)
         if fault:
             self.made[fault] += 1
         if fault == "error":
@@ -71,7 +79,7 @@ class FaultyS3:
         ) as upstream:
             body = await upstream.read()
             headers = {name: value for name, value in upstream.headers.items() if name.lower() not in _HOP}
-            status = upstream.status
+            status, body = upstream.status, self.told(request, body)
         if fault == "lost reply":
             return _break(request)
         if fault == "truncated" and body:

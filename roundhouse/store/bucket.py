@@ -1,0 +1,133 @@
+"""Requests to an S3 bucket, on an endpoint that fails, throttles, is slow or breaks connections.
+
+Invariant: a request either gets its answer or ends in `StoreUnavailable` or the bucket's own refusal, within `ATTEMPT_SECONDS`
+of its last attempt; attempts are repeated for what may pass by itself, with growing pauses drawn at random, so that many
+writers that were throttled at once do not come back at once. Nothing here is told by the clock on the wall.
+
+The limits can be changed by the environment variables ROUNDHOUSE_STORE_RETRY_SECONDS and ROUNDHOUSE_STORE_ATTEMPT_SECONDS.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import fsspec
+
+from roundhouse.errors import ConfigError, InfraError, StoreError
+
+Result = TypeVar("Result")
+
+RETRY_SECONDS = 120.0
+"""No attempt begins later than this after the first one failed."""
+ATTEMPT_SECONDS = 600.0
+"""One attempt may take this long, however slowly its bytes come."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+CHUNK_BYTES = 16 * 2**20
+"""Objects of twice this size and more are written in parts of it, so that a cut costs a part and not the whole."""
+
+_CONNECTIONS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "total_max_attempts": 2}}
+_PASSING_STATUS = {408, 409, 429}
+_PASSING_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
+
+
+class StoreUnavailable(StoreError, InfraError):
+    """The bucket did not answer in time. Nothing is damaged; the same work may succeed later."""
+
+
+def open_bucket() -> Any:
+    """A file system of fsspec for `s3://`; credentials, region and endpoint come from the environment."""
+    filesystem = fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False, config_kwargs=_CONNECTIONS)
+    filesystem.retries = 2
+    return filesystem
+
+
+def answered(request: Callable[[float], Result]) -> Result:
+    """What the request returns, asked again while its failures may pass.
+
+    Args:
+        request: called with its time limit in seconds.
+
+    Raises:
+        StoreUnavailable: it still fails when the time is over.
+        OSError: what the bucket says no to, such as FileNotFoundError, or the client, such as a request without credentials.
+    """
+    patience, limit = _limit("RETRY", RETRY_SECONDS), _limit("ATTEMPT", ATTEMPT_SECONDS)
+    begun = time.monotonic()
+    for attempts, pause in enumerate(pauses(random.Random()), 1):
+        try:
+            return request(limit)
+        except Exception as error:
+            if not may_pass(error):
+                raise _as_os_error(error) from error
+            spent = time.monotonic() - begun
+            if spent + pause > patience:
+                raise StoreUnavailable(
+                    f"no answer after {attempts} attempts in {spent:.0f} s, the last with {_said(error)}. "
+                    "Is the endpoint (AWS_ENDPOINT_URL) right and up? Start again when it is: what was committed is kept"
+                ) from error
+            time.sleep(pause)
+    raise AssertionError("pauses never end")
+
+
+def pauses(rng: random.Random) -> Iterator[float]:
+    """Seconds before the second attempt, the third, …: between half and the whole of a limit that doubles."""
+    longest = FIRST_PAUSE
+    while True:
+        yield longest * (0.5 + rng.random() / 2)
+        longest = min(2 * longest, LONGEST_PAUSE)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    from aiohttp import ClientError as BrokenReply
+    from botocore.exceptions import ConnectionError as Unreachable
+    from botocore.exceptions import HTTPClientError
+    from botocore.parsers import ResponseParserError
+
+    if (told := _response(error)) is not None:
+        status = told.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return code_of(error) in _PASSING_CODES or status in _PASSING_STATUS or (status >= 500 and status != 501)
+    passing = (HTTPClientError, Unreachable, BrokenReply, ResponseParserError, TimeoutError, ConnectionError)
+    return isinstance(error, passing)
+
+
+def code_of(error: BaseException) -> str:
+    """S3's code of an error, such as SlowDown; empty when S3 did not say one."""
+    told = _response(error)
+    return "" if told is None else str(told.get("Error", {}).get("Code", ""))
+
+
+def _response(error: BaseException) -> dict[str, Any] | None:
+    """S3's answer: on the client's error, or on the one that s3fs made of it."""
+    for each in (error, error.__cause__):
+        if isinstance(found := getattr(each, "response", None), dict):
+            return found
+    return None
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _as_os_error(error: Exception) -> Exception:
+    from botocore.exceptions import BotoCoreError, NoCredentialsError
+
+    if isinstance(error, NoCredentialsError):
+        return PermissionError(str(error))
+    return OSError(f"{type(error).__name__}: {error}") if isinstance(error, BotoCoreError) else error
+
+
+def _limit(name: str, default: float) -> float:
+    variable = f"ROUNDHOUSE_STORE_{name}_SECONDS"
+    given = os.environ.get(variable)
+    try:
+        seconds = default if given is None else float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 86_400:
+        raise ConfigError(f"{variable} is {given!r}: give seconds, above 0 and below 86400.")
+    return seconds

@@ -1,0 +1,297 @@
+"""A bucket's bad days, planted one by one: what passes is waited out within a limit, what does not is said with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import s3fs
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import InfraError, StoreError
+from roundhouse.generation import weights
+from roundhouse.generation.engine import WeightsRefused
+from roundhouse.store.bucket import FIRST_PAUSE, LONGEST_PAUSE, StoreUnavailable, pauses
+from roundhouse.store.garbage import find_garbage
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_table
+from roundhouse.store.verification import verify
+from tests.store.endpoint import Endpoint, endpoint
+
+TABLE = pa.table({"id": list(range(50))})
+
+
+@pytest.fixture
+def planted(s3_server: str) -> Iterator[Endpoint]:
+    with endpoint(s3_server) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(planted: Endpoint) -> str:
+    bucket = f"rh-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
+    return f"s3://{bucket}/store"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "1")
+
+
+def run_in(store: str) -> Run:
+    return open_run(parse_config({"run_id": "r", "store": store}))
+
+
+@pytest.mark.parametrize("fault", ["error", "throttle", "refused", "lost reply", "truncated"])
+def test_a_failure_that_passes_is_waited_out(planted: Endpoint, store: str, fault: str) -> None:
+    place = Location(store)
+    planted.plant(fault, "(GET|PUT|HEAD) .*object", times=4)
+    place.write("object", b"x" * 1000)
+    place.create("object-2", b"y")
+    assert place.read("object") == b"x" * 1000
+    with pytest.raises(AlreadyExists):
+        place.create("object-2", b"z")
+    assert planted.made[fault] == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "operation"),
+    [
+        ("error", lambda place: place.read("object")),
+        ("throttle", lambda place: place.write("object", b"x")),
+        ("throttle", lambda place: place.names()),
+        ("refused", lambda place: place.create("object", b"x")),
+        ("refused", lambda place: place.exists("object")),
+        ("error", lambda place: place.delete("object")),
+    ],
+)
+def test_one_that_does_not_pass_ends_in_time_and_says_which_object_and_what_to_do(
+    planted: Endpoint, store: str, impatient: None, fault: str, operation: Callable[[Location], object]
+) -> None:
+    place = Location(store)
+    place.write("object", b"x")
+    planted.plant(fault, ".*")
+    begun = time.monotonic()
+    with pytest.raises(
+        StoreUnavailable, match=r"cannot .*s3://.*/store.*no answer after \d+ attempts.*AWS_ENDPOINT_URL"
+    ):
+        operation(place)
+    assert time.monotonic() - begun < 15
+    assert issubclass(StoreUnavailable, InfraError)  # so that the stage's task is repeated
+
+
+def test_an_endpoint_that_hangs_is_given_up(planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.5")
+    monkeypatch.setenv("ROUNDHOUSE_STORE_ATTEMPT_SECONDS", "0.5")
+    planted._slow_seconds = 600
+    planted.plant("slow", ".*")
+    begun = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="FSTimeoutError"):
+        Location(store).read("object")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_limit_that_is_no_number_is_named(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "soon")
+    with pytest.raises(Exception, match="ROUNDHOUSE_STORE_RETRY_SECONDS is 'soon'"):
+        Location(store).read("object")
+
+
+def test_attempts_come_ever_more_rarely_and_not_in_step() -> None:
+    drawn = [list(islice(pauses(random.Random(seed)), 12)) for seed in range(20)]
+    assert all(0.5 * FIRST_PAUSE <= each[0] <= FIRST_PAUSE and each[-1] <= LONGEST_PAUSE for each in drawn)
+    assert all(later > 0.99 * earlier for each in drawn for earlier, later in pairwise(each[:7]))
+    assert len({round(each[3], 6) for each in drawn}) == 20
+
+
+def test_missing_credentials_are_said(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(StoreError, match=r"permission denied.*AWS_ACCESS_KEY_ID"):
+        Location(store).read("object")
+
+
+def test_a_part_of_a_dataset_that_is_cut_on_the_way_is_read_again(planted: Endpoint, store: str) -> None:
+    attempt = run_in(store).begin(run_in(store).stage(1, "collect"), policy_version=0)
+    attempt.write_table("rollouts", TABLE)
+    reference = attempt.commit()
+    planted.plant("truncated", "GET .*rollouts-a0001", times=3)
+    assert read_table(reference, "rollouts").equals(TABLE)
+    assert planted.made["truncated"] == 3
+
+
+def test_a_write_in_parts_survives_cuts_and_leaves_no_half_object(
+    planted: Endpoint, store: str, impatient: None
+) -> None:
+    place, data = Location(store), random.Random(0).randbytes(33 * 2**20)
+    planted.plant("refused", "PUT .*model.*partNumber=2", times=2)
+    place.write("model.safetensors", data)
+    assert any("partNumber=3" in line for line in planted.seen)
+    assert place.read("model.safetensors") == data
+    planted.plant("refused", "PUT .*model.*partNumber=2")
+    with pytest.raises(StoreUnavailable, match=r"cannot write .*model\.safetensors"):
+        place.write("model.safetensors", data[::-1])
+    planted.heal()
+    assert place.read("model.safetensors") == data
+
+
+def test_a_commit_whose_fate_is_unknown_is_found_by_the_next_start(
+    planted: Endpoint, store: str, impatient: None
+) -> None:
+    run = run_in(store)
+    attempt = run.begin(run.stage(1, "collect"), policy_version=0)
+    attempt.write_table("rollouts", TABLE)
+    planted.plant("lost reply", "PUT .*manifest")
+    planted.plant("refused", "(GET|HEAD) .*manifest")
+    with pytest.raises(StoreUnavailable):
+        attempt.commit()
+    planted.heal()
+    found = run_in(store).stage(1, "collect").reference()
+    assert found is not None
+    assert read_table(found, "rollouts").equals(TABLE)
+
+
+# A listing that is late ----------------------------------------------------------------------------------------------
+
+
+def test_attempts_are_numbered_apart_though_the_listing_lacks_the_newest(planted: Endpoint, store: str) -> None:
+    run = run_in(store)
+    planted.hide = re.compile("attempt-")
+    attempts = [run.begin(run.stage(1, "collect"), policy_version=0) for _ in range(3)]
+    assert [attempt.number for attempt in attempts] == [1, 2, 3]
+
+
+def test_a_complete_stage_is_complete_though_it_is_not_listed_and_a_deleted_one_is_not_though_it_is(
+    planted: Endpoint, store: str
+) -> None:
+    run = run_in(store)
+    reference = run.begin(run.stage(1, "collect"), policy_version=0).commit()
+    planted.hide = re.compile("manifest")
+    assert run.stage(1, "collect").reference() == reference
+    planted.heal()
+    planted.ghosts = {f"store/runs/r/iterations/000002/collect/{MANIFEST}"}
+    assert run.stage(2, "collect").reference() is None
+    assert verify(store).problems == []
+    assert find_garbage(store) == []
+
+
+def make_checkpoints(run: Run, versions: int) -> None:
+    for version in range(versions):
+        attempt = run.begin(run.checkpoint(version), policy_version=version)
+        attempt.write_bytes("model.safetensors", b"weights %d" % version)
+        run.point_to(attempt.commit())
+
+
+def test_the_newest_checkpoint_is_found_though_it_is_not_listed(planted: Endpoint, store: str) -> None:
+    run = run_in(store)
+    make_checkpoints(run, 5)
+    planted.hide = re.compile("checkpoints/00000[34]")
+    newest = run.latest_checkpoint()
+    assert newest is not None
+    assert newest.policy_version == 4
+    run.location.delete("latest.json")
+    newest = run.latest_checkpoint()
+    assert newest is not None
+    assert newest.policy_version == 4
+    planted.ghosts = {"store/runs/r/checkpoints/000009/model.safetensors"}
+    assert run.checkpoint_versions() == [0, 1, 2]
+
+
+def test_garbage_collection_spares_a_checkpoint_whose_manifest_is_not_listed(planted: Endpoint, store: str) -> None:
+    run = run_in(store)
+    make_checkpoints(run, 3)
+    planted.hide = re.compile(f"checkpoints/000001/{MANIFEST}")
+    assert find_garbage(store) == []
+    run.checkpoint(1).location.delete(MANIFEST)
+    assert [item.name for item in find_garbage(store)] == [
+        "runs/r/checkpoints/000001/attempt-0001.json",
+        "runs/r/checkpoints/000001/model.safetensors",
+    ]
+
+
+def test_weights_are_fetched_by_their_manifest_and_not_by_the_listing(
+    planted: Endpoint, store: str, tmp_path: Path
+) -> None:
+    run = run_in(store)
+    attempt = run.begin(run.checkpoint(0), policy_version=0)
+    for name in ("model-00001.safetensors", "model-00002.safetensors", "config.json"):
+        attempt.write_bytes(name, name.encode())
+    reference = attempt.commit()
+    planted.hide = re.compile("model-00002")
+    fetched = weights.fetch(reference.uri, tmp_path)
+    assert {"model-00001.safetensors", "model-00002.safetensors", "config.json"} <= {p.name for p in fetched.iterdir()}
+    run.checkpoint(0).location.write("model-00002.safetensors", b"another's")
+    with pytest.raises(WeightsRefused, match=r"model-00002\.safetensors is not what its manifest says"):
+        weights.fetch(reference.uri, tmp_path / "elsewhere")
+
+
+# Two writers ---------------------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys
+from roundhouse.config.loading import parse_config
+from roundhouse.store.run import open_run
+store, mark = sys.argv[1:]
+run = open_run(parse_config({"run_id": "r", "store": store}))
+attempt = run.begin(run.stage(1, "collect"), policy_version=0)
+for part in range(3):
+    attempt.write_bytes(f"part-{part}-a{attempt.number:04d}.bin", f"{mark} {part}".encode())
+print("ready", flush=True)
+sys.stdin.readline()
+reference = attempt.commit(details={"mark": mark})
+print(reference.digest, run.uid, flush=True)
+"""
+
+
+def test_of_two_processes_that_write_one_stage_one_wins_and_nothing_is_mixed(store_uri: str) -> None:
+    command = [sys.executable, "-c", WRITER, store_uri]
+    writers = [
+        subprocess.Popen(
+            [*command, mark], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        )
+        for mark in ("first", "second")
+    ]
+    try:
+        assert [writer.stdout.readline() for writer in writers if writer.stdout] == ["ready\n"] * 2
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        told = {writer.communicate(timeout=60)[0].strip() for writer in writers}
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert len(told) == 1
+    run = run_in(store_uri)
+    reference = run.stage(1, "collect").reference()
+    assert reference is not None
+    assert told == {f"{reference.digest} {run.uid}"}
+    place = run.stage(1, "collect").location
+    names = [name for name in place.names() if name.startswith("part-")]
+    assert len(names) == 6
+    winner = json.loads(place.read(MANIFEST))
+    held = [place.read(entry["path"]).decode() for entry in winner["files"]]
+    assert held == [f"{winner['details']['mark']} {part}" for part in range(3)]
+
+
+def test_a_read_of_what_is_not_there_is_not_repeated(planted: Endpoint, store: str) -> None:
+    place = Location(store)
+    with pytest.raises(NotFound):
+        place.read("nothing")
+    assert len([line for line in planted.seen if "nothing" in line]) <= 2
