@@ -1,8 +1,8 @@
 """Calls of a cluster's API server.
 
 Invariant: every call has a time limit and is counted. What may pass by itself (429, 500, 502 to 504, a broken connection, a
-server that restarts) is repeated with back-off until `patience_seconds` are over; callers choose names so that a repeated create
-finds its own object. What will not pass is an error that says which right or object is missing.
+server that restarts) is repeated with back-off until `patience_seconds` are over; callers choose names so that a repeated
+create finds its own object. What will not pass is an error that says which right or object is missing.
 
 The official client carries credentials, TLS and token renewal; bodies are plain JSON, as manifests are.
 """

@@ -1,8 +1,8 @@
 """One Job from its creation, or the finding of it, to its end.
 
 Invariant: for one piece of work (`StageIdentity`) at most one Job is under way. Whoever asks creates it or finds it by its
-name: a flow that died and came back finds its own and waits on. A Job that failed keeps its name, its pods and their logs until its
-time to live is over; the next try is the next number.
+name: a flow that died and came back finds its own and waits on. A Job that failed keeps its name, its pods and their logs
+until its time to live is over; the next try is the next number.
 
     create ── 201 ──────────────> watch ──> Complete ──> number
        │                            │
@@ -168,7 +168,7 @@ class RunJobs:
                 if isinstance(verdict, Failed):
                     if log is not None:
                         log.finish(5)
-                    raise _Over(self._with_last_lines(verdict, pods))
+                    raise _Over(self._explained(job, pods))
                 if verdict.text != said:
                     said = verdict.text
                     say(f"Job {name}: {said}")
@@ -205,7 +205,14 @@ class RunJobs:
                 return PodLog(self._cluster, self._namespace, pod["metadata"]["name"], container, say)
         return None
 
-    def _with_last_lines(self, failed: Failed, pods: list[Object]) -> Exception:
+    def _explained(self, job: Object, known: list[Object]) -> Exception:
+        """The error of a Job that failed, with the end of its log where nothing else says more."""
+        # The two watches are not in step: the Job's end may be known before the end of the pod that caused it.
+        selector = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}"
+        fresh = self._cluster.get(self._path("v1", "pods"), labelSelector=selector).get("items") or []
+        pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *fresh]}.values())
+        failed = judge(job, pods)
+        assert isinstance(failed, Failed)
         if failed.pod is None or not failed.by_exit_code or "The last it said" in str(failed.error):
             return failed.error
         container = next(pod for pod in pods if pod["metadata"]["name"] == failed.pod)["spec"]["containers"][0]["name"]

@@ -1,0 +1,41 @@
+"""Each test of Jobs runs before the fake API server, and before a real one with the real Job controller where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.control_plane import ControlPlane, assets, control_plane
+from tests.k8s.stand import Stand, fake_stand, real_stand
+
+
+@pytest.fixture(scope="session")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A real control plane."""
+    found = assets()
+    if found is None:
+        pytest.skip("KUBEBUILDER_ASSETS names no directory with kube-apiserver: not run before a real API server")
+    with control_plane(found, tmp_path_factory.mktemp("control-plane")) as running:
+        yield running
+
+
+@pytest.fixture(params=["fake", "real"])
+def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
+    if request.param == "fake":
+        with fake_stand(tmp_path) as ready:
+            yield ready
+        return
+    plane: ControlPlane = request.getfixturevalue("plane")
+    if not plane.has_controllers:
+        pytest.skip("KUBEBUILDER_ASSETS has no kube-controller-manager: no Job controller")
+    with real_stand(plane) as ready:
+        yield ready
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Stand]:
+    """For what needs a log or another thing that only a real node has."""
+    with fake_stand(tmp_path) as ready:
+        yield ready
