@@ -6,12 +6,13 @@ from typing import Any
 
 from prefect import flow
 
-from flows.economy import tagged, untagged_tasks, without_heartbeats
-from flows.iteration import iteration
-from flows.reruns import is_first_start, take_place
+from flows.economy import untagged_tasks, without_heartbeats
+from flows.recovery import carry_out
+from flows.reruns import is_first_start
 from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate, promote
+from tasks.health import heartbeat
 from tasks.policy import starting_policy
 from tasks.refit import start_engine
 from tasks.report import finish_run, link_tracking, report_iteration
@@ -23,7 +24,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     run = open_run(config, first_start=is_first_start())
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
         return summary
-    with untagged_tasks(), without_heartbeats():
+    with untagged_tasks(), without_heartbeats(), heartbeat(run):
         link_tracking(run)
         if not run.is_reported(config.iterations):
             start_engine(run)  # it loads while the starting policy is being made
@@ -34,8 +35,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 promote(run, run.first_version)
             report_iteration(run, run.first_version)
         for k in range(next_iteration(run), config.iterations + 1):
-            take_place(iteration, k)
-            tagged(iteration, f"run:{run.run_id}", f"iteration:{k}")(config, k)
+            carry_out(run, k)
         return finish_run(run)
 
 

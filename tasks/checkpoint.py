@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from roundhouse.stages.checkpoint import publish, retain
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from tasks.options import STAGE
+from tasks.options import stage_task
 
 
-@task(name="checkpoint", task_run_name="checkpoint {update.iteration}", **STAGE)
+@stage_task(name="checkpoint", task_run_name="checkpoint {update.iteration}")
 def checkpoint(run: Run, update: Reference) -> Reference:
     published = publish(run, update)
     retain(run, published.policy_version)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from roundhouse.progress import announce
 from roundhouse.stages.collect import collect_dataset as collect_offline
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from tasks.options import STAGE
+from tasks.options import stage_task
 
 
-@task(name="collect", task_run_name="collect {iteration}", **STAGE)
+@stage_task(name="collect", task_run_name="collect {iteration}")
 def collect(run: Run, iteration: int, weights: Reference) -> Reference:
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=iteration, finished=finished, planned=planned)
@@ -23,7 +21,7 @@ def collect(run: Run, iteration: int, weights: Reference) -> Reference:
     return collect_iteration(run, iteration, weights, engine_at(run, weights.policy_version), progress)
 
 
-@task(name="collect-dataset", task_run_name="collect {name}", **STAGE)
+@stage_task(name="collect-dataset", task_run_name="collect {name}")
 def collect_dataset(run: Run, name: str, iteration: int, checkpoint: Reference) -> Reference:
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=iteration, finished=finished, planned=planned)

@@ -11,10 +11,10 @@ from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
-from tasks.options import STAGE
+from tasks.options import STAGE, stage_task
 
 
-@task(name="evaluate", task_run_name="evaluate version {checkpoint.policy_version}", **STAGE)
+@stage_task(name="evaluate", task_run_name="evaluate version {checkpoint.policy_version}")
 def evaluate(run: Run, checkpoint: Reference) -> Reference:
     version = checkpoint.policy_version
     if (done := run.stage(version, "evaluate").reference()) is not None:

@@ -1,31 +1,101 @@
-"""What all stage tasks have in common.
+"""What all stage tasks have in common: their options, and the border where a failure gets its kind.
 
 A stage's result is a small reference; Prefect keeps it as JSON. Prefect's own cache is off: the store alone decides
 whether a stage is complete, so that Retry in the UI and a new start of the same run take the same path.
+
+At the border an error is typed (`roundhouse.health.taxonomy`), reported once, and a stage in which nothing moves is given up
+(`roundhouse.health.watchdog`). Which kinds are tried again is said here; what the run does then, in `flows/recovery.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
 from prefect.tasks import Task
 
-from roundhouse.errors import InfraError
+from roundhouse.config.failures import stall_seconds
+from roundhouse.health.taxonomy import Kind, code_of, kind_of, severity_of, typed
+from roundhouse.health.watchdog import Stalled, supervised
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from tasks.health import reporter_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RETRIES = 2
+"""Of a stage, for infrastructure failures; rollouts have attempts of their own within it (`rollout.retry`)."""
 
 
 def _is_infrastructure_failure(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Repeat what may pass by itself; fail at once on bad data and defects."""
-    return isinstance(state.data, InfraError)
+    return isinstance(state.data, BaseException) and kind_of(state.data) is Kind.INFRA
 
 
 STAGE: dict[str, Any] = {
     "persist_result": True,
     "result_serializer": "json",
     "cache_policy": NO_CACHE,
-    "retries": 2,
+    "retries": RETRIES,
     "retry_delay_seconds": [2, 10],
     "retry_condition_fn": _is_infrastructure_failure,
 }
 """Keyword arguments of a stage's `@task`."""
+
+
+def stage_task(*, name: str, task_run_name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """`@task` for a function whose first argument is the run: with the options of a stage, and its border."""
+
+    def decorate(function: Callable[P, R]) -> Task[P, R]:
+        return task(name=name, task_run_name=task_run_name, **STAGE)(at_border(name, function))
+
+    return decorate
+
+
+def at_border(stage: str, function: Callable[P, R]) -> Callable[P, R]:
+    """The function, watched, with its errors typed and reported."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def bordered(*args: P.args, **kwargs: P.kwargs) -> R:
+        arguments = signature.bind(*args, **kwargs).arguments
+        run: Run = arguments["run"]
+        about = _about(arguments)
+        try:
+            return supervised(lambda: function(*args, **kwargs), stage, about, stall_seconds(run.config))
+        except Exception as error:
+            _report(run, stage, about, error)
+            if (known := typed(error)) is not error:
+                raise known from error
+            raise
+
+    return bordered
+
+
+def _report(run: Run, stage: str, about: str, error: Exception) -> None:
+    kind = kind_of(error)
+    again = kind is Kind.INFRA and _attempt() <= RETRIES
+    details: dict[str, Any] = {"code": code_of(error), "kind": kind.value, "attempt": _attempt(), "again": again}
+    if isinstance(error, Stalled):
+        details["stack"] = error.stack
+    reporter_of(run).report_exception(stage, about, error, severity_of(error, again=again), details)
+
+
+def _attempt() -> int:
+    """Which attempt at its task this is, from 1."""
+    context = TaskRunContext.get()
+    return 1 if context is None else context.task_run.run_count
+
+
+def _about(arguments: dict[str, Any]) -> str:
+    if "iteration" in arguments:
+        return f"iteration {arguments['iteration']}"
+    found = next((value for value in arguments.values() if isinstance(value, Reference)), None)
+    return "the run" if found is None else f"version {found.policy_version}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from roundhouse.stages.policy import starting_policy as make
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from tasks.options import STAGE
+from tasks.options import stage_task
 
 
-@task(name="starting-policy", task_run_name="starting policy", **STAGE)
+@stage_task(name="starting-policy", task_run_name="starting policy")
 def starting_policy(run: Run) -> Reference:
     return make(run)

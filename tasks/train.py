@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from prefect import task
-
 from roundhouse.stages.policy import checkpoint_cache
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from tasks.options import STAGE
+from tasks.options import stage_task
 
 
-@task(name="train", task_run_name="train {iteration}", **STAGE)
+@stage_task(name="train", task_run_name="train {iteration}")
 def train_step(run: Run, iteration: int, sequences: Reference, base: Reference) -> Reference:
     return train_iteration(run, iteration, sequences, base, checkpoint_cache(run.config))

@@ -90,6 +90,20 @@ class Tracker:
         register_checkpoint(self._client, self._run, version, self.mlflow_run_id)
 
     @_costs_a_warning
+    def tag(self, tags: dict[str, str]) -> None:
+        """Set tags of the run."""
+        for name, value in tags.items():
+            self._client.set_tag(self.mlflow_run_id, name, value)
+
+    def log_gauges(self, gauges: dict[str, float]) -> None:
+        """Log numbers of this moment; their step is the second since the run was created."""
+        from mlflow.entities import Metric
+
+        now = time.time()
+        step = int(now - self._run.created_at)
+        points = [Metric(name, value, int(now * 1000), step) for name, value in gauges.items()]
+        self._client.log_batch(self.mlflow_run_id, metrics=points)
+
     def finish(self, status: str = "FINISHED") -> None:
         """Close the MLflow run (FINISHED, FAILED or KILLED); opening it again makes it RUNNING."""
         if self._monitor is not None:

@@ -35,7 +35,8 @@ def plot_run(run: Run, summary: dict[str, Any], file: Path) -> None:
 
 
 def _plot_reward(axes: Any, summary: dict[str, Any], first: int) -> None:
-    rewards = summary["reward_by_iteration"]
+    nan = float("nan")  # a gap where an iteration was skipped
+    rewards = [nan if reward is None else reward for reward in summary["reward_by_iteration"]]
     axes.plot(range(first, first + len(rewards)), rewards, color="#4c78a8", linewidth=1.6, label="training rollouts")
     evaluations = summary["evaluation"]["all"]
     axes.errorbar(
@@ -49,7 +50,7 @@ def _plot_reward(axes: Any, summary: dict[str, Any], first: int) -> None:
     )
     axes.set_xlabel("iteration")
     axes.set_ylabel("mean reward")
-    axes.set_ylim(-0.02, max(1.02, *rewards) if rewards else 1.02)
+    axes.set_ylim(-0.02, max([1.02, *(reward for reward in rewards if reward == reward)]))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
 

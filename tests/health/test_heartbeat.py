@@ -24,9 +24,9 @@ def test_the_record_follows_what_is_in_flight(store_uri: str) -> None:
         assert beat.state(beat.written_at) == "working"
         assert beat.state(beat.written_at + 60) == "silent"
         activity.end(token)
-    beat = read_beat(location)
-    assert beat is not None
-    assert (beat.state(beat.written_at + 60), beat.counts) == ("ended", {})
+    last = read_beat(location)
+    assert last is not None
+    assert (last.state(last.written_at + 60), last.counts) == ("ended", {})
 
 
 def test_a_new_process_keeps_the_errors_of_the_one_before(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Skip: an iteration that cannot be trained on becomes a version that is the one before, on record.
+
+Invariant: a skipped iteration leaves what any iteration leaves: a train stage, a published version, a report. Its version has
+the files of the version before, byte for byte, and its train stage says why. So the next iteration, a restart, an evaluation
+and a fork need to know nothing of it, and nobody can take it for a step that was made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundhouse.health.taxonomy import code_of, kind_of
+from roundhouse.stages.checkpoint import publish
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import FileEntry, Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+
+SKIPPED = "skipped"
+"""In the details of the train stage's manifest, and as metric `train/skipped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Why an iteration was not trained on."""
+
+    code: str
+    kind: str
+    error: str
+    reason: str
+    """Of the decision (`roundhouse.health.policy`)."""
+
+    @classmethod
+    def of(cls, error: BaseException, reason: str) -> Skip:
+        return cls(code_of(error), kind_of(error).value, str(error)[:4000], reason)
+
+
+def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
+    """Publish version `iteration` as a copy of the one before; one that was trained already is published as it is.
+
+    Raises:
+        StoreError: the version before is not complete.
+    """
+    stage = run.stage(iteration, "train")
+    update = stage.reference()
+    if update is None:
+        base = run.checkpoint(iteration - 1).reference()
+        assert base is not None, "an iteration begins with the checkpoint of the version before"
+        attempt = run.begin(stage, policy_version=base.policy_version)
+        files = _copy(base, run.checkpoint(iteration).location)
+        update = attempt.commit(
+            inputs={"base": base},
+            counts={"sequences": 0},
+            metrics={"train/skipped": 1.0, "seconds/compute": 0.0},
+            details={
+                "checkpoint_files": [entry.model_dump() for entry in files],
+                SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")},
+            },
+        )
+    return publish(run, update)
+
+
+def skip_of(run: Run, iteration: int) -> Skip | None:
+    """Why an iteration was skipped; None when it was not."""
+    reference = run.stage(iteration, "train").reference()
+    details = {} if reference is None else read_manifest(reference).details
+    return Skip(**details[SKIPPED]) if SKIPPED in details else None
+
+
+def skipped_in_a_row(run: Run, before: int) -> int:
+    """How many iterations right before this one were skipped."""
+    count = 0
+    while before - count - 1 > run.first_version and skip_of(run, before - count - 1) is not None:
+        count += 1
+    return count
+
+
+def _copy(base: Reference, target: Location) -> list[FileEntry]:
+    source = Location(base.uri)
+    entries = read_manifest(base).files
+    for entry in entries:
+        target.write(entry.path, source.read(entry.path))  # publishing checks the digests
+    return entries

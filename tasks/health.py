@@ -1,0 +1,75 @@
+"""How a run is doing, as Prefect and MLflow show it: events, tags and gauges of what `roundhouse.health` knows.
+
+Every error that reaches a stage's border becomes one event `roundhouse.failure.<code>` of the resource
+`roundhouse.run.<run_id>`, on which an automation of Prefect can act. MLflow has the newest as tags, and the gauges once a
+minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prefect.events import emit_event
+
+from roundhouse.health.errors import ErrorInfo, ErrorReporter, Health, Severity
+from roundhouse.health.heartbeat import Beat, Heartbeat
+from roundhouse.store.run import Run
+
+GAUGE_SECONDS = 60.0
+"""How often the gauges go to MLflow: its database keeps every point."""
+_TAG_CHARACTERS = 500
+
+_reporters: dict[str, ErrorReporter] = {}
+"""The reporter of each run that this process works on, by run uid."""
+
+
+def reporter_of(run: Run) -> ErrorReporter:
+    """The run's reporter in this process."""
+    if run.uid not in _reporters:
+        reporter = _reporters[run.uid] = ErrorReporter()
+        reporter.listen(lambda error: _emit(run, error))
+        reporter.listen(lambda error: _tag(run, error, reporter.health()))
+    return _reporters[run.uid]
+
+
+@contextmanager
+def heartbeat(run: Run) -> Iterator[None]:
+    """The run's record follows what this process does, for the time of a block."""
+    every = run.config.failures.heartbeat_seconds
+    with Heartbeat(run.location, reporter_of(run), every, on_beat=_gauges(run)):
+        yield
+
+
+def _emit(run: Run, error: ErrorInfo) -> None:
+    emit_event(
+        event=f"roundhouse.failure.{error.details.get('code', 'reported')}",
+        resource={"prefect.resource.id": f"roundhouse.run.{run.run_id}", "prefect.resource.name": run.run_id},
+        payload=error.model_dump(mode="json", exclude={"exception_traceback"}),
+    )
+
+
+def _tag(run: Run, error: ErrorInfo, health: Health) -> None:
+    from tasks.report import tracker_of
+
+    if error.severity is Severity.INFO or (tracker := tracker_of(run)) is None:
+        return
+    said = f"{error.severity} in {error.module_name} ({error.work_context}): {error.message}"
+    tracker.tag({"roundhouse.health": health.status, "roundhouse.last_error": said[:_TAG_CHARACTERS]})
+
+
+def _gauges(run: Run) -> Callable[[Beat], None]:
+    told_at = time.monotonic()
+
+    def on_beat(beat: Beat) -> None:
+        from tasks.report import tracker_of
+
+        nonlocal told_at
+        if (not beat.ended and time.monotonic() - told_at < GAUGE_SECONDS) or (tracker := tracker_of(run)) is None:
+            return
+        told_at = time.monotonic()
+        tracker.tag({"roundhouse.health": beat.health.status})
+        tracker.log_gauges(beat.gauges | {"health/recent_errors": float(beat.health.recent_error_count)})
+
+    return on_beat
