@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from roundhouse.cli import gym, gym_data, query, runs, services, store, training
+from roundhouse.cli import gym, gym_data, query, runs, services, store, training, view
 from roundhouse.cli.options import error_console
 from roundhouse.errors import RoundhouseError
 
@@ -26,6 +26,7 @@ app.add_typer(store.app, name="store")
 app.add_typer(gym.app, name="gym")
 app.add_typer(gym_data.export_app)
 app.add_typer(query.app)
+app.add_typer(view.app)
 
 
 def main() -> None:

@@ -142,6 +142,15 @@ def make_rollout(seed: int, iteration: int, task: int, sample: int, version: int
     )
 
 
+def begin_stage(run: Run, iteration: int, attempts: int) -> None:
+    """A collect stage that was interrupted so many times; each attempt wrote one rollout more than the one before."""
+    for count in range(1, attempts + 1):
+        attempt = run.begin(run.stage(iteration, "collect"), policy_version=iteration - 1)
+        made = [make_rollout(0, iteration, 0, sample, iteration - 1, "hm") for sample in range(count)]
+        attempt.write_table("turns", turns_table(made))
+        attempt.write_table("rollouts", rollouts_table(made))
+
+
 def fail(rollout: Rollout) -> None:
     rollout.status, rollout.reward, rollout.turns = Status.FAILED, None, []
     rollout.failure_kind, rollout.failure_code = FailureKind.INFRA, "engine_timeout"

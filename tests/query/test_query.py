@@ -12,9 +12,7 @@ from roundhouse.cli import app
 from roundhouse.errors import StoreError
 from roundhouse.query.database import QueryError, run_query
 from roundhouse.query.tables import TABLES
-from roundhouse.store.run import Run
-from roundhouse.trajectories.schemas import rollouts_table
-from tests.query.stores import make_rollout, write_run
+from tests.query.stores import begin_stage, write_run
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +26,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def rows(store: str, sql: str, **options: object) -> list[dict]:
     return run_query(store, sql, **options).to_pylist()
-
-
-def begun_stage(run: Run, iteration: int, attempts: int) -> None:
-    """A collect stage that was interrupted so many times; each attempt wrote one rollout more."""
-    for count in range(1, attempts + 1):
-        attempt = run.begin(run.stage(iteration, "collect"), policy_version=iteration - 1)
-        made = [make_rollout(0, iteration, 0, sample, iteration - 1, "hm") for sample in range(count)]
-        attempt.write_table("rollouts", rollouts_table(made))
 
 
 def test_a_query_over_all_runs_groups_and_averages(store_uri: str) -> None:
@@ -74,8 +64,8 @@ def test_metrics_are_found_by_name(local: str) -> None:
 def test_parts_that_no_manifest_names_are_not_data(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     run = write_run(store, "a", iterations=1)
-    begun_stage(run, 1, attempts=1)  # lost: the stage is complete
-    begun_stage(run, 2, attempts=2)  # interrupted
+    begin_stage(run, 1, attempts=1)  # lost: the stage is complete
+    begin_stage(run, 2, attempts=2)  # interrupted
     by_iteration = "SELECT iteration, complete, count(*) AS n FROM rollouts GROUP BY ALL ORDER BY 1"
     assert [tuple(row.values()) for row in rows(store, by_iteration)] == [(1, True, 12)]
     unfinished = rows(store, by_iteration, unfinished=True)

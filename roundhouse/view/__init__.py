@@ -1,0 +1,5 @@
+"""The trajectory viewer: a page over the store that shows what the policy did, token by token.
+
+scope ──> index (narrow columns, in memory) ──> page, facets, compare
+  └────> detail (one rollout's text and tokens, read from its own part) ──> server · export
+"""

@@ -1,0 +1,230 @@
+"""The rows of a scope without their texts and tokens, in memory: what a table of rollouts shows, filters and sorts by.
+
+Invariant: it holds a few dozen bytes a rollout, whatever the rollout said. Where each row lies is part of it, so that the text
+of one rollout is read from one file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from roundhouse.query.files import dataset_of
+from roundhouse.query.parts import StageFiles
+from roundhouse.query.tables import COLUMNS
+from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS
+from roundhouse.view.catalog import Catalog
+from roundhouse.view.filters import Filters, spellings
+from roundhouse.view.scope import Scope
+
+KEPT = 6
+"""Indexes in memory; one over 100,000 rollouts takes about 20 MB."""
+SEARCHES_KEPT = 16
+
+_READ = (
+    "iteration", "rollout_id", "group_id", "sample", "environment", "status", "attempt", "reward", "finish_reason",
+    "failure_kind", "failure_code", "policy_version_first", "policy_version_last", "turns", "generated_tokens",
+    "total_tokens", "started_at", "seconds",
+)  # fmt: skip
+_BUILD = """
+CREATE TABLE rollouts AS
+SELECT r.* EXCLUDE (policy_version_first, policy_version_last), r.policy_version_last AS policy_version,
+       q.outcome, q.reason, c.advantage
+FROM read r
+LEFT JOIN refused q USING (iteration, rollout_id)
+LEFT JOIN (SELECT iteration, rollout_id, first(advantage) AS advantage FROM trained GROUP BY ALL) c
+       USING (iteration, rollout_id)
+"""
+_SHOWN = """iteration, rollout_id, group_id, sample, environment, status, attempt, reward, advantage, finish_reason,
+failure_kind, failure_code, policy_version, turns, generated_tokens, total_tokens, started_at, seconds, outcome, reason"""
+
+
+class Index:
+    """One scope's rows. Queries may come from several threads."""
+
+    def __init__(self, stages: Sequence[StageFiles], stage: str) -> None:
+        self.stages = list(stages)
+        self._rollouts = [found for found in stages if found.stage == stage]
+        self._database = duckdb.connect(":memory:", config={"enable_external_access": "false", "temp_directory": ""})
+        self._searches: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._build()
+
+    def _build(self) -> None:
+        read = dataset_of(self._rollouts, "rollouts", ROLLOUTS).to_table(columns=[*_READ, "__filename"])
+        files: dict[str, int] = {}
+        numbers = []
+        for name in read.column("__filename").to_pylist():
+            numbers.append(files.setdefault(name, len(files)))
+        self._files = list(files)
+        read = read.drop(["__filename"]).append_column("part", pa.array(numbers, pa.int32()))
+        validated = [found for found in self.stages if found.stage == "validate"]
+        trained = [found for found in self.stages if found.stage == "train"]
+        tables = {
+            "read": read,
+            "refused": dataset_of(validated, "quarantine", QUARANTINE).to_table(
+                columns=["iteration", "rollout_id", "outcome", "reason"]
+            ),
+            "trained": dataset_of(trained, "columns", COLUMNS).to_table(
+                columns=["iteration", "rollout_id", "advantage"]
+            ),
+        }
+        for name, table in tables.items():
+            self._database.register(name, table)
+        self._database.execute(_BUILD)
+        for name in tables:
+            self._database.unregister(name)
+
+    def page(self, filters: Filters) -> dict[str, Any]:
+        """Matching rows from `offset` on, and how many match."""
+        where, values = self._where(filters)
+        found = self._rows(
+            f"SELECT {_SHOWN} FROM rollouts WHERE {where} ORDER BY {filters.order} LIMIT ? OFFSET ?",
+            [*values, filters.limit, filters.offset],
+        )
+        [counted] = self._rows(f"SELECT count(*) AS n FROM rollouts WHERE {where}", values)
+        return {"total": self.count, "matched": counted["n"], "offset": filters.offset, "rows": found}
+
+    @property
+    def count(self) -> int:
+        return self._rows("SELECT count(*) AS n FROM rollouts")[0]["n"]
+
+    def position(self, filters: Filters, iteration: int, rollout_id: str) -> int | None:
+        """Where a rollout stands among the matching rows."""
+        where, values = self._where(filters)
+        found = self._rows(
+            f"""SELECT place FROM (SELECT iteration, rollout_id, row_number() OVER (ORDER BY {filters.order}) - 1 AS place
+                FROM rollouts WHERE {where}) WHERE iteration = ? AND rollout_id = ?""",
+            [*values, iteration, rollout_id],
+        )
+        return found[0]["place"] if found else None
+
+    def facets(self, filters: Filters) -> dict[str, Any]:
+        """What there is to filter by, over all rows; and how the rewards of the matching ones are spread."""
+        where, values = self._where(filters)
+        counted = {
+            name: self._rows(
+                f"SELECT {name} AS value, count(*) AS n FROM rollouts WHERE {name} <> '' GROUP BY 1 ORDER BY n DESC"
+            )
+            for name in ("status", "environment", "reason", "failure_code")
+        }
+        [span] = self._rows(
+            """SELECT count(*) AS n, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
+               max(generated_tokens) AS tokens, max(turns) AS turns, max(seconds) AS seconds, max(abs(advantage)) AS advantage,
+               count(DISTINCT (iteration, group_id)) AS groups FROM rollouts"""
+        )
+        return {**counted, "span": span, "histogram": self._histogram(where, values, span)}
+
+    def groups_compared(self) -> list[dict[str, Any]]:
+        """Each task with its mean reward, over all samples in the scope."""
+        return self._rows(
+            """SELECT regexp_replace(group_id, '#[0-9]+$', '') AS task, count(*) AS n, count(reward) AS rewarded,
+               avg(reward) AS reward, avg(generated_tokens) AS tokens FROM rollouts GROUP BY 1 ORDER BY 1"""
+        )
+
+    def members(self, task: str, *, exact: bool) -> list[dict[str, Any]]:
+        """The rollouts of a group; of all groups of a task, unless `exact`."""
+        column = "group_id" if exact else "regexp_replace(group_id, '#[0-9]+$', '')"
+        return self._rows(
+            f"SELECT {_SHOWN} FROM rollouts WHERE {column} = ? ORDER BY iteration, group_id, sample LIMIT 256", [task]
+        )
+
+    def refused(self) -> list[dict[str, Any]]:
+        """How many rollouts each reason kept from training."""
+        return self._rows(
+            "SELECT reason, outcome, count(*) AS n FROM rollouts WHERE reason IS NOT NULL GROUP BY 1, 2 ORDER BY n DESC"
+        )
+
+    def file_of(self, iteration: int, rollout_id: str) -> str | None:
+        """The part that holds a rollout; None when it is not here."""
+        found = self._rows("SELECT part FROM rollouts WHERE iteration = ? AND rollout_id = ?", [iteration, rollout_id])
+        return self._files[found[0]["part"]] if found else None
+
+    def _where(self, filters: Filters) -> tuple[str, list[Any]]:
+        where, values = filters.where, list(filters.values)
+        if filters.search:
+            where += (
+                f" AND (iteration, rollout_id) IN (SELECT (iteration, rollout_id) FROM {self._search(filters.search)})"
+            )
+        return where, values
+
+    def _search(self, text: str) -> str:
+        """The table of rollouts whose id, task or conversation holds the text. Read once for each text."""
+        with self._lock:
+            if (known := self._searches.get(text)) is not None:
+                self._searches.move_to_end(text)
+                return known
+            name = f"found_{len(self._searches)}"
+            if len(self._searches) == SEARCHES_KEPT:
+                name = self._searches.popitem(last=False)[1]
+            cursor = self._database.cursor()
+            cursor.register("texts", dataset_of(self._rollouts, "rollouts", ROLLOUTS))
+            forms = spellings(text)
+            each = " OR ".join(f"contains(lower({column}), ?)" for column in ("messages", "task") for _ in forms)
+            cursor.execute(
+                f"CREATE OR REPLACE TABLE {name} AS SELECT iteration, rollout_id FROM texts "
+                f"WHERE {each} OR contains(lower(rollout_id), ?)",
+                [*forms, *forms, text.lower()],
+            )
+            cursor.unregister("texts")
+            self._searches[text] = name
+            return name
+
+    def _histogram(self, where: str, values: list[Any], span: dict[str, Any], bins: int = 24) -> list[dict[str, Any]]:
+        low, high = span["low"], span["high"]
+        if low is None:
+            return []
+        width = (high - low) / bins or 1.0
+        counted = self._rows(
+            f"SELECT least(floor((reward - ?) / ?), ?)::INTEGER AS bin, count(*) AS n FROM rollouts "
+            f"WHERE reward IS NOT NULL AND {where} GROUP BY 1",
+            [low, width, bins - 1, *values],
+        )
+        by_bin = {row["bin"]: row["n"] for row in counted}
+        count = bins if high > low else 1
+        return [{"low": low + k * width, "high": low + (k + 1) * width, "n": by_bin.get(k, 0)} for k in range(count)]
+
+    def _rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        cursor = self._database.cursor()
+        try:
+            found = cursor.execute(sql, list(values))
+            names = [column[0] for column in found.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+        finally:
+            cursor.close()
+
+
+class Indexes:
+    """The indexes last used, by scope and by what lay in the store when they were made."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._kept: OrderedDict[Scope, tuple[Any, Index]] = OrderedDict()
+        self._locks: dict[Scope, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def at(self, scope: Scope) -> Index:
+        """The scope's index, made anew when the store has more to say about it than before."""
+        stages = self.catalog.stages(scope)
+        seen = tuple((stage.uri, stage.complete, () if stage.complete else stage.names) for stage in stages)
+        with self._lock:
+            own = self._locks.setdefault(scope, threading.Lock())
+        with own:
+            with self._lock:
+                kept = self._kept.get(scope)
+                if kept is not None:
+                    self._kept.move_to_end(scope)
+            if kept is not None and kept[0] == seen:
+                return kept[1]
+            made = Index(stages, scope.stage)
+            with self._lock:
+                self._kept[scope] = (seen, made)
+                self._kept.move_to_end(scope)
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            return made

@@ -1,0 +1,72 @@
+// The run as a line: mean reward of every iteration, evaluations as points. A click chooses the iteration.
+
+import { h, number, replace, svg } from "./dom.js";
+import { ask, isExport } from "./source.js";
+import { go, scope, state } from "./state.js";
+
+const HEIGHT = 64;
+const PAD = 10;
+
+export class Timeline {
+  constructor() {
+    this.element = h("section.timeline", { "aria-label": "Reward over iterations" });
+    this.points = [];
+    addEventListener("resize", () => this.draw());
+  }
+
+  async load() {
+    if (isExport) return this.element.remove();
+    this.points = await ask("curve", scope(), { fresh: true });
+    this.draw();
+  }
+
+  draw() {
+    const width = Math.max(240, innerWidth - 32 - 76 - 28 - 116);
+    const { points } = this;
+    if (!points.length) return replace(this.element);
+    const values = points.flatMap((point) => [point.reward, point.evaluation]).filter((value) => typeof value === "number");
+    const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
+    const x = (index) => PAD + (points.length < 2 ? 0.5 : index / (points.length - 1)) * (width - 2 * PAD);
+    const y = (value) => HEIGHT - PAD - ((value - low) / (high - low || 1)) * (HEIGHT - 2 * PAD - 4);
+    const line = (key) => points.map((point, k) => (typeof point[key] === "number" ? `${x(k)},${y(point[key])}` : null)).filter(Boolean).join(" ");
+    const chosen = points.findIndex((point) => String(point.iteration) === state().iteration);
+    const chart = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": "Mean reward by iteration" },
+      chosen >= 0 && svg("line.chosen", { x1: x(chosen), x2: x(chosen), y1: 2, y2: HEIGHT - 2 }),
+      svg("polyline.curve", { points: line("reward") }),
+      points.map((point, k) => typeof point.reward === "number" && points.length <= 120 && svg("circle.train", { cx: x(k), cy: y(point.reward), r: 2.2 })),
+      svg("polyline.curve.held", { points: line("evaluation") }),
+      points.map((point, k) => typeof point.evaluation === "number" && svg("circle.held", { cx: x(k), cy: y(point.evaluation), r: 3 })),
+      chosen >= 0 && typeof points[chosen].reward === "number" && svg("circle.now", { cx: x(chosen), cy: y(points[chosen].reward), r: 5 }));
+    const tip = h(".charttip");
+    const nearest = (event) => {
+      const at = (event.offsetX - PAD) / Math.max(1, width - 2 * PAD);
+      return points[Math.min(points.length - 1, Math.max(0, Math.round(at * (points.length - 1))))];
+    };
+    chart.addEventListener("mousemove", (event) => {
+      const point = nearest(event);
+      tip.style.left = `${Math.min(event.offsetX + 14, width - 190)}px`;
+      replace(tip, h("b", {}, `iteration ${point.iteration}`), ` reward ${number(point.reward)}`,
+        point.evaluation !== undefined && ` · held-out ${number(point.evaluation)}`);
+      tip.classList.add("on");
+    });
+    chart.addEventListener("mouseleave", () => tip.classList.remove("on"));
+    chart.addEventListener("click", (event) => choose(nearest(event)));
+    replace(this.element,
+      h(".legend", {}, h("span.l-train", {}, "reward"), h("span.l-held", {}, "held-out"), h("small", {}, `${number(low, 2)} … ${number(high, 2)}`)),
+      h(".chart", {}, chart, tip),
+      h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, "all iterations"));
+  }
+
+  /** The iteration before or after the chosen one. */
+  step(by) {
+    const index = this.points.findIndex((point) => String(point.iteration) === state().iteration);
+    const next = this.points[index < 0 ? (by > 0 ? 0 : this.points.length - 1) : index + by];
+    if (next) choose(next);
+  }
+}
+
+function choose(point) {
+  const stages = point.stages;
+  const stage = stages.includes(state().stage) || !stages.includes("evaluate") || stages.includes("collect") ? state().stage : "evaluate";
+  go({ iteration: point.iteration, stage: point.iteration === 0 ? "evaluate" : stage, rollout: "", at: "", group: "" });
+}

@@ -1,0 +1,78 @@
+"""A store with a hostile run, a viewer over it as a person starts it, and a browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.query.stores import HOSTILE, begin_stage, write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """`a`: three iterations, the last only collected, and in part. `b`: its policy says markup. `wide`: 400 rollouts."""
+    store = str(tmp_path_factory.mktemp("view") / "store")
+    begin_stage(write_run(store, "a"), 3, attempts=1)
+    write_run(store, "b", seed=1, said=f"{HOSTILE} é😀")
+    write_run(store, "wide", iterations=1, tasks=100)
+    return store
+
+
+@pytest.fixture(scope="session")
+def url(store: str) -> Iterator[str]:
+    """Address of a viewer in a process of its own."""
+    command = [str(Path(sys.executable).with_name("roundhouse")), "view", "--store", store]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    )
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().split()
+        assert address, "the viewer ended before it answered"
+        yield address[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(15)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Any]:
+    """A page that notes what goes wrong in it and what it asks of others; it may ask for nothing but the viewer."""
+    context = browser.new_context(viewport={"width": 1400, "height": 850})
+    context.set_default_timeout(8000)
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    # What the server refuses, the page tells; the browser's own note of the 404 is no fault.
+    page.on(
+        "console", lambda said: faults.append(said.text) if said.type == "error" and "404" not in said.text else None
+    )
+    page.on(
+        "request", lambda asked: None if asked.url.startswith((url, "data:", "file:")) else faults.append(asked.url)
+    )
+    yield page
+    assert page.evaluate("window.hacked") is None, "the text of a rollout ran"
+    assert not faults
+    context.close()

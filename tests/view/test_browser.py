@@ -1,0 +1,160 @@
+"""What a person sees and does in the viewer, in a real browser. That nothing a rollout says runs is checked after each test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundhouse.view.export import export_page
+from roundhouse.view.scope import Scope
+from tests.query.stores import HOSTILE
+
+
+def open_page(page: Any, url: str, query: str) -> None:
+    page.goto(f"{url}?{query}")
+    page.wait_for_selector("body.ready")
+
+
+def rows(page: Any) -> list[str]:
+    return page.eval_on_selector_all(".rows .row[data-rollout]", "rows => rows.map(row => row.dataset.rollout)")
+
+
+def wait_for_rows(page: Any, count: int) -> None:
+    page.locator(".rows .row[data-rollout]").nth(count - 1).wait_for()
+    page.locator(".rows .row[data-rollout]").nth(count).wait_for(state="detached")
+
+
+def test_the_newest_run_is_shown_with_its_rollouts(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    page.wait_for_selector(".rows .row[data-rollout]")
+    assert len(rows(page)) == 12
+    assert "12 rollouts" in page.inner_text(".tablenote")
+    assert page.locator(".timeline svg circle").count() >= 2
+
+
+def test_keys_move_open_and_close_and_the_address_says_it_all(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    page.wait_for_selector(".rows .row[data-rollout]")
+    for key in ("j", "j", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_selector(".pane h2")
+    assert page.inner_text(".pane h2") == "sum/0 / 1"
+    page.keyboard.press("j")
+    page.wait_for_selector(".pane h2:has-text('sum/0 / 2')")
+    page.keyboard.press("l")
+    page.wait_for_selector(".channel.on:text('log-probability')")
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector(".stream .t-logprob")
+    assert page.inner_text(".pane h2") == "sum/0 / 2"
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".pane h2", state="detached")
+    assert "rollout=" not in page.url
+
+
+def test_filters_search_and_sort(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    page.click(".chip:has-text('failed')")
+    wait_for_rows(page, 1)
+    page.click(".clear")
+    page.keyboard.press("/")
+    page.keyboard.type("What is 1 + 2?")
+    wait_for_rows(page, 4)
+    assert {name.rsplit("/", 1)[0] for name in rows(page)} == {"sum/1"}
+    page.keyboard.press("Escape")
+    page.click(".head .c-sample")
+    page.wait_for_selector(".rows .row:first-child[data-rollout='sum/1/0']")
+    assert "sort=sample" in page.url
+
+
+def test_only_rows_in_sight_are_in_the_document(page: Any, url: str) -> None:
+    open_page(page, url, "run=wide&iteration=1")
+    page.wait_for_selector(".rows .row[data-rollout]")
+    assert "400 rollouts" in page.inner_text(".tablenote")
+    assert len(rows(page)) < 80
+    page.evaluate("document.querySelector('.scroller').scrollTop = 1e9")
+    page.wait_for_selector(".rows .row[data-rollout='sum/99/3']")
+    assert len(rows(page)) < 80
+
+
+def test_what_a_rollout_says_is_shown_and_never_run(page: Any, url: str) -> None:
+    open_page(page, url, "run=b&iteration=2&rollout=sum/1/1&at=2")
+    for tab in ("Conversation", "Tokens", "Group", "Task & record"):
+        page.click(f".tabs a:text-is('{tab}')")
+        page.wait_for_selector(".tab > *")
+    page.click(".tabs a:text-is('Conversation')")
+    assert HOSTILE in page.inner_text(".pane .conversation")
+    page.click(".row[data-rollout='sum/0/3']")
+    page.wait_for_selector(".notice.bad")
+    assert HOSTILE in page.inner_text(".notice.bad")
+    page.fill(".search", HOSTILE)
+    wait_for_rows(page, 12)
+    page.click("a.view:text-is('Quarantine')")
+    page.wait_for_selector(".refusal")
+    page.click("a.view:text-is('Compare')")
+    page.select_option("select[aria-label='B run']", "a")
+    page.wait_for_selector(".task")
+    page.click(".task >> nth=0")
+    page.wait_for_selector(".side .column")
+    assert page.locator("img, .pane script, .other script").count() == 0
+
+
+def test_tokens_are_coloured_by_what_was_trained(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2&rollout=sum/1/1&at=2&tab=tokens")
+    page.wait_for_selector(".stream .tok")
+    trained = page.eval_on_selector_all(".t-mask[data-k]", "tokens => tokens.map(token => token.textContent).join('')")
+    assert trained == "I call the calculator.<|im_end|>The answer is 7.<|im_end|>"
+    page.keyboard.press("r")
+    page.wait_for_selector(".legend.tokens:has-text('largest difference 0.01 nats')")
+    page.hover(".block.said .tok")
+    assert "1.01005" in page.inner_text(".tokenview > .facts")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "told"),
+    [
+        ("run=a&iteration=3&rollout=sum/0/0&at=3", "Stage validate of iteration 3 is not complete."),
+        ("run=a&iteration=2&rollout=sum/1/0&at=2", "Kept from training: masked_by_environment."),
+    ],
+)
+def test_what_does_not_exist_is_said(page: Any, url: str, rollout: str, told: str) -> None:
+    open_page(page, url, f"{rollout}&tab=tokens")
+    page.wait_for_selector(".missing")
+    assert told in page.inner_text(".missing")
+    page.keyboard.press("l")
+    page.wait_for_selector(".t-logprob[data-k]")
+
+
+def test_what_is_not_there_is_told_in_the_page(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2&rollout=sum/9/9&at=2")
+    page.wait_for_selector(".pane .empty")
+    assert "no rollout 'sum/9/9'" in page.inner_text(".pane")
+
+
+def test_both_themes(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+    page.keyboard.press("t")
+    assert page.evaluate(colour) != light
+    page.reload()
+    page.wait_for_selector("body.ready")
+    assert page.evaluate(colour) != light
+
+
+def test_an_exported_page_needs_nobody(page: Any, store: str, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    export_page(store, Scope("b", 2, "collect"), file, largest=100)
+    page.context.set_offline(True)
+    page.goto(f"file://{file}")
+    page.wait_for_selector("body.ready .rows .row[data-rollout]")
+    assert len(rows(page)) == 12
+    page.fill(".search", "1 + 2?")
+    wait_for_rows(page, 4)
+    page.click(".row[data-rollout='sum/1/1']")
+    page.wait_for_selector(".pane .conversation")
+    assert HOSTILE in page.inner_text(".pane")
+    page.keyboard.press("a")
+    page.wait_for_selector(".t-pos[data-k], .t-neg[data-k]")
+    assert str(tmp_path.parent) not in file.read_text()

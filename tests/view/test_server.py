@@ -1,0 +1,133 @@
+"""What the viewer answers over HTTP, to whom, and what it refuses."""
+
+import httpx
+import pytest
+
+from roundhouse.view.answers import Answers
+from roundhouse.view.catalog import Catalog
+from roundhouse.view.decoding import Decoder
+from roundhouse.view.filters import Filters, spellings
+from roundhouse.view.index import Indexes
+from roundhouse.view.scope import Scope, ViewError
+from roundhouse.view.token_streams import chains_of
+from tests.query.stores import HOSTILE, begin_stage, write_run
+
+
+@pytest.mark.parametrize(
+    "path", ["", "static/app.js", "api/store", "api/nothing", "static/nothing", "api/rollouts?run=none"]
+)
+def test_every_answer_forbids_foreign_code(url: str, path: str) -> None:
+    headers = httpx.get(url + path).headers
+    assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in headers
+
+
+def test_nothing_can_be_written(url: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert httpx.request(method, f"{url}api/rollouts?run=a").status_code == 405
+
+
+def test_another_sites_name_is_refused(url: str) -> None:
+    answer = httpx.get(f"{url}api/store", headers={"Host": "evil.example:80"})
+    assert answer.status_code == 421
+    assert "runs" not in answer.text
+    assert httpx.get(f"{url}api/store", headers={"Host": "localhost:1"}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["..%2fserver.py", "%2e%2e/answers.py", "/etc/passwd"])
+def test_files_outside_of_the_page_are_not_served(url: str, name: str) -> None:
+    assert httpx.get(f"{url}static/{name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("run=none", "Runs there: a, b, wide"),
+        ("run=..%2fa", "Runs there"),
+        ("run=a&iteration=9", "there are: 1 to 3"),
+        ("run=a&iteration=x", "neither a number"),
+        ("run=a&stage=train", "collect or evaluate"),
+        ("run=a&iteration=1&sort=reward;drop", "There are: iteration"),
+        ("run=a&iteration=1&reward_min=low", "not a number"),
+        ("run=a&iteration=1&limit=-1", "out of range"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_told_why(url: str, query: str, told: str) -> None:
+    answer = httpx.get(f"{url}api/rollouts?{query}")
+    assert answer.status_code == 404
+    assert told in answer.json()["error"]
+
+
+@pytest.mark.parametrize("text", ["'; DROP TABLE rollouts; --", "%", HOSTILE, '"quoted"', "é😀", "back\\slash"])
+def test_what_is_searched_is_data(store: str, text: str) -> None:
+    index = Indexes(Catalog(store)).at(Scope("b", 2, "collect"))
+    found = index.page(Filters(search=text))
+    assert found["matched"] == (12 if text in f"{HOSTILE} é😀" else 0)
+    assert index.page(Filters())["matched"] == 12
+
+
+def test_a_text_is_found_as_it_stands_in_json_and_in_json_in_json() -> None:
+    assert spellings('a"b') == ['a\\"b', 'a\\\\\\"b']
+    assert spellings("Plain") == ["plain"]
+
+
+def test_the_viewer_reads_a_bucket_as_it_reads_a_disk(store_uri: str) -> None:
+    write_run(store_uri, "a", iterations=2)
+    answers = Answers(store_uri)
+    scope = {"run": "a", "iteration": "2"}
+    page = answers.rollouts(scope)
+    assert (page["matched"], len(page["rows"])) == (12, 12)
+    assert answers.rollouts({"run": "a", "iteration": "all"})["matched"] == 24
+    assert answers.rollouts(scope | {"q": "What is 1 + 2?"})["matched"] == 4
+    assert [point["iteration"] for point in answers.curve(scope)] == [1, 2]
+    shown = answers.rollout(scope | {"rollout": "sum/2/1", "rollout_iteration": "2"})
+    [stream] = shown["streams"]
+    assert "".join(stream["texts"]).endswith("The answer is 7.<|im_end|>")
+    assert sum(stream["mask"]) == shown["columns"][0]["trained_tokens"]
+    assert shown["missing"] == {}
+    assert {
+        len(stream[name]) for name in ("ids", "mask", "turn", "logprob", "advantage", "version", "trainer_logprob")
+    } == {len(stream["ids"])}
+
+
+def test_a_stage_that_is_being_written_is_shown_and_followed(tmp_path) -> None:
+    store = str(tmp_path / "store")
+    run = write_run(store, "a", iterations=1)
+    begin_stage(run, 2, attempts=1)
+    catalog = Catalog(store)
+    indexes = Indexes(catalog)
+    scope = Scope("a", 2, "collect")
+    assert indexes.at(scope).count == 1
+    begin_stage(run, 2, attempts=3)
+    catalog._listed.clear()  # the time between two looks is over
+    assert indexes.at(scope).count == 3
+
+
+def test_comparing_joins_the_tasks_that_both_have(store: str) -> None:
+    answers = Answers(store)
+    found = answers.compare({"run": "a", "iteration": "2", "b_run": "wide", "b_iteration": "1"})
+    assert [row["task"] for row in found["tasks"]] != []
+    assert (len(found["tasks"]), found["only_a"], found["only_b"]) == (3, 0, 97)
+
+
+def test_an_unknown_rollout_is_told(store: str) -> None:
+    with pytest.raises(ViewError, match="no rollout 'sum/9/9'"):
+        Answers(store).rollout({"run": "a", "iteration": "1", "rollout": "sum/9/9", "rollout_iteration": "1"})
+
+
+def test_branches_are_chains_of_their_own() -> None:
+    turns = [{"turn": 0, "parent": None}, {"turn": 1, "parent": 0}, {"turn": 2, "parent": 0}, {"turn": 3, "parent": 2}]
+    assert [[turn["turn"] for turn in chain] for chain in chains_of(turns)] == [[0, 1], [0, 2, 3]]
+    loop = [{"turn": 0, "parent": 1}, {"turn": 1, "parent": 0}, {"turn": 2, "parent": 1}]
+    assert [[turn["turn"] for turn in chain] for chain in chains_of(loop)] == [[0, 1, 2]]
+
+
+def test_tokens_read_as_the_text_they_make(store: str) -> None:
+    file = Catalog(store).tokenizer_file("a")
+    assert file is not None
+    decoder = Decoder(file)
+    ids = decoder._tokenizer.encode("The answer is 7. \n x", add_special_tokens=False).ids
+    assert "".join(decoder.texts(ids)) == "The answer is 7. \n x"
+    assert decoder.texts([10**9]) == ["<1000000000?>"]
