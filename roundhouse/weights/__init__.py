@@ -1,0 +1,1 @@
+"""Ways for weights to travel."""

@@ -1,0 +1,243 @@
+"""The change between two checkpoints, exact, compressed and checksummed, so that a refit moves a fraction of the weights.
+
+    <delta>/delta-00000.bin …    what changed, piece after piece
+    <delta>/delta.json           which tensor is made of which pieces, with digests
+
+Invariants: applied to the checkpoint that it was made from, a delta gives the new one's files bit for bit, proved tensor by
+tensor (SHA-256); applied to anything else it is refused, and nothing appears under the target's name. Memory is bounded by a
+few times `PIECE_BYTES` and one part, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from roundhouse.errors import DataError, StoreError
+from roundhouse.store.location import Location
+from roundhouse.weights.ahead import in_order
+from roundhouse.weights.codec import Codec, decode, decode_whole, encode, encode_whole
+from roundhouse.weights.delta_index import (
+    DELTA,
+    Delta,
+    Part,
+    Piece,
+    SideFile,
+    TensorDelta,
+    WeightFileDelta,
+    part_name,
+    read_delta,
+)
+from roundhouse.weights.tensor_file import Tensor, TensorFile, weight_files
+
+PIECE_BYTES = 8 * 2**20
+PART_BYTES = 64 * 2**20
+_NOT_COPIED = re.compile(r"manifest\.json|delta\.json|attempt-\d+\.json|\..*|.*\.safetensors")
+
+
+def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1) -> Delta:
+    """Write the change from one Hugging Face directory to another.
+
+    Raises:
+        DataError: a directory has no whole weights.
+        StoreError: there is a delta at the place already, or it cannot be written.
+    """
+    if place.exists(DELTA):
+        raise StoreError(f"{place.uri} holds a delta already. Choose another place; a delta is never replaced.")
+    held = _by_name(base)
+    writer = _Parts(place)
+    weights = [
+        WeightFileDelta(
+            name=file.path.name,
+            header=[writer.add(Codec.WHOLE, len(file.header), encode_whole(_bytes(file.header)))],
+            tensors=[_tensor_delta(tensor, held.get(tensor.name), writer, threads) for tensor in file.tensors()],
+        )
+        for file in map(TensorFile, weight_files(new))
+    ]
+    delta = Delta(weights=weights, side_files=list(_side_files(base, new, writer)), parts=writer.close())
+    place.create(DELTA, delta.model_dump_json().encode())
+    return delta
+
+
+def apply_delta(base: Path, place: Location, target: Path, *, threads: int = 1) -> Delta:
+    """Make the new directory from the base and a delta; it appears under its name only when it is whole.
+
+    Raises:
+        DataError: the base is not the one that the delta was made from, or the delta is damaged.
+        StoreError: there is no delta, or the target exists.
+    """
+    delta = read_delta(place)
+    if target.exists():
+        raise StoreError(f"{target} exists already. Name a directory that does not.")
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    staging.mkdir(parents=True)
+    try:
+        reader, held = _PartReader(place, delta.parts), _by_name(base)
+        for file in delta.weights:
+            with (staging / file.name).open("wb") as stream:
+                stream.write(_buffer(_whole(file.header, reader)))
+                for data in _tensors(file, held, reader, threads):
+                    stream.write(_buffer(data))
+        for side in delta.side_files:
+            _place_side_file(side, base, staging, reader)
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return delta
+
+
+def _tensor_delta(tensor: Tensor, old: Tensor | None, writer: _Parts, threads: int) -> TensorDelta:
+    comparable = old is not None and (old.dtype, len(old.data)) == (tensor.dtype, len(tensor.data))
+    size = tensor.element_bytes
+
+    def encoded(span: slice) -> tuple[Codec, int, bytes]:
+        data = tensor.data[span]
+        if old is None or not comparable:
+            return Codec.WHOLE, len(data), encode_whole(data)
+        codec, change = encode(old.data[span], data, size)
+        return codec, len(data), change
+
+    pieces = [writer.add(*found) for found in in_order(threads, encoded, _spans(len(tensor.data)))]
+    return TensorDelta(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        element_bytes=size,
+        before=_digest(old.data) if old is not None and comparable else None,
+        after=_digest(tensor.data),
+        pieces=pieces,
+    )
+
+
+def _side_files(base: Path, new: Path, writer: _Parts) -> Iterator[SideFile]:
+    for path in sorted(path for path in new.iterdir() if path.is_file() and not _NOT_COPIED.fullmatch(path.name)):
+        data = path.read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        old = base / path.name
+        kept = old.is_file() and hashlib.sha256(old.read_bytes()).hexdigest() == digest
+        pieces = None if kept else [writer.add(Codec.WHOLE, len(data), encode_whole(_bytes(data)))]
+        yield SideFile(name=path.name, sha256=digest, pieces=pieces)
+
+
+class _Parts:
+    """Pieces gathered to parts of about `PART_BYTES`."""
+
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._waiting = bytearray()
+        self._done: list[Part] = []
+
+    def add(self, codec: Codec, size: int, data: bytes) -> Piece:
+        if self._waiting and len(self._waiting) + len(data) > PART_BYTES:
+            self._flush()
+        piece = Piece(codec=codec, size=size, part=len(self._done), offset=len(self._waiting), length=len(data))
+        self._waiting += data
+        return piece
+
+    def close(self) -> list[Part]:
+        if self._waiting or not self._done:
+            self._flush()
+        return self._done
+
+    def _flush(self) -> None:
+        data = bytes(self._waiting)
+        self._place.write(part_name(len(self._done)), data)
+        self._done.append(Part(size=len(data), sha256=hashlib.sha256(data).hexdigest()))
+        self._waiting = bytearray()
+
+
+def _tensors(file: WeightFileDelta, held: dict[str, Tensor], reader: _PartReader, threads: int) -> Iterator[np.ndarray]:
+    """The new bytes of a file's tensors, piece after piece. What is wrong shows at the tensor's end at the latest."""
+    for tensor in file.tensors:
+        old = held.get(tensor.name) if tensor.before is not None else None
+        if tensor.before is not None and (old is None or _digest(old.data) != tensor.before):
+            found = "missing" if old is None else f"{_digest(old.data)[:12]}…, not {tensor.before[:12]}…"
+            raise DataError(
+                f"The delta {reader.uri} does not start from these weights: {tensor.name} is {found}. Apply it to the version "
+                "it was made from, or fetch the whole checkpoint."
+            )
+        digest = hashlib.sha256()
+
+        def decoded(
+            item: tuple[Piece, slice, bytes], old: Tensor | None = old, size: int = tensor.element_bytes
+        ) -> np.ndarray:
+            piece, span, data = item
+            if old is None:
+                return decode_whole(data, piece.size)
+            return decode(piece.codec, data, old.data[span], size)
+
+        try:
+            for data in in_order(threads, decoded, _with_data(tensor, reader)):
+                digest.update(_buffer(data))
+                yield data
+        except (ValueError, OSError) as error:
+            raise DataError(
+                f"{tensor.name} in {reader.uri} is damaged: {error}. Fetch the whole checkpoint."
+            ) from error
+        if digest.hexdigest() != tensor.after:
+            raise DataError(
+                f"{tensor.name} came out of {reader.uri} as {digest.hexdigest()[:12]}…, wanted was {tensor.after[:12]}…. "
+                "Fetch the whole checkpoint."
+            )
+
+
+def _with_data(tensor: TensorDelta, reader: _PartReader) -> Iterator[tuple[Piece, slice, bytes]]:
+    begin = 0
+    for piece in tensor.pieces:
+        yield piece, slice(begin, begin + piece.size), reader.piece(piece)
+        begin += piece.size
+
+
+def _place_side_file(side: SideFile, base: Path, target: Path, reader: _PartReader) -> None:
+    data = (base / side.name).read_bytes() if side.pieces is None else bytes(_whole(side.pieces, reader))
+    if hashlib.sha256(data).hexdigest() != side.sha256:
+        raise DataError(f"{side.name} is not what {reader.uri} was made from. Fetch the whole checkpoint.")
+    (target / side.name).write_bytes(data)
+
+
+def _whole(pieces: Iterable[Piece], reader: _PartReader) -> np.ndarray:
+    return np.concatenate([decode_whole(reader.piece(piece), piece.size) for piece in pieces])
+
+
+class _PartReader:
+    """Pieces of parts, one part in memory at a time; they come in the order in which they were written."""
+
+    def __init__(self, place: Location, parts: list[Part]) -> None:
+        self.uri = place.uri
+        self._place, self._parts = place, parts
+        self._number, self._data = -1, b""
+
+    def piece(self, piece: Piece) -> bytes:
+        if piece.part != self._number:
+            name = part_name(piece.part)
+            data = self._place.read(name)
+            if hashlib.sha256(data).hexdigest() != self._parts[piece.part].sha256:
+                raise DataError(f"{self.uri}/{name} is damaged. Fetch the whole checkpoint.")
+            self._number, self._data = piece.part, data
+        return self._data[piece.offset : piece.offset + piece.length]
+
+
+def _by_name(directory: Path) -> dict[str, Tensor]:
+    return {tensor.name: tensor for path in weight_files(directory) for tensor in TensorFile(path).tensors()}
+
+
+def _spans(size: int) -> Iterator[slice]:
+    for begin in range(0, size, PIECE_BYTES):
+        yield slice(begin, min(size, begin + PIECE_BYTES))
+
+
+def _digest(data: np.ndarray) -> str:
+    return hashlib.sha256(_buffer(data)).hexdigest()
+
+
+def _buffer(data: np.ndarray) -> memoryview:
+    return memoryview(data)  # type: ignore[arg-type]
+
+
+def _bytes(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.uint8)
