@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from roundhouse.cli import gym, gym_data, query, runs, services, store, training, view
+from roundhouse.cli import cost, gym, gym_data, lineage, query, runs, schedules, services, store, training, view
 from roundhouse.cli.options import error_console
 from roundhouse.errors import RoundhouseError
 
@@ -21,7 +21,10 @@ app = typer.Typer(
 )
 app.add_typer(training.app)
 app.add_typer(services.app)
+runs.app.add_typer(cost.app)
 app.add_typer(runs.app, name="runs")
+app.add_typer(schedules.app, name="schedule")
+runs.app.add_typer(lineage.app)
 app.add_typer(store.app, name="store")
 app.add_typer(gym.app, name="gym")
 app.add_typer(gym_data.export_app)

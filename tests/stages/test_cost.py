@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from roundhouse.cli.cost import run_cost
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.cost import (
     iteration_cost,
@@ -94,7 +95,11 @@ def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_pat
         validated.commit(metrics={"cost/generated_tokens": 100.0, "wasted_tokens/failed": 25.0})
         report_iteration(run, iteration)
         report_iteration(run, iteration)
-    assert run_totals(run, 2)["generated_tokens"] == 300
+    run.begin(run.checkpoint(0), policy_version=0).commit()
+    run.begin(run.checkpoint(1), policy_version=1).commit()
+    run.begin(run.checkpoint(2), policy_version=2).commit()
+    assert run_cost(run)["totals"]["generated_tokens"] == run_totals(run, 2)["generated_tokens"] == 300
+    assert run_cost(run)["wasted_tokens"] == {"failed": 75}
     assert run_totals(run, 2)["wasted_tokens/failed"] == 75
     assert run_totals(run, 7) == totals_after({})
     assert iteration_manifests(run, 2)["report"].metrics["wasted_tokens/share"] == 0.25

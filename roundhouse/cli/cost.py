@@ -1,0 +1,56 @@
+"""`roundhouse runs cost`: what a run used, what of it was wasted and why, and what is left of its budget."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out
+
+app = typer.Typer()
+
+
+@app.command("cost")
+def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """What a run used, what was wasted and why, and its budget."""
+    from roundhouse.store.run import load_run
+
+    found = run_cost(load_run(store, run_id))
+    if as_json:
+        out(json.dumps(found, indent=1))
+        return
+    from rich.table import Table
+
+    used = Table("used", "", "budget", box=None)
+    for name, total in found["totals"].items():
+        if total or name in found["budget"]:
+            limit = found["budget"].get(name)
+            used.add_row(name.replace("_", " "), f"{total:,.4g}", "" if limit is None else f"{limit:,g}")
+    console().print(used)
+    if generated := found["totals"]["generated_tokens"]:
+        wasted = Table("not learnt from", "tokens", "share", box=None)
+        for reason, tokens in found["wasted_tokens"].items():
+            wasted.add_row(reason, f"{tokens:,.0f}", f"{tokens / generated:.1%}")
+        console().print(wasted)
+    for line in found["over_budget"]:
+        console().print(f"[yellow]{line}[/]: the run waits for it to be raised")
+
+
+def run_cost(run: Any) -> dict[str, Any]:
+    """Totals over the reported iterations, wasted tokens by reason, the budget and what of it is used up."""
+    from roundhouse.stages.cost import over_budget, run_totals
+
+    latest = run.latest_checkpoint()
+    version = run.first_version if latest is None else latest.policy_version
+    totals = run_totals(run, version if run.is_reported(version) else max(version - 1, run.first_version))
+    wasted = {name.split("/")[1]: value for name, value in totals.items() if name.startswith("wasted_tokens/")}
+    return {
+        "run_id": run.run_id,
+        "totals": {name: value for name, value in totals.items() if not name.startswith("wasted_tokens/")},
+        "wasted_tokens": wasted,
+        "currency": run.config.cost.prices.currency,
+        "budget": run.config.cost.budget.model_dump(exclude_none=True),
+        "over_budget": over_budget(run.config, totals),
+    }
