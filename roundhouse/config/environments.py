@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from roundhouse.config.remote_environments import AgentEnvironment, McpServers, RemoteEnvironment
+from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import Fraction, PositiveInt, ProperFraction, Section
 
 
@@ -165,8 +166,8 @@ class WorkerEnvironment(Section):
     """Items for training: a .parquet, .csv or .jsonl file."""
     heldout_data: str | None = None
     """Items for evaluation."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the worker's class."""
+    parameters: Parameters = Field(default_factory=dict)
+    """Further keyword arguments of the worker's class. A secret is named: `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
 
 
 class CustomEnvironment(Section):
@@ -175,8 +176,8 @@ class CustomEnvironment(Section):
     kind: Literal["custom"]
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
     """`module:Class` of a `roundhouse.gym.environment.Environment` or `roundhouse.gym.gymnasium.GymnasiumEnvironment`."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class."""
+    parameters: Parameters = Field(default_factory=dict)
+    """Keyword arguments of the class. A secret is named, as `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
     mcp_servers: McpServers = Field(default_factory=dict)
     """MCP servers (streamable HTTP) whose tools the policy gets as well, as `mcp__<name>__<tool>`: URL by name."""
 

@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.models import RunConfig
+from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -119,6 +120,12 @@ def _expand_variables(text: str, file: Path) -> str:
         name, default = match.group(1), match.group(2)
         if name == "CONFIG_DIR":
             return str(file.parent)
+        if is_secret_name(name):
+            raise ConfigError(
+                f"{file} takes in the environment variable {name}, a secret by its name, which would be written to the store, "
+                "to Prefect and to MLflow. Name the variable instead: {variable: NAME} under environment.parameters, the key "
+                "that ends in _variable elsewhere."
+            )
         if name in os.environ:
             return os.environ[name]
         if default is not None:
@@ -139,8 +146,10 @@ def _explain(item: Any) -> str:
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
         return f"  {where}: unknown key.{suggestion} Known keys here: {', '.join(sorted(known))}."
     section, _ = _section_at(location)
-    message = item["msg"].removeprefix("Value error, ")
-    given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
+    message = masked_text(item["msg"].removeprefix("Value error, "))
+    given = (
+        "" if item["type"] in ("missing", "value_error") else f" (given: {masked(item['input'], str(location[-1]))!r})"
+    )
     return f"  {section or 'configuration'}: {message}{given}"
 
 

@@ -26,6 +26,7 @@ from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, Loc
 from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
+from roundhouse.config.secrets import refuse_secrets
 from roundhouse.config.section import PositiveInt, Section
 from roundhouse.config.training import OptimizerConfig, TrainConfig
 
@@ -94,6 +95,11 @@ class RunConfig(Section):
     cost: CostConfig = CostConfig()
     failures: FailuresConfig = FailuresConfig()
     infra: InfraConfig = LocalInfra()
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> RunConfig:
+        refuse_secrets(self.model_dump(mode="json"))
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import Section
 
 Url = Annotated[str, Field(pattern=r"^https?://[^/]+")]
@@ -66,20 +67,38 @@ class AgentEnvironment(Section):
     """Base URL of the agent server. Unset: it is looked up by `agent` at the head server."""
     head_server: Url | None = None
     """Base URL of a head server (/global_config_dict_yaml)."""
-    head_token: str | None = None
-    """Bearer token that the head server asks for, if it does."""
+    head_token_variable: VariableName | None = None
+    """Environment variable that holds the bearer token that the head server asks for, if it does."""
+    head_token_file: str | None = None
+    """File that holds it instead, such as a mounted secret."""
     agent: str | None = None
     """Instance name: what rows carry as `agent_ref.name`, unless they have one."""
     tokens: Literal["items", "captured"] = "items"
     """Where token IDs come from: the items that the agent returns, or the model server's record of its calls."""
     model_server: Url | None = None
     """Base URL of the Roundhouse model server that recorded them; needed when `tokens` is `captured`."""
-    model_server_token: str | None = None
-    """Bearer token that it asks for, if it does."""
+    model_server_token_variable: VariableName | None = None
+    """Environment variable that holds the bearer token that it asks for, if it does."""
+    model_server_token_file: str | None = None
+    """File that holds it instead."""
     train_tasks: str
     """JSON lines file of training task rows."""
     heldout_tasks: str | None = None
     """JSON lines file of held-out task rows."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_tokens(cls, tree: Any) -> Any:
+        """Runs of earlier versions recorded `head_token: null`; a token itself was never a thing to record."""
+        if not isinstance(tree, dict):
+            return tree
+        for key in ("head_token", "model_server_token"):
+            if tree.get(key) is not None:
+                raise ValueError(
+                    f"environment.{key} would be written down with the configuration. Put the token into an environment "
+                    f"variable and set environment.{key}_variable to its name, or into a file and set environment.{key}_file."
+                )
+        return {key: value for key, value in tree.items() if key not in ("head_token", "model_server_token")}
 
     @model_validator(mode="after")
     def _reachable(self) -> AgentEnvironment:

@@ -19,4 +19,4 @@ ProperFraction = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """Base of every configuration section: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
 
 TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
@@ -49,7 +50,7 @@ class RemoteService(Section):
 
     kind: Literal["remote"] = "remote"
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
-    token_variable: str = TOKEN_VARIABLE
+    token_variable: VariableName = TOKEN_VARIABLE
     """Environment variable that holds the bearer token."""
     token_file: str | None = None
     """File that holds it instead, such as a mounted secret."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from roundhouse.config.models import AgentEnvironment
+from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
 from roundhouse.gym.agents.remote_agent import RemoteAgent
 from roundhouse.gym.connection import Connection, json_object
@@ -78,10 +79,10 @@ class RemoteAgentClient:
         return cls(
             config.url,
             head_server=config.head_server,
-            head_token=config.head_token,
+            head_token=_token(config.head_token_variable, config.head_token_file),
             agent=config.agent,
             model_server=config.model_server if config.tokens == "captured" else None,
-            model_server_token=config.model_server_token,
+            model_server_token=_token(config.model_server_token_variable, config.model_server_token_file),
             train=read_task_rows(config.train_tasks, "environment.train_tasks"),
             heldout=heldout,
         )
@@ -169,3 +170,7 @@ class RemoteAgentClient:
 
 def _bearer(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def _token(variable: str | None, file: str | None) -> str | None:
+    return None if variable is None and file is None else read_secret(variable or "", file)

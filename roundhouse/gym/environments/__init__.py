@@ -28,6 +28,7 @@ from roundhouse.config.environments import (
     WarehouseEnvironment,
     WorkerEnvironment,
 )
+from roundhouse.config.secrets import resolved
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError
 from roundhouse.gym.environment import Environment
@@ -62,7 +63,7 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
         ConfigError: it cannot be imported or made, or it lives in another process.
     """
     if isinstance(config, CustomEnvironment):
-        return _made(_imported(config.target), config.parameters, config.target)
+        return _made(_imported(config.target), config)
     if type(config) not in BUILT_IN:
         raise ConfigError(_elsewhere(config))
     return built_in(config)
@@ -130,12 +131,12 @@ def _imported(target: str) -> type[Environment] | type[GymnasiumEnvironment]:
 
 
 def _made(
-    found: type[Environment] | type[GymnasiumEnvironment], parameters: dict[str, Any], target: str
+    found: type[Environment] | type[GymnasiumEnvironment], config: CustomEnvironment
 ) -> Environment | GymnasiumEnvironment:
     try:
-        return found(**parameters)
+        return found(**resolved(config.parameters))
     except TypeError as error:
         raise ConfigError(
-            f"environment.parameters {parameters!r} do not fit {target}: {error}. "
+            f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
             "They are the keyword arguments of the class."
         ) from error

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roundhouse.config.secrets import masked
 from roundhouse.errors import ConfigError
 from roundhouse.gym.nemo import addresses
 from roundhouse.gym.nemo.directives import MISSING, apply_directives
@@ -28,7 +29,6 @@ from roundhouse.gym.nemo.instances import Instance, find_instances, unresolved_r
 from roundhouse.gym.nemo.merging import Tree, merge_dummy_models, merge_sources, unset_values
 from roundhouse.gym.nemo.own_servers import own_problems
 from roundhouse.gym.nemo.replacements import use_own_servers
-from roundhouse.gym.nemo.secrets import masked
 from roundhouse.gym.nemo.sources import DOTENV, SearchRoots
 
 

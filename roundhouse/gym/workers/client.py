@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from roundhouse.config.environments import WorkerEnvironment
+from roundhouse.config.secrets import resolved
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.gym.agents.attempt import Attempt
 from roundhouse.gym.environment import Restoration, Split, TaskRow, Verdict, task_row
@@ -190,8 +191,10 @@ def worker_maker(config: WorkerEnvironment) -> MakeWorker:
     except TypeError as error:
         raise ConfigError(f"environment.parameters {config.parameters!r} do not fit {target}: {error}.") from error
 
+    parameters = resolved(config.parameters)
+
     def make(llm: LlmClient) -> BaseRolloutWorker:
-        worker: BaseRolloutWorker = found(llm, evaluator, **config.parameters)
+        worker: BaseRolloutWorker = found(llm, evaluator, **parameters)
         return worker
 
     _made(lambda: make(_NO_CALLS), "environment.worker", target)

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from roundhouse.config.models import AgentEnvironment, PretrainedPolicy, RemoteEnvironment, RunConfig
+from roundhouse.config.secrets import read_secret
 from roundhouse.errors import RoundhouseError
 from roundhouse.infra import ports, processes
 from roundhouse.infra.checks.finding import Finding, fail, ok, warn
@@ -83,7 +84,8 @@ async def _looked_up(environment: AgentEnvironment) -> str:
     head = Connection(environment.head_server, key="environment.head_server")
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            return await look_up(head, environment.agent, environment.head_token)
+            token = read_secret(environment.head_token_variable or "", environment.head_token_file)
+            return await look_up(head, environment.agent, token)
     finally:
         await head.close()
 

@@ -6,9 +6,9 @@ Invariant: what is opened here is closed by whoever opened it; nothing is shared
 from __future__ import annotations
 
 from roundhouse.config.models import TrainConfig
+from roundhouse.config.secrets import read_secret
 from roundhouse.config.train_service import ProcessService, RayService, RemoteService, ResidentService
 from roundhouse.errors import ConfigError
-from roundhouse.training.service.token import read_token
 from roundhouse.training.service.verbs import TrainService
 
 
@@ -38,7 +38,7 @@ def open_service(config: TrainConfig, *, owner: str, temperature: float) -> Trai
             service.url,
             config,
             owner=owner,
-            token=read_token(service.token_variable, service.token_file),
+            token=read_secret(service.token_variable, service.token_file),
             temperature=temperature,
             timeout_seconds=service.timeout_seconds,
             retry_seconds=service.retry_seconds,

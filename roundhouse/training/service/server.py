@@ -28,13 +28,13 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 
 from roundhouse.config.models import TrainConfig
+from roundhouse.config.secrets import read_secret
 from roundhouse.config.train_service import TOKEN_VARIABLE
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
 from roundhouse.training.service import protocol
 from roundhouse.training.service.calls import Answer, CallLog
 from roundhouse.training.service.lease import Lease
 from roundhouse.training.service.served import ServedEngine
-from roundhouse.training.service.token import read_token
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     try:
-        token = read_token(TOKEN_VARIABLE, options.token_file)
+        token = read_secret(TOKEN_VARIABLE, options.token_file)
         require_token_beyond_loopback(options.host, token)
         machine = TrainConfig(device=options.device, threads=options.threads)
         with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:

@@ -1,0 +1,191 @@
+"""Secrets: where they come from, that no configuration holds one, and what is hidden where one is shown.
+
+Invariants: a run's configuration, which is written to run.json, shown by Prefect and MLflow, and printed, holds no secret but
+only the name of an environment variable or of a file that does (`refuse_secrets`). Masking never changes the shape of a tree,
+and masks by the name of a key: a value under a key that speaks of keys, tokens, passwords, secrets or credentials is replaced,
+whatever it is; so is the user part of a URL, and what looks like a well-known kind of credential. Counts and switches
+(`max_output_tokens: 64`, `return_token_id_information: true`) stay.
+
+    environment: {kind: custom, target: "judge:Judge", parameters: {api_key: {variable: JUDGE_KEY}}}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import AfterValidator, Field
+
+from roundhouse.errors import ConfigError
+
+MASK = "****"
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+"""Of an environment variable, which is no place for the secret itself."""
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+# fmt: off
+_SECRET_WORDS = frozenset((
+    "key", "keys", "apikey", "token", "tokens", "secret", "secrets", "password", "passwd", "passphrase", "credential",
+    "credentials", "authorization", "cookie",
+))
+_PLAIN_WORDS = frozenset(("key", "keys", "tokens"))
+"""Which speak of a secret only after one of the next: `api_key`, not `sort_key`; `max_tokens` is a count."""
+_OWNERS = frozenset(("api", "access", "auth", "secret", "private", "service", "account", "subscription", "signing"))
+# fmt: on
+_TEXT_TOKENS = frozenset(("bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk"))
+"""Before `token`, which is then one of a vocabulary."""
+_USER = re.compile(r"(\w+)://([^/@\s]+)@")
+_URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_CREDENTIAL = re.compile(
+    r"\b(AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|xox[abprs]-[A-Za-z0-9-]{10,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|(?i:\bbearer) [A-Za-z0-9._~+/-]{16,}"
+)
+
+
+def read_secret(variable: str, file: str | None = None) -> str | None:
+    """The secret from a file, else the environment variable, else the file that `<variable>_FILE` names; None without any.
+
+    Raises:
+        ConfigError: a file cannot be read or is empty.
+    """
+    if file is None:
+        if value := os.environ.get(variable):
+            return value
+        if not (file := os.environ.get(f"{variable}_FILE")):
+            return None
+    try:
+        secret = Path(file).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The secret file {file} cannot be read: {error}") from error
+    if not secret:
+        raise ConfigError(f"The secret file {file} is empty.")
+    return secret
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a value is a secret by its name: `api_key`, `DB_PASSWORD`, `hfToken`; not `token_file`, `sort_key`."""
+    words = _words(name)
+    before, last = words[-2:-1], words[-1:]
+    if not last or last[0] not in _SECRET_WORDS or (last == ["token"] and not _TEXT_TOKENS.isdisjoint(before)):
+        return False
+    return last[0] not in _PLAIN_WORDS or not _OWNERS.isdisjoint(before)
+
+
+def refuse_secrets(tree: Any, place: str = "") -> None:
+    """Refuse a tree of configuration that holds a secret.
+
+    Raises:
+        ValueError: names the key and the remedy, and not the value.
+    """
+    for key, why in _secrets_in(tree, place):
+        raise ValueError(
+            f"{key} holds {why}, and the configuration is written to the store, to Prefect and to MLflow. Put the secret into "
+            "an environment variable or a file, and name that: {variable: NAME} or {file: PATH} under environment.parameters, "
+            "the key that ends in _variable or _file elsewhere."
+        )
+
+
+def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
+    refuse_secrets(tree)
+    return tree
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_without_secrets)]
+"""Free-form values without secrets."""
+
+
+def resolved(tree: Any) -> Any:
+    """Free-form parameters with the secrets that they name: {"variable": NAME} and {"file": PATH} under a secret's name.
+
+    Raises:
+        ConfigError: there is no such variable or file.
+    """
+    if isinstance(tree, list):
+        return [resolved(child) for child in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: _secret_at(child, str(name)) if is_secret_name(str(name)) and _is_place(child) else resolved(child)
+        for name, child in tree.items()
+    }
+
+
+def _secret_at(place: dict[str, str], name: str) -> str:
+    found = read_secret(place.get("variable", ""), place.get("file"))
+    if found is None:
+        raise ConfigError(f"environment.parameters: {name} is in {place['variable']}, which is not set. Set it.")
+    return found
+
+
+def _is_place(node: Any) -> bool:
+    return isinstance(node, dict) and len(node) == 1 and isinstance(node.get("variable", node.get("file")), str)
+
+
+def _secrets_in(node: Any, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict):
+        for name, child in node.items():
+            below = f"{place}.{name}" if place else str(name)
+            if is_secret_name(str(name)) and not _is_place(child) and _is_told(child):
+                yield below, "a secret, by its name"
+            else:
+                yield from _secrets_in(child, below)
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from _secrets_in(child, f"{place}[{index}]")
+    elif isinstance(node, str) and (why := _secret_in_text(node)) is not None:
+        yield place, why
+
+
+def _is_told(value: Any) -> bool:
+    return not isinstance(value, bool) and value not in (None, "", "???", [], {})
+
+
+def _secret_in_text(text: str) -> str | None:
+    if any(scheme in ("http", "https", "s3") or ":" in user for scheme, user in _USER.findall(text)):
+        return "a user and password in a URL"
+    if _CREDENTIAL.search(text):
+        return "what looks like a credential"
+    if "://" in text and any(value and is_secret_name(name) for name, value in _query(text)):
+        return "a secret in the query of a URL"
+    return None
+
+
+def _query(url: str) -> list[tuple[str, str]]:
+    try:
+        return parse_qsl(urlsplit(url).query)
+    except ValueError:
+        return []
+
+
+def masked(node: Any, key: str = "") -> Any:
+    """A copy of a tree of plain containers with its secrets replaced. All of a mapping `secrets` or `api_keys` is secret."""
+    if isinstance(node, dict):
+        whole = _words(key)[-1:] and _words(key)[-1] in _SECRET_WORDS
+        return {name: masked(child, key if whole else str(name)) for name, child in node.items()}
+    if isinstance(node, list):
+        return [masked(child, key) for child in node]
+    if _is_masked(_words(key), node):
+        return MASK
+    return masked_text(node) if isinstance(node, str) else node
+
+
+def masked_text(text: str) -> str:
+    """A text without user parts of URLs and credentials of well-known kinds."""
+    return _CREDENTIAL.sub(MASK, _URL_USER.sub(MASK, text))
+
+
+def _words(key: str) -> list[str]:
+    return [word.lower() for word in _WORDS.findall(key)]
+
+
+def _is_masked(words: list[str], value: Any) -> bool:
+    if not words or isinstance(value, bool) or value in (None, "", "???"):
+        return False
+    if isinstance(value, str):
+        return not _SECRET_WORDS.isdisjoint(words)
+    return words[-1] in _SECRET_WORDS and words[-1] != "tokens"
