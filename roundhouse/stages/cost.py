@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.train_service import ProcessService
+from roundhouse.errors import RoundhouseError
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -36,6 +37,10 @@ _TOTAL_OF = {
     "cost/money": ("money", 1.0),
 }
 """Which total a metric adds to, and its unit in the metric's."""
+
+
+class BudgetReached(RoundhouseError):
+    """The run has used what it may; nothing failed."""
 
 
 def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str, float]:
@@ -119,6 +124,21 @@ def over_budget(config: RunConfig, totals: Mapping[str, float]) -> list[str]:
         for name, limit in limits.items()
         if totals[name] >= limit
     ]
+
+
+def refuse_over_budget(run: Run, iteration: int) -> None:
+    """Called before an iteration begins.
+
+    Raises:
+        BudgetReached: a limit is used up; with it raised, the same run goes on here.
+    """
+    used_up = over_budget(run.config, run_totals(run, iteration - 1))
+    if used_up:
+        raise BudgetReached(
+            f"Run {run.run_id} rests before iteration {iteration}: {'; '.join(used_up)}. Raise it and start the run again, by "
+            f"`roundhouse runs resume {run.run_id} --set cost.budget.<limit>=<more>` or in the form of the train deployment "
+            f"(the same run id, the limit among the overrides)."
+        )
 
 
 def _reason(rollout: Rollout, outcome: str | None) -> str | None:

@@ -103,3 +103,16 @@ def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_pat
     assert run_totals(run, 2)["wasted_tokens/failed"] == 75
     assert run_totals(run, 7) == totals_after({})
     assert iteration_manifests(run, 2)["report"].metrics["wasted_tokens/share"] == 0.25
+
+
+def test_a_run_rests_before_the_iteration_that_its_budget_does_not_cover_and_goes_on_when_it_is_raised(tmp_path):
+    run = open_run(config(store=str(tmp_path), cost={"budget": {"generated_tokens": 150}}))
+    for iteration in (0, 1):
+        validated = run.begin(run.stage(iteration, "validate"), policy_version=iteration)
+        validated.commit(metrics={"cost/generated_tokens": 100.0})
+        report_iteration(run, iteration)
+    refuse_over_budget(run, 1)
+    with pytest.raises(BudgetReached, match=r"before iteration 2: 200 of cost\.budget\.generated_tokens=150"):
+        refuse_over_budget(run, 2)
+    raised = open_run(config(store=str(tmp_path), cost={"budget": {"generated_tokens": 250}}))
+    refuse_over_budget(raised, 2)
