@@ -16,6 +16,11 @@ class RetryPolicy(Section):
     first_delay_seconds: PositiveFloat = 0.5
     factor: Annotated[float, Field(ge=1)] = 2.0
     max_delay_seconds: PositiveFloat = 30.0
+    budget_fraction: Annotated[float, Field(ge=0)] | None = None
+    """Retries of one collection in all, as a share of its rollouts; a failure after that is final. Unset: every rollout has
+    its attempts."""
+    budget_seconds: PositiveFloat | None = None
+    """No retry begins later than this after the first one of the collection. Unset: no limit."""
 
 
 class DynamicSampling(Section):

@@ -23,6 +23,7 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
+from roundhouse.health.activity import ACTIVITY
 
 PATH = "/v1/chat/completions"
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -62,13 +63,18 @@ class HttpPolicyClient:
     ) -> Completion:
         """Answer a conversation; see `PolicyClient.complete`."""
         body = orjson.dumps(request_body(messages, tools, sampling, seed, self.model))
-        async with self._slots:
-            started = time.perf_counter()
-            status, data = await self._post(body)
-            latency = time.perf_counter() - started
+        with ACTIVITY.track("engine", "model call", where=self.url):
+            status, data, latency = await self._timed_post(body)
         if status != 200:
             raise error_of(status, data, self.url)
         return read_completion(data, latency, self.url)
+
+    async def _timed_post(self, body: bytes) -> tuple[int, bytes, float]:
+        """Status, body, and seconds since the call had a connection."""
+        async with self._slots:
+            started = time.perf_counter()
+            status, data = await self._post(body)
+            return status, data, time.perf_counter() - started
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         if self._session is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,10 +17,11 @@ from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
 from roundhouse.gym.agent import run_rollout
 from roundhouse.gym.journal import Journal
-from roundhouse.gym.outage import Outage
+from roundhouse.gym.outage import Outage, RetryBudget
 from roundhouse.gym.plan import ReorderError, RolloutSpec, plan_rollouts, reorder
 from roundhouse.gym.protocol import EnvironmentClient
 from roundhouse.gym.tape import Tape
+from roundhouse.health.activity import ACTIVITY
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import derive_seed
 
@@ -94,6 +96,7 @@ class _Collection:
         self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
         self._workers = min(config.concurrency, len(specs))
         self._outage = Outage(self._workers)
+        self._budget = RetryBudget(len(specs), config.retry.budget_fraction, config.retry.budget_seconds)
         self._results: list[tuple[int, Rollout]] = []
 
     async def run(self) -> list[Rollout]:
@@ -107,7 +110,8 @@ class _Collection:
 
     async def _work(self) -> None:
         for index, spec in self._queue:
-            rollout = self._not_tried(spec) if self._outage.open else await self._try(spec)
+            with ACTIVITY.track("collect", "rollout", spec.rollout_id):
+                rollout = self._not_tried(spec) if self._outage.open else await self._try(spec)
             self._note(rollout)
             self._results.append((index, rollout))
             if self._on_rollout is not None:
@@ -121,6 +125,9 @@ class _Collection:
             tape = None if self._tape is None else self._tape(spec)
             rollout = await self._play(spec, attempt=attempt, tape=tape)
             if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
+                return rollout
+            if not self._budget.take(time.monotonic()):
+                log.info("%s: %s, and the budget of retries is spent", rollout.rollout_id, rollout.failure_code)
                 return rollout
             delay = retry_delay(retry, attempt, spec.seed)
             log.info("%s: %s, attempt %d; again in %.1f s", rollout.rollout_id, rollout.failure_code, attempt, delay)

@@ -1,12 +1,15 @@
-"""When to stop asking an engine or environment that is gone: a pure state machine over finished rollouts.
+"""When to stop asking an engine or environment that is gone: pure state machines over the rollouts of one collection.
 
-Invariant: it opens only when `threshold` rollouts in a row, each after all its attempts, failed for infrastructure. Any other
-outcome in between shows that something still works and starts the count anew. Once open, it stays open.
+Invariant: an `Outage` opens only when `threshold` rollouts in a row, each after all its attempts, failed for infrastructure.
+Any other outcome in between shows that something still works and starts the count anew. Once open, it stays open.
 
-Without it a collection of 10,000 rollouts would try each of them three times against a dead engine.
+Without it a collection of 10,000 rollouts would try each of them three times against a dead engine. A `RetryBudget` bounds the
+retries where not everything fails: where one rollout in three does, three attempts each would hide it and cost a half more.
 """
 
 from __future__ import annotations
+
+import math
 
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 
@@ -34,3 +37,20 @@ class Outage:
         self._in_a_row = self._in_a_row + 1 if infra else 0
         if self._in_a_row >= self.threshold and self.last is None:
             self.last = rollout
+
+
+class RetryBudget:
+    """The retries of one collection: at most `fraction` of its rollouts, and none later than `seconds` after the first."""
+
+    def __init__(self, rollouts: int, fraction: float | None, seconds: float | None) -> None:
+        self._left = math.inf if fraction is None else math.ceil(rollouts * fraction)
+        self._seconds = seconds
+        self._first_at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether there may be one more retry at this time, in seconds of any clock that does not run backwards."""
+        first_at = now if self._first_at is None else self._first_at
+        if self._left < 1 or (self._seconds is not None and now - first_at > self._seconds):
+            return False
+        self._first_at, self._left = first_at, self._left - 1
+        return True

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 GRACE_SECONDS = 10.0
 """For interrupted work to close what it has open."""
+_INTERRUPT_SECONDS = 0.2
 _NAMED = 5
 """Pieces of work that the message names; it counts the others."""
 _STACK_FRAMES = 12
@@ -119,9 +120,11 @@ class _Supervision(Generic[T]):
             if self.done.wait(grace / 2):
                 return
         deadline = time.monotonic() + grace / 2
-        if not self.done.is_set() and self.thread.ident is not None:
+        while self.thread.ident is not None and time.monotonic() < deadline:
+            # Again and again: in an event loop it ends one coroutine, and the next one may block in the same way.
             _raise_in_thread(self.thread.ident, Interrupted)
-        self.done.wait(max(0.0, deadline - time.monotonic()))
+            if self.done.wait(_INTERRUPT_SECONDS):
+                return
 
     def _run(self) -> None:
         _supervision.set(self)

@@ -6,18 +6,18 @@ are kept, and only the missing ones are generated again, under the same seeds.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
-from roundhouse.errors import InfraError
+from roundhouse.errors import TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.gym.collector import RolloutSpec, collect, plan_rollouts
 from roundhouse.gym.environment import TaskRow
 from roundhouse.gym.sessions import open_environment
 from roundhouse.gym.task_sampler import sample_tasks
+from roundhouse.health.watchdog import run_interruptible
 from roundhouse.stages.metrics import rollout_metrics
 from roundhouse.stages.rounds import sample_rounds
 from roundhouse.store.location import Location
@@ -204,7 +204,7 @@ def collect_into(
             )
 
     started = time.monotonic()
-    fresh = {rollout.rollout_id: rollout for rollout in asyncio.run(work())}
+    fresh = {rollout.rollout_id: rollout for rollout in run_interruptible(work())}
     window = time.monotonic() - started
     writer.flush()
     rollouts = [kept[spec.rollout_id] if spec.rollout_id in kept else fresh[spec.rollout_id] for spec in specs]
@@ -265,7 +265,7 @@ def _refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, en
     if len(failed) <= config.max_failed_fraction * len(rollouts):
         return
     first = failed[0]
-    raise InfraError(
+    raise TooFewRollouts(
         f"{len(failed)} of {len(rollouts)} rollouts failed, more than rollout.max_failed_fraction="
         f"{config.max_failed_fraction} allows. The first: {first.failure_code}: {first.failure_detail} (engine: {engine_url}). "
         "What finished is kept; the next attempt generates only the rest."

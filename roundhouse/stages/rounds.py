@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.config.models import RolloutConfig
-from roundhouse.errors import DataError
+from roundhouse.errors import TooFewSequences
 from roundhouse.gym.environment import TaskRow
 from roundhouse.gym.plan import RolloutSpec, plan_rollouts
 from roundhouse.gym.task_sampler import sample_tasks
@@ -65,7 +65,7 @@ def sample_rounds(
     """Roll out `config.tasks` tasks a round until as many groups have spread, or `max_rounds` are over.
 
     Raises:
-        DataError: too few groups have spread after the last round, and `on_exhausted` is error.
+        TooFewSequences: too few groups have spread after the last round, and `on_exhausted` is error.
     """
     policy = config.dynamic_sampling
     assert policy is not None, "only called under rollout.dynamic_sampling"
@@ -79,7 +79,7 @@ def sample_rounds(
         rollouts += roll_out(planned[len(rollouts) :])
         found = groups_with_spread(rollouts)
     if len(found) < config.tasks and policy.on_exhausted == "error":
-        raise DataError(
+        raise TooFewSequences(
             f"iteration {iteration}: {len(found)} of {config.tasks} groups have spread after {number} rounds "
             "(rollout.dynamic_sampling.max_rounds). The tasks are too easy or too hard for this policy: change them, raise "
             "max_rounds or rollout.group_size, or set rollout.dynamic_sampling.on_exhausted to continue."

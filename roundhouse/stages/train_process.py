@@ -11,17 +11,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pyarrow as pa
 
 from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.health.activity import ACTIVITY
 from roundhouse.store.location import Location
 from roundhouse.training.service.one_shot import EXIT_CODES, StepResult, StepSpec, read_error, read_result
 
 MODULE = "roundhouse.training.service.one_shot"
 _LAST_LINES = 12
+POLL_SECONDS = 1.0
+"""How often the process's log is looked at for a sign of life."""
 
 
 def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[StepResult, pa.Table]:
@@ -52,21 +56,36 @@ def _run(command: list[str], log: Path, timeout_seconds: float) -> int:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            return process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired as error:
-            raise InfraError(
-                f"The training step took longer than train.service.timeout_seconds ({timeout_seconds:.0f} s) and was ended. "
-                f"Raise it. The last it said: {_last_lines(log)}"
-            ) from error
+            with ACTIVITY.track("train", "process", where=f"pid {process.pid}, log {log}"):
+                return _wait(process, log, timeout_seconds)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
+def _wait(process: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> int:
+    """The process's exit code. Each time it says something, it has moved."""
+    deadline = time.monotonic() + timeout_seconds
+    said = 0
+    while True:
+        try:
+            return process.wait(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired as error:
+            if (size := log.stat().st_size) != said:
+                said = size
+                ACTIVITY.advance()
+            if time.monotonic() >= deadline:
+                raise InfraError(
+                    f"The training step took longer than train.service.timeout_seconds ({timeout_seconds:.0f} s) and was "
+                    f"ended. Raise it. The last it said: {_last_lines(log)}"
+                ) from error
+
+
 def _error_of(code: int, log: Path) -> RoundhouseError:
     kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
-    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    memory = " (by the kernel, when its memory was full?)" if code == -signal.SIGKILL else ""
+    ended = f"was killed by signal {-code}{memory}" if code < 0 else f"ended with exit code {code}"
     return kind(f"The training step's process {ended}. The last it said: {_last_lines(log)}")
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.config.models import RunConfig
-from roundhouse.errors import DataError
+from roundhouse.errors import DataError, TooFewSequences
 from roundhouse.stages.cost import rollout_waste
 from roundhouse.stages.policy import engine_files
 from roundhouse.stages.text_proof import DecodedText
@@ -92,7 +92,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     """Validate the rollouts of an iteration.
 
     Raises:
-        DataError: more was refused than `validation.max_quarantine_fraction` allows, or nothing is left to train on.
+        TooFewSequences: more was refused than `validation.max_quarantine_fraction` allows, or too few groups are left.
     """
     config = run.config
     stage = run.stage(iteration, "validate")
@@ -116,11 +116,13 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     attempt.write_table("quarantine", result.quarantine)
     put_aside = sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
     refused, requested = result.quarantine.num_rows - put_aside, result.ledger.requested - put_aside
-    if refused > config.validation.max_quarantine_fraction * requested or result.sequences.num_rows == 0:
-        raise DataError(
+    groups = pc.count_distinct(result.sequences.column("group_id")).as_py()
+    if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
+        raise TooFewSequences(
             f"iteration {iteration}: {refused} of {requested} rollouts were refused ({result.reasons}), "
-            f"{result.sequences.num_rows} sequences are left; validation.max_quarantine_fraction is "
-            f"{config.validation.max_quarantine_fraction}. The evidence is in {stage.location.uri} (dataset quarantine)."
+            f"{result.sequences.num_rows} sequences of {groups} groups are left; validation.max_quarantine_fraction is "
+            f"{config.validation.max_quarantine_fraction}, failures.min_groups {config.failures.min_groups}. The evidence is "
+            f"in {stage.location.uri} (dataset quarantine)."
         )
     tokens = pc.sum(pc.list_value_length(result.sequences.column("token_ids"))).as_py()
     trained = pc.sum(pc.list_flatten(result.sequences.column("loss_mask")).cast(pa.int64())).as_py()

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from fsspec.implementations.local import LocalFileSystem
 
-from roundhouse.errors import StoreError
+from roundhouse.errors import DiskFull, StoreError
 from roundhouse.store import bucket, disk
 from roundhouse.store.bucket import StoreUnavailable
 
@@ -202,8 +202,11 @@ class Location:
         except PermissionError as error:
             raise StoreError(f"cannot {verb} {place}: permission denied. {_who_may(error)}") from error
         except OSError as error:
-            remedy = " The disk is full: free space and start again." if error.errno in _NO_ROOM else ""
-            raise StoreError(f"cannot {verb} {place}: {error}.{remedy}") from error
+            if error.errno in _NO_ROOM:
+                raise DiskFull(
+                    f"cannot {verb} {place}: {error}. The disk is full: free space and start again."
+                ) from error
+            raise StoreError(f"cannot {verb} {place}: {error}.") from error
 
 
 def _who_may(error: PermissionError) -> str:

@@ -8,6 +8,7 @@ and no gradient: what it asks of the service is all that happens to the weights.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 import time
@@ -20,6 +21,7 @@ import torch
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
+from roundhouse.health.activity import ACTIVITY
 from roundhouse.training.algorithm import Algorithm, Evidence, Stamp, TokenColumns, check_columns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
@@ -32,6 +34,8 @@ from roundhouse.training.optimizer import learning_rate
 from roundhouse.training.report import StepReport, sequence_rows
 from roundhouse.training.service.verbs import Gradient, LossBatch, Role, TokenBatch, TrainService, token_positions
 from roundhouse.trajectories.tokens import derive_seed
+
+log = logging.getLogger(__name__)
 
 
 class NonFiniteError(DataError):
@@ -92,7 +96,8 @@ class Step:
             self.ref = self._log_probs("reference", self.trained, Role.REFERENCE)
         with self._timed("updates"):
             for number, indices in enumerate(self.batches):
-                self._update(indices, number)
+                with ACTIVITY.track("train", f"update {number + 1} of {len(self.batches)}"):
+                    self._update(indices, number)
         self._measure_mismatch()
         self._steer_kl()
         self.seconds["total"] = time.perf_counter() - begun
@@ -112,7 +117,8 @@ class Step:
         return stamp
 
     def _log_probs(self, name: str, tokens: np.ndarray, role: Role = Role.POLICY) -> np.ndarray:
-        with self._timed(f"forward_{name}"):
+        log.info("iteration %d: %s log-probabilities", self.iteration, name)
+        with self._timed(f"forward_{name}"), ACTIVITY.track("train", f"{name} log-probabilities"):
             log_probs = self.learner.log_probs(self.sequences, tokens, role)
         self._require_finite(f"{name} log-probability", float(log_probs.sum()), 0)
         return log_probs
@@ -125,6 +131,7 @@ class Step:
 
     def _update(self, indices: list[int], number: int) -> None:
         """One optimizer step on the sequences with these indices."""
+        log.info("iteration %d: update %d of %d", self.iteration, number + 1, len(self.batches))
         learner = self.learner
         first = number == 0 and not learner.algorithm.needs_log_probs
         chosen = token_positions(self.sequences, indices)

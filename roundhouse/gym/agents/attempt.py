@@ -15,6 +15,7 @@ from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.generation.protocol import TOKEN_FIELDS, PolicyClient
 from roundhouse.gym.protocol import Session
 from roundhouse.gym.tape import Tape
+from roundhouse.health.activity import ACTIVITY
 from roundhouse.trajectories.records import Rollout
 
 T = TypeVar("T")
@@ -47,7 +48,8 @@ class Attempt:
         """Await the environment, on its account."""
         begun = time.perf_counter()
         try:
-            return await work
+            with ACTIVITY.track("environment", "call", where=self.rollout.environment):
+                return await work
         finally:
             self.rollout.environment_seconds += time.perf_counter() - begun
 

@@ -1,0 +1,135 @@
+"""What hangs in a stage is named and given up: an engine, an environment, a trainer's process. Real HTTP, real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import InfraError
+from roundhouse.gym.environment import Environment
+from roundhouse.health.activity import ACTIVITY
+from roundhouse.health.watchdog import Stalled, supervised
+from roundhouse.stages import train_process
+from roundhouse.stages.collect import collect_iteration
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, open_run
+from tests.stages.test_collect import ScriptedEngine, engine  # noqa: F401 - a fixture
+
+T = TypeVar("T")
+LIMIT = 1.0
+
+
+@contextmanager
+def hanging_server() -> Iterator[str]:
+    """Accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def open_test_run(tmp_path: Path, **environment: Any) -> tuple[Run, Reference]:
+    tree = {
+        "run_id": "r",
+        "store": str(tmp_path / "store"),
+        "rollout": {"tasks": 2, "group_size": 2, "concurrency": 2},
+        **({"environment": environment} if environment else {}),
+    }
+    run = open_run(parse_config(tree))
+    return run, run.begin(run.stage(1, "refit"), policy_version=0).commit()
+
+
+def stall_of(work: Callable[[], T]) -> Stalled:
+    begun = time.monotonic()
+    with pytest.raises(Stalled) as raised:
+        supervised(work, "collect", "iteration 1", LIMIT, grace=2.0)
+    assert time.monotonic() - begun < 15
+    assert isinstance(raised.value, InfraError), "so that the stage is tried again"
+    assert ACTIVITY.wait_quiescent(10), ACTIVITY.summary()
+    return raised.value
+
+
+def test_a_hanging_engine_is_named_by_its_url_with_the_rollouts_that_wait_for_it(tmp_path: Path) -> None:
+    run, weights = open_test_run(tmp_path)
+    with hanging_server() as url:
+        stall = stall_of(lambda: collect_iteration(run, 1, weights, url))
+    assert f"engine: model call at {url}/v1/chat/completions" in str(stall)
+    assert "collect: rollout" in str(stall)
+    assert run.stage(1, "collect").reference() is None
+
+
+class Hanging(Environment):
+    """Its tool never gives the event loop back."""
+
+    name = "hanging"
+
+    def tasks(self, split: str) -> list[dict[str, Any]]:
+        call = [{"role": "user", "content": "hang"}]
+        return [{"responses_create_params": {"input": call}, "task_id": str(n)} for n in range(4)]
+
+    async def seed_session(self, row: dict[str, Any]) -> None:
+        while True:
+            time.sleep(0.01)  # noqa: ASYNC251 - what it does wrong
+
+    async def verify(self, state: Any, row: dict[str, Any], response: dict[str, Any]) -> Any:
+        raise AssertionError("never reached")
+
+
+def test_an_environment_that_blocks_the_event_loop_is_named_by_the_line_where_it_stands(
+    tmp_path: Path,
+    engine: ScriptedEngine,  # noqa: F811
+) -> None:
+    run, weights = open_test_run(tmp_path, kind="custom", target=f"{__name__}:Hanging")
+    stall = stall_of(lambda: collect_iteration(run, 1, weights, engine.url))
+    assert "environment: call at hanging" in str(stall)
+    assert "in seed_session" in str(stall)
+    assert Path(__file__).name in stall.stack
+
+
+def test_a_hanging_environment_server_is_named_and_a_new_attempt_finds_the_store_as_it_was(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"responses_create_params": {"input": [{"role": "user", "content": "hi"}]}}\n' * 2)
+    with hanging_server() as url:
+        run, weights = open_test_run(tmp_path, kind="remote", url=url, train_tasks=str(rows), heldout_tasks=str(rows))
+        stall = stall_of(lambda: collect_iteration(run, 1, weights, "http://127.0.0.1:9"))
+    assert f"environment: call at {url.removeprefix('http://')}" in str(stall)
+
+
+def test_a_hanging_trainer_process_is_ended_with_its_attempt_and_one_that_speaks_is_left_alone(tmp_path: Path) -> None:
+    hangs = [sys.executable, "-c", "import time; print('started', flush=True); time.sleep(600)"]
+    pids: list[int] = []
+
+    def watch() -> None:
+        while not pids:
+            pids.extend(int(w.where.split()[1].rstrip(",")) for w in ACTIVITY.in_flight() if w.kind == "process")
+            time.sleep(0.01)
+
+    threading.Thread(target=watch, daemon=True).start()
+    stall = stall_of(lambda: train_process._run(hangs, tmp_path / "log", 600))
+    assert "train: process at pid" in str(stall)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    speaks = [sys.executable, "-uc", "import time\nfor k in range(12): print('update', k); time.sleep(0.25)"]
+    log = tmp_path / "speaking"
+    assert supervised(lambda: train_process._run(speaks, log, 600), "train", "iteration 1", 2 * LIMIT) == 0
+
+
+def test_a_trainer_process_that_the_kernel_killed_says_so(tmp_path: Path) -> None:
+    error = train_process._error_of(-signal.SIGKILL, _log(tmp_path))
+    assert isinstance(error, InfraError)
+    assert "when its memory was full" in str(error)
+
+
+def _log(tmp_path: Path) -> Path:
+    log = tmp_path / "log"
+    log.write_text("update 1 of 4\n")
+    return log
