@@ -8,8 +8,10 @@ import pytest
 from roundhouse.cli.cost import run_cost
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.cost import (
+    BudgetReached,
     iteration_cost,
     over_budget,
+    refuse_over_budget,
     rollout_waste,
     run_totals,
     totals_after,
