@@ -105,9 +105,11 @@ def _plain_rows(answer: pa.Table) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """NaN and infinity are null; what JSON does not know is text."""
-    if isinstance(value, float | Decimal):
-        return float(value) if math.isfinite(value) else None
+    """NaN and infinity are null; a whole decimal (DuckDB's sum of integers) is an integer; what JSON does not know is text."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

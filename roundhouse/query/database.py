@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 
@@ -44,10 +44,12 @@ def run_query(
     runs: list[str] | None = None,
     unfinished: bool = False,
     timeout_seconds: float = 300.0,
+    values: Sequence[Any] = (),
 ) -> pa.Table:
     """The answer to a statement as an Arrow table.
 
     Args:
+        values: of the statement's `?`, in order.
         runs: only these; all when left out.
         unfinished: rows of stages that are not complete too, with `complete` false.
 
@@ -60,7 +62,7 @@ def run_query(
         names = _tables_of(database, statement)
         for name, table in load_tables(store, names, runs=runs, unfinished=unfinished).items():
             database.register(name, table)
-        return execute(database, statement, timeout_seconds, names)
+        return execute(database, statement, timeout_seconds, names, values)
 
 
 @contextlib.contextmanager
@@ -100,15 +102,18 @@ def load_tables(
 
 
 def execute(
-    database: duckdb.DuckDBPyConnection, sql: str, timeout_seconds: float, names: set[str] | None = None
+    database: duckdb.DuckDBPyConnection,
+    sql: str,
+    timeout_seconds: float,
+    names: set[str] | None = None,
+    values: Sequence[Any] = (),
 ) -> pa.Table:
     """Run a statement with a time limit."""
     alarm = threading.Timer(timeout_seconds, database.interrupt)
     alarm.daemon = True
     alarm.start()
     try:
-        answer = database.sql(sql)
-        return answer.to_arrow_table()
+        return database.sql(sql, params=list(values)).to_arrow_table()
     except duckdb.InterruptException as error:
         raise QueryError(
             f"The query was ended after {timeout_seconds:g} s. Name runs or iterations in WHERE, or raise --timeout."

@@ -41,14 +41,15 @@ def write_run(
     group_size: int = 4,
     seed: int = 0,
     said: str = "The answer is 7.",
+    first: int = 1,
     **keys: Any,
 ) -> Run:
-    """A run whose every iteration has rollouts of the same tasks. In each, the first task's last sample has failed and the
-    second task's first one is masked; the rest are trained on."""
+    """A run of iterations `first` to `iterations`, each with rollouts of the same tasks. In each, the first task's last sample
+    has failed and the second task's first one is masked; the rest are trained on."""
     config = {"run_id": run_id, "store": store, "seed": seed, "rollout": {"tasks": tasks, "group_size": group_size}}
     run = open_run(parse_config(config | keys))
     base = _starting_policy(run)
-    for iteration in range(1, iterations + 1):
+    for iteration in range(first, iterations + 1):
         base = _iteration(run, iteration, base, tasks, group_size, said)
     return run
 

@@ -1,0 +1,258 @@
+"""What a checkpoint was trained on, and what became of a row.
+
+Invariant: every answer comes from manifests and from the datasets that they name, so it holds for a run that was resumed, was
+forked, or whose older checkpoints were deleted. Version k of a run is trained on iterations 1 to k; of a fork, on those of its
+parent up to the fork, and on its own after it.
+
+    base    1 2 3 4 5                    why wide 7  =  base 1-4, wide 5-7
+    wide    · · · └── 5 6 7
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from roundhouse.query.database import QueryError, run_query
+from roundhouse.store.location import Location, NotFound
+
+_USED = """
+WITH used AS (
+  SELECT s.iteration, s.rollout_id, regexp_replace(s.group_id, '#[0-9]+$', '') AS row, s.policy_version, s.reward,
+         c.trained, c.trained_tokens
+  FROM sequences s JOIN columns c USING (iteration, sequence_id)
+  WHERE s.iteration BETWEEN ? AND ?
+)
+"""
+_ITERATIONS = (
+    _USED
+    + """
+SELECT iteration, count(*) AS sequences, count(*) FILTER (trained) AS trained_sequences,
+       sum(trained_tokens)::BIGINT AS trained_tokens,
+       count(DISTINCT rollout_id) FILTER (trained) AS rollouts, count(DISTINCT row) FILTER (trained) AS rows,
+       avg(reward) AS reward, list_sort(list(DISTINCT policy_version)) AS policy_versions
+FROM used GROUP BY iteration ORDER BY iteration
+"""
+)
+_ROWS = (
+    _USED
+    + """
+SELECT row, list_sort(list(DISTINCT iteration)) AS iterations, count(DISTINCT (iteration, rollout_id)) AS rollouts,
+       sum(trained_tokens)::BIGINT AS trained_tokens, avg(reward) AS reward
+FROM used WHERE trained GROUP BY row ORDER BY row
+"""
+)
+_PROMPTS = """
+SELECT regexp_replace(group_id, '#[0-9]+$', '') AS row, any_value(task) AS task
+FROM rollouts WHERE stage = 'collect' AND iteration BETWEEN ? AND ? AND sample = 0 GROUP BY 1
+"""
+_STAGES = """
+SELECT iteration, stage, seed, code_version, config_digest, policy_version, attempt FROM stages
+WHERE iteration BETWEEN ? AND ? AND stage IN ('collect', 'validate', 'train') ORDER BY iteration, stage
+"""
+_OF_ROW = """
+SELECT r.run_id, r.iteration, count(DISTINCT r.rollout_id) AS rollouts,
+       count(DISTINCT r.rollout_id) FILTER (c.trained) AS trained, sum(c.trained_tokens)::BIGINT AS trained_tokens,
+       avg(r.reward) AS reward, list_sort(list(DISTINCT q.reason) FILTER (q.reason IS NOT NULL)) AS refused
+FROM (SELECT * FROM rollouts WHERE stage = 'collect' AND (group_id = ? OR starts_with(group_id, ?))) r
+LEFT JOIN columns c USING (run_id, iteration, rollout_id)
+LEFT JOIN quarantine q USING (run_id, iteration, rollout_id)
+GROUP BY 1, 2 ORDER BY 1, 2
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Iterations of one run that a version was trained on."""
+
+    run_id: str
+    first: int
+    last: int
+    note: str = ""
+    """Why what came before is not known here."""
+
+
+@dataclass(slots=True)
+class TrainedOn:
+    """What went into a checkpoint."""
+
+    run_id: str
+    version: int
+    checkpoint: str | None
+    """URI; None when retention has deleted it."""
+    segments: list[Segment]
+    iterations: list[dict[str, Any]] = field(default_factory=list)
+    """One entry an iteration: what was trained on, with which seed, code and configuration, sampled by which versions."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """One entry a task row, with its prompt."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
+    """Rows, prompts, policy versions, seeds and code behind a checkpoint.
+
+    Raises:
+        QueryError: there is no such run, or it has not trained this version.
+    """
+    segments = segments_of(store, run_id, version)
+    found = TrainedOn(run_id, version, _checkpoint(store, run_id, version), segments)
+    by_row: dict[str, dict[str, Any]] = {}
+    for segment in reversed(segments):
+        if segment.first > segment.last:
+            continue
+        span = (segment.first, segment.last)
+        iterations = _rows(store, segment.run_id, _ITERATIONS, *span)
+        stages = _rows(store, segment.run_id, _STAGES, *span)
+        found.iterations += [
+            {"run_id": segment.run_id, **row, **_circumstances(row["iteration"], stages)} for row in iterations
+        ]
+        prompts = {row["row"]: prompt_of(row["task"]) for row in _rows(store, segment.run_id, _PROMPTS, *span)}
+        for row in _rows(store, segment.run_id, _ROWS, *span):
+            _add_row(by_row, row, prompts.get(row["row"]))
+    found.rows = [by_row[name] for name in sorted(by_row)]
+    if not found.iterations and version > 0 and not any(segment.note for segment in segments):
+        raise QueryError(_not_trained(store, run_id, version))
+    missing = version > 0 and found.iterations and found.iterations[-1]["iteration"] != version
+    if missing:
+        raise QueryError(_not_trained(store, run_id, version))
+    return found
+
+
+def segments_of(store: str, run_id: str, version: int) -> list[Segment]:
+    """The iterations behind a version, the newest first: of the run, and of those that it was forked from."""
+    segments: list[Segment] = []
+    seen: set[str] = set()
+    current, last = run_id, version
+    while True:
+        seen.add(current)
+        parent = identity_of(store, current).get("parent")
+        start = 0 if parent is None else int(parent["version"])
+        segments.append(Segment(current, start + 1, last))
+        if parent is None:
+            return segments
+        origin, last = parent["run_id"], min(start, last)
+        if last == 0:
+            return segments
+        there = Location(store).uri + "/"
+        if (
+            origin in seen
+            or not parent["checkpoint"]["uri"].startswith(there)
+            or not _is_same(store, origin, parent["uid"])
+        ):
+            segments.append(Segment(origin, 1, 0, f"run {origin} up to version {last} is not in this store any more"))
+            return segments
+        current = origin
+
+
+def row_history(store: str, row: str, runs: list[str] | None = None) -> list[dict[str, Any]]:
+    """Where a task row was collected, and the first version that it went into; runs that were forked later have it too.
+
+    Raises:
+        QueryError: no iteration collected it.
+    """
+    found = run_query(store, _OF_ROW, runs=runs, values=[row, f"{row}#"]).to_pylist()
+    if not found:
+        raise QueryError(
+            f"No iteration collected the row {row!r}. Ids of rows: "
+            'roundhouse query "SELECT DISTINCT group_id FROM rollouts LIMIT 10".'
+        )
+    newest = _newest_versions(store, sorted({entry["run_id"] for entry in found}))
+    forks = _forks(store)
+    for entry in found:
+        entry["refused"] = entry["refused"] or []
+        went_in = entry["trained"] > 0
+        entry["first_version"] = entry["iteration"] if went_in else None
+        entry["newest_version"] = newest.get(entry["run_id"]) if went_in else None
+        entry["forks"] = [
+            fork for origin, at, fork in forks if went_in and origin == entry["run_id"] and at >= entry["iteration"]
+        ]
+    return found
+
+
+def identity_of(store: str, run_id: str) -> dict[str, Any]:
+    """The run's run.json.
+
+    Raises:
+        QueryError: there is no such run.
+    """
+    runs = Location(store) / "runs"
+    try:
+        return json.loads((runs / run_id).read("run.json"))
+    except NotFound:
+        raise QueryError(
+            f"No run {run_id!r} in {Location(store).uri}. Runs there: {', '.join(runs.names()) or 'none'}."
+        ) from None
+
+
+def prompt_of(task: str | None) -> str | None:
+    """The last thing that the user says in a task row (JSON); None where the row has another shape."""
+    try:
+        asked = json.loads(task or "null")["responses_create_params"]["input"]
+        if isinstance(asked, str):
+            return asked
+        said = [item["content"] for item in asked if item.get("role") == "user"]
+        return said[-1] if isinstance(said[-1], str) else "".join(part.get("text", "") for part in said[-1])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def _add_row(by_row: dict[str, dict[str, Any]], row: dict[str, Any], prompt: str | None) -> None:
+    """Count a row of one segment into those of all."""
+    known = by_row.get(row["row"])
+    if known is None:
+        by_row[row["row"]] = row | {"prompt": prompt}
+        return
+    total = known["rollouts"] + row["rollouts"]
+    known["reward"] = (known["reward"] * known["rollouts"] + row["reward"] * row["rollouts"]) / total
+    known["rollouts"] = total
+    known["trained_tokens"] += row["trained_tokens"]
+    known["iterations"] = sorted({*known["iterations"], *row["iterations"]})
+
+
+def _circumstances(iteration: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [stage for stage in stages if stage["iteration"] == iteration]
+    return {
+        "seed": own[0]["seed"] if own else None,
+        "base_version": next((stage["policy_version"] for stage in own if stage["stage"] == "train"), None),
+        "code_versions": sorted({stage["code_version"] for stage in own}),
+        "config_digests": sorted({stage["config_digest"] for stage in own}),
+        "attempts": {stage["stage"]: stage["attempt"] for stage in own},
+    }
+
+
+def _rows(store: str, run_id: str, sql: str, *values: Any) -> list[dict[str, Any]]:
+    return run_query(store, sql, runs=[run_id], values=values).to_pylist()
+
+
+def _checkpoint(store: str, run_id: str, version: int) -> str | None:
+    place = Location(store) / f"runs/{run_id}/checkpoints/{version:06d}"
+    return place.uri if place.exists("manifest.json") else None
+
+
+def _is_same(store: str, run_id: str, uid: str) -> bool:
+    try:
+        return identity_of(store, run_id)["uid"] == uid
+    except QueryError:
+        return False
+
+
+def _newest_versions(store: str, runs: list[str]) -> dict[str, int]:
+    found = run_query(
+        store, "SELECT run_id, max(iteration) AS newest FROM stages WHERE stage = 'train' GROUP BY 1", runs=runs
+    )
+    return {row["run_id"]: row["newest"] for row in found.to_pylist()}
+
+
+def _forks(store: str) -> list[tuple[str, int, str]]:
+    """(parent, version, fork) of every fork of the store."""
+    found = run_query(store, "SELECT run_id, parent FROM runs WHERE parent IS NOT NULL").to_pylist()
+    parents = [(json.loads(row["parent"]), row["run_id"]) for row in found]
+    return sorted((parent["run_id"], int(parent["version"]), fork) for parent, fork in parents)
+
+
+def _not_trained(store: str, run_id: str, version: int) -> str:
+    newest = _newest_versions(store, [run_id]).get(run_id, 0)
+    return f"Run {run_id!r} has not trained a version {version}; its newest is {newest}."
