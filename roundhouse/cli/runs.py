@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, DryRun, JsonOption, Overrides, StoreOption, console, out
+from roundhouse.cli.options import (
+    DEFAULT_STATE,
+    DEFAULT_STORE,
+    DryRun,
+    JsonOption,
+    Overrides,
+    StateOption,
+    StoreOption,
+    console,
+    out,
+)
+from roundhouse.cli.prefect import at_prefect, find_prefect
 from roundhouse.cli.training import links, train_run
 
 app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store; fork and resume them.")
@@ -58,7 +69,16 @@ def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
 def runs_resume(
     run_id: str, overrides: Overrides = None, store: StoreOption = DEFAULT_STORE, dry_run: DryRun = False
 ) -> None:
-    """Go on with a run after its last complete stage, with the configuration that the store has of it."""
+    """Go on with a run after its last complete stage: let its paused flow run go on, or train it here.
+
+    The configuration is the store's, but for what --set changes.
+    """
+    if not (overrides or dry_run) and find_prefect(DEFAULT_STATE):
+        from flows.controls import resume
+
+        if (flow_run := resume(run_id)) is not None:
+            out(f"{run_id}: its paused flow run {flow_run} goes on")
+            return
     from roundhouse.config.loading import apply_override, parse_config
     from roundhouse.store.run import load_run
 
@@ -66,6 +86,33 @@ def runs_resume(
     for override in overrides or []:
         apply_override(tree, override)
     train_run(parse_config(tree, origin=f"run {run_id}"), dry_run, hints=[])
+
+
+@app.command("pause")
+def runs_pause(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
+    """Let a run that a deployment started stop at the next border of a stage."""
+    at_prefect(state)
+    from flows.controls import pause
+
+    out(f"{run_id}: flow run {pause(run_id)} stops at the next border. Go on: roundhouse runs resume {run_id}")
+
+
+@app.command("cancel")
+def runs_cancel(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
+    """End all processes of a run that a deployment started; it stays resumable."""
+    at_prefect(state)
+    from flows.controls import cancel
+
+    out(f"{run_id}: flow run {cancel(run_id)} is being cancelled. Go on: roundhouse runs retry {run_id}")
+
+
+@app.command("retry")
+def runs_retry(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
+    """Run a failed, crashed or cancelled flow run again; it goes on at the stage where it was."""
+    at_prefect(state)
+    from flows.controls import retry
+
+    out(f"{run_id}: flow run {retry(run_id)} runs again")
 
 
 @app.command("fork")

@@ -15,14 +15,15 @@ app = typer.Typer()
 
 @app.command()
 def up(state: StateOption = DEFAULT_STATE) -> None:
-    """Start the local services (Prefect, MLflow, Ray) and leave them running."""
+    """Start Prefect, MLflow and the deployments, so that the Prefect page can run them, and leave all running."""
     from roundhouse.infra import services
 
     terminal = console()
     started = services.up(
         state / "services",
+        services.STANDING_SERVICES,
         on_progress=lambda record: terminal.print(
-            f"  {record.name:<8} {record.status:<9} {record.url}", highlight=False
+            f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False
         ),
     )
     for name, value in started.environment().items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from roundhouse.config.models import RunConfig
-    from roundhouse.infra.state import ServiceRecord
     from roundhouse.store.run import Run
 
 T = TypeVar("T")
@@ -53,9 +51,13 @@ def collect(
     iteration: Annotated[
         int, typer.Option(help="Which draw of tasks: the same number gives the same tasks.", min=1)
     ] = 1,
+    version: Annotated[int | None, typer.Option(help="Policy version; the newest when left out.", min=0)] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Delete all but so many newest versions of the dataset afterwards.", min=1)
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Collect rollouts with a run's newest checkpoint into a dataset of its own, without training."""
+    """Collect rollouts with a run's checkpoint into a dataset of its own, without training."""
     from roundhouse.store.stage import read_manifest
 
     resolved = load(config, overrides)
@@ -64,7 +66,9 @@ def collect(
         from flows.collect import collect as flow
         from flows.economy import tagged
 
-        reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(resolved, name, iteration)
+        reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(
+            resolved, name, iteration, version, keep_last=keep_last
+        )
         out(f"{reference.uri}\n{json.dumps(read_manifest(reference).metrics, indent=1)}")
 
     _with_services(resolved, work)
@@ -125,38 +129,15 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
 
 def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
     """Run `work` with the local services up; the pages stay, the engine's memory is given back."""
-    from roundhouse.infra.services import local_services, needed_services, state_directory
-    from roundhouse.progress import announce
+    from roundhouse.infra.for_run import services_of
 
-    states: dict[str, str] = {}
-
-    def on_progress(record: ServiceRecord) -> None:
-        states[record.name] = record.status
-        announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
-
-    wanted = needed_services(config)
-    with local_services(
-        state_directory(config), wanted, keep=("prefect", "mlflow"), on_progress=on_progress
-    ) as services:
-        own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
-        os.environ.update(services.environment() | own_tracking)
-        _quiet_libraries()
-        pages = {"mlflow": services.mlflow_url} if "mlflow" in wanted else {}
-        announce("pages", prefect=services.prefect_ui_url, **pages)
+    with services_of(config):
         from flows.delivery import deliver_queued_records
 
         try:
             return work()
         finally:
             deliver_queued_records()
-
-
-def _quiet_libraries() -> None:
-    """Their logs go to Prefect and to files; the terminal shows the run."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 def links(run: Run) -> dict[str, str]:

@@ -207,6 +207,12 @@ def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     )
 
 
+def _deployments(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    command = [sys.executable, "-m", "flows.serve", str(state.path), "--port", str(ports["http"])]
+    # It says 503 while its Prefect server is away. That is no reason to restart it, which would end the runs that it serves.
+    return Launch(command, f"http://{LOOPBACK}:{ports['http']}", "/health", healthy_below=600)
+
+
 RECIPES: dict[str, Recipe] = {
     "prefect": Recipe(("http",), _prefect),
     "mlflow": Recipe(("http",), _mlflow),
@@ -229,6 +235,7 @@ RECIPES: dict[str, Recipe] = {
         grace_seconds=3.0,
     ),
     "gym": Recipe(("http",), _gym),
+    "deployments": Recipe(("http",), _deployments),
 }
 
 

@@ -27,6 +27,8 @@ from roundhouse.infra.state import Holder, ServiceRecord, StateDirectory
 
 DEFAULT_STATE_DIRECTORY = Path(".roundhouse/services")
 DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
+STANDING_SERVICES = ("prefect", "mlflow", "deployments")
+"""What a person leaves running. Ray comes and goes with the run that needs it, and takes its engine along."""
 DEFAULT_TIME_LIMIT = 300.0
 
 

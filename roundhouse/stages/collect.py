@@ -18,6 +18,7 @@ from roundhouse.gym.environment import TaskRow
 from roundhouse.gym.sessions import open_environment
 from roundhouse.gym.task_sampler import sample_tasks
 from roundhouse.health.watchdog import run_interruptible
+from roundhouse.stages.datasets import Draw, dataset_stage
 from roundhouse.stages.metrics import rollout_metrics
 from roundhouse.stages.rounds import sample_rounds
 from roundhouse.store.location import Location
@@ -67,16 +68,11 @@ def collect_iteration(
 
 
 def collect_dataset(
-    run: Run, name: str, iteration: int, checkpoint: Reference, engine_url: str, progress: Progress | None = None
+    run: Run, name: str, draw: Draw, checkpoint: Reference, engine_url: str, progress: Progress | None = None
 ) -> Reference:
-    """Collect rollouts of a checkpoint into `datasets/<name>/`, outside any training iteration.
-
-    Args:
-        iteration: selects the tasks and seeds, as an iteration of training would; collecting the same again is a no-op.
-    """
-    config = run.config
-    place = Location(config.store) / f"datasets/{name}/v{checkpoint.policy_version:06d}-i{iteration:06d}"
-    stage = Stage(place, kind="collect", run_id=run.run_id, iteration=iteration)
+    """Collect rollouts of a checkpoint into `datasets/<name>/`, outside any training iteration. The same again is a no-op."""
+    config, iteration = run.config, draw.iteration
+    stage = dataset_stage(run, name, draw.label(checkpoint.policy_version), draw)
     if (done := stage.reference()) is not None:
         return done
     rows = sample_tasks(

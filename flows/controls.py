@@ -1,0 +1,70 @@
+"""Pause, resume, retry and cancel by the run's id: what the buttons of the Prefect page do.
+
+Invariant: only the flow run that a deployment started is touched, the newest one of the run; its iterations follow it.
+"""
+
+from __future__ import annotations
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import AwaitingRetry, Cancelling, Suspended
+
+from roundhouse.errors import ConfigError, InfraError
+
+PAUSE_SECONDS = 365 * 86_400
+"""Prefect gives a pause an end, after which the flow run fails. A paused run waits for a person."""
+
+
+def pause(run_id: str) -> str:
+    """Let the run stop at the next border of a stage; the flow run's id."""
+    return _ask(run_id, (StateType.RUNNING,), Suspended(timeout_seconds=PAUSE_SECONDS))
+
+
+def cancel(run_id: str) -> str:
+    """End all processes of the run; the flow run's id."""
+    at_work = (StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED)
+    return _ask(run_id, at_work, Cancelling())
+
+
+def retry(run_id: str) -> str:
+    """Run a failed flow run again; its id."""
+    return _ask(run_id, (StateType.FAILED, StateType.CRASHED, StateType.CANCELLED), AwaitingRetry())
+
+
+def resume(run_id: str) -> str | None:
+    """Let a paused flow run of this run go on; its id, or None when none is paused."""
+    with get_client(sync_client=True) as client:
+        newest = _newest(client, run_id)
+        if newest is None or newest.state_type != StateType.PAUSED:
+            return None
+        client.resume_flow_run(newest.id)
+        return str(newest.id)
+
+
+def _ask(run_id: str, possible: tuple[StateType, ...], state: State) -> str:
+    with get_client(sync_client=True) as client:
+        newest = _newest(client, run_id)
+        if newest is None or newest.state_type not in possible:
+            found = "no deployment has started one" if newest is None else f"the newest is {newest.state_name}"
+            raise ConfigError(
+                f"Run {run_id!r} has no flow run that is {' or '.join(each.value for each in possible)}: {found}. "
+                "A run in a terminal is stopped there by Ctrl-C."
+            )
+        reply = client.set_flow_run_state(newest.id, state)
+        if reply.status != SetStateStatus.ACCEPT:
+            raise InfraError(f"Prefect refuses {state.name} for flow run {newest.id}: {reply.details}")
+        return str(newest.id)
+
+
+def _newest(client: SyncPrefectClient, run_id: str) -> FlowRun | None:
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate(
+            {"tags": {"all_": [f"run:{run_id}"]}, "deployment_id": {"is_null_": False}}
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=1,
+    )
+    return found[0] if found else None

@@ -1,0 +1,117 @@
+"""The flows as a person starts them from the Prefect UI, by a schedule or by the API: a form each, then the same flow as ever.
+
+Invariant: a deployment adds nothing to a flow but its form, its names and tags, and the local services. What it starts is
+continued by `roundhouse train`, and the other way round.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefect import flow
+from prefect import tags as tagging
+from prefect.client.orchestration import get_client
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.runtime import flow_run
+
+from flows import collect as collecting
+from flows import evaluate as evaluating
+from flows import train as training
+from flows.moments import moment_of
+from flows.reruns import is_first_start
+from roundhouse.config.forms import CollectForm, EvaluateForm, ForkForm, TrainForm
+from roundhouse.config.models import ResumeConfig, RunConfig
+from roundhouse.infra.for_run import services_of
+from roundhouse.stages.fork import fork_run
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import open_run
+
+STATE_VARIABLE = "ROUNDHOUSE_STATE"
+"""Directory of state of the services that serve the deployments; the runs use the same."""
+DURABLE: dict[str, Any] = {"persist_result": True, "result_serializer": "json"}
+
+
+def _train_name() -> str:
+    settings = flow_run.parameters["settings"]
+    return f"train {settings.run_id or settings.preset}"
+
+
+@flow(name="train", flow_run_name=_train_name, **DURABLE)
+def train(settings: TrainForm) -> dict[str, Any]:
+    """Train a policy: a preset and what you change of it. The same run id goes on with the run of that name.
+
+    Retry continues a failed run at the failed stage; Cancel ends its processes and leaves it resumable; Pause takes effect at
+    the next border of a stage.
+    """
+    config = settings.resolve(_state())
+    open_run(config, first_start=is_first_start())
+    return _train(config)
+
+
+@flow(name="fork", flow_run_name="fork {settings.run_id} as {settings.new_run_id}", **DURABLE)
+def fork(settings: ForkForm) -> dict[str, Any]:
+    """A new run from an iteration of another: weights, trainer state, and its configuration but for what you change."""
+    config = settings.resolve(_state())
+    fork_run(config)
+    return _train(config)
+
+
+@flow(name="collect", flow_run_name="collect {settings.name} of {settings.run_id}", **DURABLE)
+def collect(settings: CollectForm) -> Reference:
+    """Collect rollouts of a checkpoint into a dataset of its own, without training. With a schedule: every night, say."""
+    config = settings.resolve(_state())
+    with _labelled(f"run:{config.run_id}", f"dataset:{settings.name}"), services_of(config):
+        return collecting.collect.fn(
+            config,
+            settings.name,
+            version=settings.version,
+            moment=moment_of(settings.moment),
+            keep_last=settings.keep_last,
+        )
+
+
+@flow(name="evaluate", flow_run_name="evaluate {settings.run_id}", **DURABLE)
+def evaluate(settings: EvaluateForm) -> Reference:
+    """Evaluate a checkpoint of a run on its held-out tasks."""
+    config = settings.resolve(_state())
+    with _labelled(f"run:{config.run_id}"), services_of(config):
+        return evaluating.evaluate.fn(config, settings.version)
+
+
+DEPLOYED = (train, collect, evaluate, fork)
+
+
+async def deployments() -> list[RunnerDeployment]:
+    """One deployment a flow, under the flow's name."""
+    return [
+        await deployed.ato_deployment(
+            name=deployed.name,
+            description=deployed.description,
+            tags=["roundhouse"],
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
+        for deployed in DEPLOYED
+    ]
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
+    config = config.model_copy(update={"resume": ResumeConfig()})
+    with _labelled(f"run:{config.run_id}"), services_of(config):
+        return training.train.fn(config)
+
+
+def _state() -> str | None:
+    return os.environ.get(STATE_VARIABLE)
+
+
+@contextmanager
+def _labelled(*labels: str) -> Iterator[None]:
+    """These tags on this flow run and on all that it starts."""
+    with get_client(sync_client=True) as client:
+        present = client.read_flow_run(flow_run.id).tags
+        client.update_flow_run(flow_run.id, tags=sorted({*present, *labels}))
+    with tagging(*labels):
+        yield

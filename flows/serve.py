@@ -1,0 +1,68 @@
+"""The process that serves the deployments on this machine: `python -m flows.serve <state directory> --port N`.
+
+Invariant: while it runs, a flow run that is asked for (by the UI's Run, a schedule, Retry, Resume) starts within seconds as a
+process of its own, one at a time: they share the machine's engine. When it starts, no flow run of its deployments is left
+in a state that needs a process which is gone.
+
+It waits for the Prefect server of the same state directory, so that both may be started at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from roundhouse.errors import InfraError
+from roundhouse.infra.services import Services, status
+
+SERVER_SECONDS = 230.0
+POLL_SECONDS = 2.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("state", type=Path, help="state directory of the services")
+    parser.add_argument("--port", type=int, required=True, help="of the health page")
+    parser.add_argument("--limit", type=int, default=1, help="flow runs at a time")
+    given = parser.parse_args()
+    services = _with_prefect(given.state)
+    # Prefect reads its settings when it is first imported, which must be after this.
+    os.environ.update(services.environment())
+    os.environ |= {
+        "PREFECT_RUNNER_SERVER_HOST": "127.0.0.1",
+        "PREFECT_RUNNER_SERVER_PORT": str(given.port),
+        "ROUNDHOUSE_STATE": str(given.state.resolve().parent),
+    }
+    asyncio.run(_serve(given.limit))
+
+
+async def _serve(limit: int) -> None:
+    from prefect.runner import Runner
+    from prefect.types._datetime import now
+
+    from flows.deployments import deployments
+    from flows.orphans import settle_orphans
+
+    runner = Runner(name="roundhouse", query_seconds=POLL_SECONDS, limit=limit, pause_on_shutdown=False, webserver=True)
+    served = [await runner.aadd_deployment(deployment) for deployment in await deployments()]
+    await settle_orphans(served)
+    runner.last_polled = now("UTC")  # its health page is asked before its first poll
+    await runner.start()
+
+
+def _with_prefect(state: Path) -> Services:
+    deadline = time.monotonic() + SERVER_SECONDS
+    while not (services := status(state)).is_ready("prefect"):
+        if time.monotonic() > deadline:
+            raise InfraError(
+                f"The Prefect server of {state} is not ready after {SERVER_SECONDS:.0f} s. Its log: logs/prefect.log."
+            )
+        time.sleep(0.2)
+    return services
+
+
+if __name__ == "__main__":
+    main()

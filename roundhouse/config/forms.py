@@ -1,0 +1,219 @@
+"""What a person fills in to start something: a preset and the settings that one really changes. All else goes as `overrides`.
+
+Invariant: a form says nothing by itself. An empty field means "as the preset (or the run) has it"; what comes out of `resolve`
+is an ordinary `RunConfig`, checked like any other, whose errors name the key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
+
+from roundhouse.config.loading import apply_override, load_config, parse_config
+from roundhouse.config.models import LocalInfra, RunConfig
+from roundhouse.errors import ConfigError
+
+PRESETS_VARIABLE = "ROUNDHOUSE_PRESETS"
+"""Directory of the presets, where it is not `configs` of the working directory."""
+DEFAULT_STORE = ".roundhouse/store"
+
+
+def presets_directory() -> Path:
+    """Where the presets lie: the variable's, `configs` of the working directory, or those that came with the code."""
+    if given := os.environ.get(PRESETS_VARIABLE):
+        return Path(given)
+    own = Path("configs")
+    return own if own.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+
+
+def preset_names() -> list[str]:
+    """Names of all presets: files there that configure a run."""
+    files = presets_directory().glob("*.yaml")
+    return sorted(path.stem for path in files if re.search(r"^run_id:", path.read_text(), re.MULTILINE))
+
+
+def _preset_choices(schema: dict[str, Any]) -> None:
+    schema["enum"] = preset_names()
+
+
+def _left_out(schema: dict[str, Any]) -> None:
+    """An optional field has no default in the form: empty means that nothing is changed."""
+    schema.pop("default", None)
+
+
+def _optional(description: str) -> Any:
+    return Field(default=None, description=description, json_schema_extra=_left_out)
+
+
+def _in_order(schema: dict[str, Any]) -> None:
+    """Prefect's form shows fields by `position`: as they are written here, what is free text last."""
+    names = sorted(schema["properties"], key=lambda name: name == "overrides")
+    for position, name in enumerate(names):
+        schema["properties"][name]["position"] = position
+
+
+RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?Z$")]
+Count = Annotated[int, Field(ge=1)]
+Few = Annotated[int, Field(ge=1, le=1024)]
+Natural = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[float, Field(gt=0, le=4)]
+
+
+class Form(BaseModel):
+    """Base of all forms."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, json_schema_extra=_in_order)
+
+    KEYS: ClassVar[dict[str, str]] = {}
+    """Field -> key of the configuration."""
+
+    overrides: list[str] = Field(
+        default=[],
+        description="Any other key of the configuration, as key.path=value: train.algorithm.kl_coefficient=0.01. "
+        "All keys with their values: roundhouse train <file> --dry-run.",
+    )
+
+    def changes(self) -> list[str]:
+        """All that the form changes, as overrides; what was written out by hand comes last."""
+        given = {key: getattr(self, name) for name, key in self.KEYS.items()}
+        named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+        return named + self.overrides
+
+
+class TrainForm(Form):
+    """A training run."""
+
+    KEYS: ClassVar[dict[str, str]] = {
+        "run_id": "run_id",
+        "iterations": "iterations",
+        "seed": "seed",
+        "learning_rate": "train.optimizer.learning_rate",
+        "updates": "train.updates",
+        "tasks": "rollout.tasks",
+        "group_size": "rollout.group_size",
+        "max_turns": "rollout.max_turns",
+        "temperature": "generation.sampling.temperature",
+        "max_new_tokens": "generation.sampling.max_new_tokens",
+        "evaluation_every": "evaluation.every",
+        "keep_last": "checkpoint.keep_last",
+        "resume": "resume.mode",
+    }
+
+    preset: Annotated[str, Field(json_schema_extra=_preset_choices)] = "quickstart"
+    """A file of configs/: policy, environment, and everything that is not filled in below."""
+    run_id: RunId | SkipJsonSchema[None] = _optional(
+        "Identity of the run: the same id goes on with the run of that name. Empty: the preset's."
+    )
+    iterations: Count | SkipJsonSchema[None] = _optional("Policy versions to train, in all.")
+    seed: Seed | SkipJsonSchema[None] = _optional("Tasks, sampling and shuffling derive from it.")
+    learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's, after the warm-up.")
+    updates: Few | SkipJsonSchema[None] = _optional("Optimizer steps an iteration.")
+    tasks: Count | SkipJsonSchema[None] = _optional("Tasks an iteration.")
+    group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
+    max_turns: Count | SkipJsonSchema[None] = _optional("Model calls of a rollout, at most.")
+    temperature: Temperature | SkipJsonSchema[None] = _optional("Of the training rollouts.")
+    max_new_tokens: Count | SkipJsonSchema[None] = _optional("Tokens of one model call, at most.")
+    evaluation_every: Natural | SkipJsonSchema[None] = _optional(
+        "Iterations between held-out evaluations; 0: only before and after."
+    )
+    keep_last: Count | SkipJsonSchema[None] = _optional("Newest checkpoints that are kept.")
+    resume: Literal["auto", "disable"] = "auto"
+    """auto: go on with the run if it exists. disable: refuse a run id that exists."""
+
+    def resolve(self, state: str | None = None) -> RunConfig:
+        """The run's configuration; `state` is the directory of the services that it is to use."""
+        if self.preset not in preset_names():
+            raise ConfigError(f"preset: {self.preset!r} is not one of {', '.join(preset_names())}.")
+        return _at(load_config(presets_directory() / f"{self.preset}.yaml", self.changes()), state)
+
+
+class RunForm(Form):
+    """Something with a run that exists."""
+
+    run_id: RunId
+    """The run."""
+    store: str = DEFAULT_STORE
+    """Store of the run: a path, file:// or s3://bucket/prefix."""
+
+    def resolve(self, state: str | None = None) -> RunConfig:
+        """The run's own configuration, with the form's changes."""
+        from roundhouse.store.run import load_run
+
+        tree = load_run(self.store, self.run_id).config.model_dump(mode="json") | {"store": self.store}
+        return _at(_changed(tree | {"resume": {"mode": "auto"}}, self.changes(), self.run_id), state)
+
+
+class EvaluateForm(RunForm):
+    """Held-out evaluation of a run's checkpoint."""
+
+    version: Natural | SkipJsonSchema[None] = _optional("Policy version. Empty: the newest.")
+
+
+class CollectForm(RunForm):
+    """Rollouts of a run's checkpoint, as a dataset that outlives the run."""
+
+    KEYS: ClassVar[dict[str, str]] = {"tasks": "rollout.tasks", "group_size": "rollout.group_size"}
+
+    name: DatasetName = "offline"
+    """Of the dataset: <store>/datasets/<name>/<version>."""
+    version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: the newest.")
+    tasks: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
+    group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
+    moment: Moment | SkipJsonSchema[None] = _optional(
+        "The moment that this collection is for (2026-11-21T02:00Z): it names the dataset's version and draws the tasks. "
+        "Empty: the moment that a schedule planned, else draw 1."
+    )
+    keep_last: Count | SkipJsonSchema[None] = _optional(
+        "Keep this many newest versions of the dataset and delete older ones. Empty: keep all."
+    )
+
+
+class ForkForm(RunForm):
+    """A new run from an iteration of another."""
+
+    KEYS: ClassVar[dict[str, str]] = {
+        "iterations": "iterations",
+        "seed": "seed",
+        "learning_rate": "train.optimizer.learning_rate",
+        "tasks": "rollout.tasks",
+        "group_size": "rollout.group_size",
+    }
+
+    new_run_id: RunId
+    """Id of the fork."""
+    at: Natural | SkipJsonSchema[None] = _optional("Iteration of the parent to go on from. Empty: its newest.")
+    iterations: Count | SkipJsonSchema[None] = _optional("Policy versions in all, the parent's counted.")
+    seed: Seed | SkipJsonSchema[None] = _optional("Another seed draws other tasks and samples.")
+    learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's.")
+    tasks: Count | SkipJsonSchema[None] = _optional("Tasks an iteration.")
+    group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
+
+    def resolve(self, state: str | None = None) -> RunConfig:
+        """The fork's configuration."""
+        from roundhouse.stages.fork import fork_config
+
+        return _at(fork_config(self.store, self.run_id, self.new_run_id, self.at, self.changes()), state)
+
+
+def _at(config: RunConfig, state: str | None) -> RunConfig:
+    """The configuration with these local services, where it uses local ones."""
+    if state is None or not isinstance(config.infra, LocalInfra):
+        return config
+    return config.model_copy(update={"infra": config.infra.model_copy(update={"state": state})})
+
+
+def _changed(tree: dict[str, Any], overrides: Sequence[str], run_id: str) -> RunConfig:
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree, origin=f"run {run_id}")

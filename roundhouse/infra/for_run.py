@@ -1,0 +1,45 @@
+"""The local services of one run, for the time that it runs in this process.
+
+Invariant: when the block is left, Ray (and with it the engine that the run deployed) is given back, however it is left; the
+pages stay, unless nobody else holds them and the block was left by an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from roundhouse.config.models import RunConfig
+from roundhouse.infra.services import Services, local_services, needed_services, state_directory
+from roundhouse.infra.state import ServiceRecord
+from roundhouse.progress import announce
+
+
+@contextmanager
+def services_of(config: RunConfig) -> Iterator[Services]:
+    """Start what the run needs and is not up, and set the environment of this process for it."""
+    states: dict[str, str] = {}
+
+    def on_progress(record: ServiceRecord) -> None:
+        states[record.name] = record.status
+        announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
+
+    wanted = needed_services(config)
+    with local_services(
+        state_directory(config), wanted, keep=("prefect", "mlflow"), on_progress=on_progress
+    ) as services:
+        own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
+        os.environ.update(services.environment() | own_tracking)
+        _quiet_libraries()
+        pages = {"mlflow": services.mlflow_url} if "mlflow" in wanted else {}
+        announce("pages", prefect=services.prefect_ui_url, **pages)
+        yield services
+
+
+def _quiet_libraries() -> None:
+    """Their logs go to Prefect and to files; the terminal shows the run."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")

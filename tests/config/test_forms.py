@@ -1,0 +1,76 @@
+"""Forms: what is left empty stays as the preset has it, what is filled in is checked like any configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+
+from roundhouse.config.forms import CollectForm, EvaluateForm, ForkForm, TrainForm, preset_names, presets_directory
+from roundhouse.config.loading import load_config, parse_config
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.run import open_run
+
+FORMS = (TrainForm, CollectForm, EvaluateForm, ForkForm)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_an_empty_form_is_the_preset(preset: str) -> None:
+    assert TrainForm(preset=preset).resolve() == load_config(presets_directory() / f"{preset}.yaml")
+
+
+def test_what_is_filled_in_reaches_its_key_and_overrides_come_last() -> None:
+    form = TrainForm(run_id="mine", learning_rate=1e-5, group_size=3, overrides=["rollout.group_size=4", "seed=7"])
+    config = form.resolve("/somewhere")
+    assert (config.run_id, config.train.optimizer.learning_rate) == ("mine", 1e-5)
+    assert (config.rollout.group_size, config.seed, config.infra.state) == (4, 7, "/somewhere")
+
+
+@pytest.mark.parametrize("field", sorted(TrainForm.KEYS.keys() - {"resume"}))
+def test_every_field_of_the_training_form_changes_its_key(field: str) -> None:
+    value = {"run_id": "other", "learning_rate": 0.5, "temperature": 0.25}.get(field, 5)
+    config = TrainForm.model_validate({field: value}).resolve()
+    found = config
+    for part in TrainForm.KEYS[field].split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_field_has_help_and_a_place_and_no_null_in_its_schema(form: type) -> None:
+    schema = form.model_json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for name, field in schema["properties"].items():
+        assert field.get("description"), name
+        assert "anyOf" not in field, f"{name} would be shown as a choice of types"
+    places = {name: field["position"] for name, field in schema["properties"].items()}
+    assert max(places, key=places.__getitem__) == "overrides"
+
+
+def test_choices_and_ranges_are_in_the_schema_that_the_page_shows() -> None:
+    fields = TrainForm.model_json_schema()["properties"]
+    assert fields["preset"]["enum"] == preset_names()
+    assert fields["resume"]["enum"] == ["auto", "disable"]
+    assert (fields["group_size"]["minimum"], fields["group_size"]["maximum"]) == (1, 1024)
+    assert fields["learning_rate"]["exclusiveMinimum"] == 0
+    assert fields["run_id"]["pattern"].startswith("^[a-z0-9]")
+
+
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="group_size"):
+        TrainForm(group_size=0)
+    with pytest.raises(ConfigError, match=r"preset: 'nothing' is not one of discovery, "):
+        TrainForm(preset="nothing").resolve()
+    with pytest.raises(ConfigError, match=r"rollout\.typo: unknown key"):
+        TrainForm(overrides=["rollout.typo=1"]).resolve()
+    with pytest.raises(StoreError, match="No run 'none'"):
+        EvaluateForm(run_id="none", store=str(tmp_path)).resolve()
+
+
+def test_the_form_of_an_existing_run_starts_from_the_runs_own_configuration(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    open_run(parse_config({"run_id": "r", "store": store, "rollout": {"tasks": 9}}))
+    config = CollectForm(run_id="r", store=store, group_size=2).resolve()
+    assert (config.rollout.tasks, config.rollout.group_size) == (9, 2)

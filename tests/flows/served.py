@@ -1,0 +1,128 @@
+"""Deployments served on this machine as `roundhouse up` does it, with an engine that needs no Ray; and a client of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from roundhouse.infra import services
+from roundhouse.infra.services import Services
+from roundhouse.store.run import Run, load_run
+from tests.training.service.serving import free_port
+
+PATIENCE = 240.0
+"""Seconds for anything; a busy machine starts a process of Prefect in half a minute."""
+PRESET = {
+    "run_id": "small",
+    "iterations": 5,
+    "policy": {"kind": "warm_start", "steps": 20, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
+    "rollout": {"tasks": 2, "group_size": 2, "max_turns": 2},
+    "train": {"updates": 1, "threads": 1, "device": "cpu"},
+    "evaluation": {"every": 0, "tasks": 2},
+    "tracking": {"enabled": False},
+}
+
+
+@dataclass
+class Served:
+    """What is served, and where."""
+
+    directory: Path
+    services: Services
+    engine_url: str
+
+    @property
+    def store(self) -> str:
+        return str(self.directory / "store")
+
+    def run(self, run_id: str) -> Run:
+        return load_run(self.store, run_id)
+
+    def call(self, method: str, path: str, **body: Any) -> Any:
+        """Prefect's API."""
+        url = f"{self.services.prefect_ui_url}/api/{path}"
+        reply = httpx.request(method, url, json=body if method == "POST" else None, timeout=30)
+        assert reply.status_code < 400, f"{method} {path}: {reply.status_code} {reply.text}"
+        return reply.json() if reply.content else None
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        return self.call("GET", f"deployments/name/{name}/{name}")
+
+    def start(self, name: str, /, **settings: Any) -> str:
+        """What the UI's Run does; the id of the flow run."""
+        deployment = self.deployment(name)["id"]
+        asked = {"parameters": {"settings": settings}, "state": {"type": "SCHEDULED"}}
+        return self.call("POST", f"deployments/{deployment}/create_flow_run", **asked)["id"]
+
+    def ask(self, flow_run: str, **state: Any) -> None:
+        """What the UI's buttons do: ask for a state."""
+        reply = self.call("POST", f"flow_runs/{flow_run}/set_state", state=state, force=False)
+        assert reply["status"] == "ACCEPT", reply
+
+    def state(self, flow_run: str) -> str:
+        return self.call("GET", f"flow_runs/{flow_run}")["state"]["type"]
+
+    def wait(self, flow_run: str, *wanted: str) -> dict[str, Any]:
+        """The flow run, once its state is one of those."""
+        until(lambda: self.state(flow_run) in wanted, f"{wanted} of {flow_run}", lambda: self._evidence(flow_run))
+        return self.call("GET", f"flow_runs/{flow_run}")
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the flow runs, however deep."""
+        return psutil.Process(services.status(self.services.state.path).records["deployments"].pid).children(
+            recursive=True
+        )
+
+    def _evidence(self, flow_run: str) -> str:
+        log = self.services.state.log("deployments").read_text()[-6000:]
+        return f"{self.call('GET', f'flow_runs/{flow_run}')['state']}\n{log}"
+
+
+def until(
+    condition: Callable[[], bool], what: str, evidence: Callable[[], str] = str, seconds: float = PATIENCE
+) -> float:
+    """Wait for the condition; how long it took."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, f"not within {seconds:g} s: {what}\n{evidence()}"
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[Served]:
+    """Prefect, the deployments and an engine, with `small` as the preset."""
+    (directory / "presets").mkdir()
+    port = free_port()
+    engine_url = f"http://127.0.0.1:{port}"
+    settings = PRESET | {
+        "store": str(directory / "store"),
+        "generation": {"backend": "transformers", "max_model_len": 256, "engine_url": engine_url}
+        | {"sampling": {"max_new_tokens": 8}},
+    }
+    (directory / "presets" / "small.yaml").write_text(yaml.safe_dump(settings))
+    state = directory / "state" / "services"
+    command = [sys.executable, "-m", "roundhouse.generation.standalone", "--port", str(port)]
+    with (directory / "engine.log").open("wb") as log:
+        engine = subprocess.Popen(command, stdout=log, stderr=log)
+    before = os.environ.get("ROUNDHOUSE_PRESETS")
+    os.environ["ROUNDHOUSE_PRESETS"] = str(directory / "presets")
+    try:
+        yield Served(directory, services.up(state, ("prefect", "deployments")), engine_url)
+    finally:
+        if before is None:
+            del os.environ["ROUNDHOUSE_PRESETS"]
+        services.down(state)
+        engine.kill()
+        engine.wait()

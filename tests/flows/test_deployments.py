@@ -1,0 +1,198 @@
+"""Deployments as a person works with them through Prefect: run, pause, resume, retry, cancel, run again, fork, collect.
+
+The story happens once, on a real Prefect server with a served deployment; each test is a claim about what was seen. It is one
+run of five iterations: paused after the first, failed by a planted fault in the training of the third, cancelled in the fourth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+from tests.flows.served import Served, serving, until
+
+pytestmark = pytest.mark.timeout(600)
+
+RUN = "story"
+STAGES = ("refit", "collect", "validate", "train", "report")
+
+
+@dataclass
+class Story:
+    """What was seen."""
+
+    served: Served
+    flow_run: dict[str, Any] = field(default_factory=dict)
+    paused_at: list[str] = field(default_factory=list)
+    still_paused_at: list[str] = field(default_factory=list)
+    processes_in_pause: int = -1
+    failed: dict[str, Any] = field(default_factory=dict)
+    complete_at_failure: dict[str, float] = field(default_factory=dict)
+    retried: dict[str, Any] = field(default_factory=dict)
+    cancel_seconds: float = 0.0
+    left_after_cancel: list[str] = field(default_factory=list)
+    sub_flows_after_cancel: list[str] = field(default_factory=list)
+    complete_at_cancel: dict[str, float] = field(default_factory=dict)
+    again: dict[str, Any] = field(default_factory=dict)
+    fork: dict[str, Any] = field(default_factory=dict)
+    collections: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with serving(tmp_path_factory.mktemp("served")) as served:
+        told = Story(served)
+        _pause_and_resume(told)
+        _fail_and_retry(told)
+        _cancel_and_run_again(told)
+        _fork_and_collect(told)
+        yield told
+
+
+def test_a_pause_takes_effect_at_a_stages_border_and_frees_the_machine(story: Story) -> None:
+    assert story.still_paused_at == story.paused_at
+    assert story.processes_in_pause == 0
+
+
+def test_a_resumed_run_goes_on_where_it_was(story: Story) -> None:
+    for name in story.paused_at:
+        assert _attempt(story, name) == 1, name
+    assert story.failed["run_count"] == 2, "the same flow run"
+
+
+def test_retry_of_a_failed_run_goes_on_at_the_failed_stage(story: Story) -> None:
+    assert "train" in story.failed["state"]["message"] or "000003" in story.failed["state"]["message"]
+    assert _names(story.complete_at_failure, 3) == ["collect", "refit", "validate"]
+    for name, finished in story.complete_at_failure.items():
+        assert _manifest(story, name).finished_at == finished, f"{name} was done again"
+
+
+def test_cancel_ends_every_process_in_time_and_the_sub_flows_too(story: Story) -> None:
+    assert story.cancel_seconds < 30
+    assert story.left_after_cancel == []
+    assert not {"RUNNING", "PENDING"} & set(story.sub_flows_after_cancel)
+
+
+def test_a_cancelled_run_is_continued_by_another_flow_run(story: Story) -> None:
+    assert story.again["id"] != story.flow_run["id"]
+    for name, finished in story.complete_at_cancel.items():
+        assert _manifest(story, name).finished_at == finished, f"{name} was done again"
+    run = story.served.run(RUN)
+    assert run.latest_checkpoint().policy_version == 5
+    for iteration in range(1, 6):
+        for stage in STAGES:
+            assert run.stage(iteration, stage).reference() is not None, (iteration, stage)
+
+
+def test_flow_runs_carry_the_runs_name_and_tag(story: Story) -> None:
+    assert story.again["name"] == f"train {RUN}"
+    assert f"run:{RUN}" in story.again["tags"]
+    assert story.fork["name"] == f"fork {RUN} as wide"
+    assert {"run:wide"} <= set(story.fork["tags"])
+
+
+def test_a_fork_from_the_form_trains_on_from_the_parents_iteration(story: Story) -> None:
+    fork = story.served.run("wide")
+    assert fork.parent.version == 5
+    assert fork.latest_checkpoint().policy_version == 6
+    assert fork.config.rollout.group_size == 3
+
+
+def test_a_moment_is_collected_once_and_retention_keeps_the_newest(story: Story) -> None:
+    place = Path(story.served.store) / "datasets" / "nightly"
+    assert [path.name for path in place.iterdir()] == ["20261121T020000Z-v000002"]
+    assert {run["state"]["type"] for run in story.collections} == {"COMPLETED"}
+
+
+def _pause_and_resume(told: Story) -> None:
+    served = told.served
+    flow_run = served.start("train", preset="small", run_id=RUN)
+    until(lambda: _reported(served, 1), "the first iteration", lambda: served._evidence(flow_run))
+    served.ask(flow_run, type="PAUSED", name="Suspended", state_details={"pause_reschedule": True})
+    until(lambda: not served.processes(), "the end of the paused process", lambda: served._evidence(flow_run))
+    told.processes_in_pause = len(served.processes())
+    told.paused_at = _complete(served.run(RUN))
+    time.sleep(2)
+    told.still_paused_at = _complete(served.run(RUN))
+    (told.served.run(RUN).location / "iterations/000003").local_path.mkdir(parents=True, exist_ok=True)
+    _obstacle(served).touch()
+    served.call("POST", f"flow_runs/{flow_run}/resume")
+    told.flow_run = {"id": flow_run}
+
+
+def _fail_and_retry(told: Story) -> None:
+    served, flow_run = told.served, told.flow_run["id"]
+    told.failed = served.wait(flow_run, "FAILED", "CRASHED", "COMPLETED")
+    told.complete_at_failure = _finished(served.run(RUN))
+    until(lambda: not served.processes(), "the end of the failed process")
+    _obstacle(served).unlink()
+    served.ask(flow_run, type="SCHEDULED", name="AwaitingRetry")
+
+
+def _cancel_and_run_again(told: Story) -> None:
+    served, flow_run = told.served, told.flow_run["id"]
+    until(lambda: _reported(served, 3), "the third iteration", lambda: served._evidence(flow_run))
+    processes = served.processes()
+    served.ask(flow_run, type="CANCELLING")
+    told.cancel_seconds = until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state", seconds=60)
+    told.cancel_seconds += until(lambda: not served.processes(), "the end of all processes", seconds=60)
+    told.left_after_cancel = [str(process) for process in processes if process.is_running()]
+    subs = served.call("POST", "flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [flow_run]}})
+    told.sub_flows_after_cancel = [sub["state"]["type"] for sub in subs]
+    told.complete_at_cancel = _finished(served.run(RUN))
+    told.again = served.wait(served.start("train", preset="small", run_id=RUN), "COMPLETED", "FAILED", "CRASHED")
+    assert told.again["state"]["type"] == "COMPLETED", told.again["state"]
+
+
+def _fork_and_collect(told: Story) -> None:
+    served = told.served
+    fork = {"run_id": RUN, "store": served.store, "new_run_id": "wide", "iterations": 6, "group_size": 3}
+    night = {"run_id": RUN, "store": served.store, "name": "nightly", "version": 2, "keep_last": 1}
+    moments = ("2026-11-20T02:00Z", "2026-11-21T02:00Z", "2026-11-21T02:00Z")
+    started = [served.start("fork", **fork)]
+    started += [served.start("collect", **night, moment=moment) for moment in moments]
+    told.fork, *told.collections = [served.wait(each, "COMPLETED", "FAILED", "CRASHED") for each in started]
+
+
+def _obstacle(served: Served) -> Path:
+    """A file where the directory of the third iteration's train stage should be."""
+    return (served.run(RUN).location / "iterations/000003").local_path / "train"
+
+
+def _reported(served: Served, iteration: int) -> bool:
+    return (Path(served.store) / f"runs/{RUN}/iterations/{iteration:06d}/report/{MANIFEST}").exists()
+
+
+def _complete(run: Run) -> list[str]:
+    return sorted(name for name in run.location.tree() if name.endswith(f"/{MANIFEST}"))
+
+
+def _finished(run: Run) -> dict[str, float]:
+    """When each complete stage of the iterations was finished."""
+    found = {}
+    for name in _complete(run):
+        if name.startswith("iterations/"):
+            _, number, stage, _ = name.split("/")
+            found[name] = read_manifest(run.stage(int(number), stage).reference()).finished_at
+    return found
+
+
+def _manifest(story: Story, name: str) -> Any:
+    _, number, stage, _ = name.split("/")
+    return read_manifest(story.served.run(RUN).stage(int(number), stage).reference())
+
+
+def _attempt(story: Story, name: str) -> int:
+    return _manifest(story, name).attempt if name.startswith("iterations/") else 1
+
+
+def _names(complete: dict[str, float], iteration: int) -> list[str]:
+    return sorted(name.split("/")[2] for name in complete if name.split("/")[1] == f"{iteration:06d}")
