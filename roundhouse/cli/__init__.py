@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from roundhouse.cli import cost, gym, gym_data, lineage, query, runs, schedules, services, store, training, view
+from roundhouse.cli import cost, gym, gym_data, lineage, query, runs, schedules, services, simulation, store, training, view
 from roundhouse.cli.options import error_console
 from roundhouse.errors import RoundhouseError
 
@@ -30,6 +30,7 @@ app.add_typer(gym.app, name="gym")
 app.add_typer(gym_data.export_app)
 app.add_typer(query.app)
 app.add_typer(view.app)
+app.add_typer(simulation.app)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Collecting while training: who may begin, who trains on what, who gets which weights."""

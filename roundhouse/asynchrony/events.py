@@ -1,0 +1,175 @@
+"""What happens to a run, as facts that a journal can keep.
+
+Invariant: the events, in order, are everything that the controller's state is made of; a decision is never one. An event
+that reports a fact (a rollout finished, a version was made) is recorded after the fact is in the store.
+
+A rollout is told by its group's position in the plan, from 0, and its sample; iteration k's own groups are the positions
+(k - 1) * groups ... k * groups - 1. Attempts count from 1, so that the late word of one that was given up is known as such.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from roundhouse.errors import DataError
+
+
+class RolloutStarted(NamedTuple):
+    """A replica's slot was given this rollout."""
+
+    position: int
+    sample: int
+    attempt: int
+    replica: str
+
+
+class RolloutFinished(NamedTuple):
+    """It completed, was truncated or masked: its outcome is final."""
+
+    position: int
+    sample: int
+    attempt: int
+
+
+class RolloutFailed(NamedTuple):
+    """It did not. `final`: no further attempt; it is on record as failed and counts as its group's outcome."""
+
+    position: int
+    sample: int
+    attempt: int
+    reason: str
+    final: bool = False
+
+
+class RolloutEvicted(NamedTuple):
+    """A finished or running rollout was taken out of the pool and is to be rolled out again."""
+
+    position: int
+    sample: int
+    reason: str
+
+
+class TrainingStarted(NamedTuple):
+    """Validation and training of an iteration began, on exactly these groups."""
+
+    iteration: int
+    groups: tuple[int, ...]
+
+
+class TrainingFinished(NamedTuple):
+    """The iteration's version is in the store."""
+
+    iteration: int
+
+
+class TrainingFailed(NamedTuple):
+    """It made no version; the same groups are trained on again."""
+
+    iteration: int
+    reason: str
+
+
+class TransferStarted(NamedTuple):
+    """A replica is being given a version."""
+
+    replica: str
+    version: int
+
+
+class TransferFinished(NamedTuple):
+    """The replica has proved that it holds this version whole."""
+
+    replica: str
+    version: int
+
+
+class TransferFailed(NamedTuple):
+    """The replica holds nothing that can be trusted: out of service until a transfer succeeds."""
+
+    replica: str
+    reason: str
+
+
+class ReplicaJoined(NamedTuple):
+    """A replica is there; with a version, if it already serves one."""
+
+    replica: str
+    version: int | None = None
+
+
+class ReplicaLost(NamedTuple):
+    """A replica is gone, and what ran on it."""
+
+    replica: str
+    reason: str
+
+
+class ValidationStarted(NamedTuple):
+    """The held-out evaluation of a version began."""
+
+    version: int
+
+
+class ValidationEnded(NamedTuple):
+    """It ended, with a result or without."""
+
+    version: int
+
+
+class Restarted(NamedTuple):
+    """The process that held the rollouts in memory died and is back.
+
+    `version`: the newest complete checkpoint. `finished`: (position, sample, oldest version) of rollouts in the store that no
+    event told of. `replicas`: (name, version or None) of the replicas that are there now.
+    """
+
+    version: int
+    finished: tuple[tuple[int, int, int], ...] = ()
+    replicas: tuple[tuple[str, int | None], ...] = ()
+
+
+Event = (
+    RolloutStarted
+    | RolloutFinished
+    | RolloutFailed
+    | RolloutEvicted
+    | TrainingStarted
+    | TrainingFinished
+    | TrainingFailed
+    | TransferStarted
+    | TransferFinished
+    | TransferFailed
+    | ReplicaJoined
+    | ReplicaLost
+    | ValidationStarted
+    | ValidationEnded
+    | Restarted
+)
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__args__}
+
+
+def event_to_json(event: Event) -> str:
+    """One line of a journal."""
+    return json.dumps({"event": type(event).__name__, **event._asdict()}, separators=(",", ":"))
+
+
+def event_from_json(line: str) -> Event:
+    """The event of a journal's line.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        fields = json.loads(line)
+        kind = _KINDS[fields.pop("event")]
+        return kind(**{name: _frozen(value) for name, value in fields.items()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{line[:200]!r} is no event of a journal: {error!r}. Cut the journal before this line."
+        ) from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,69 @@
+"""`roundhouse simulate`: which mode, bound and number of replicas, before a GPU is paid for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, Overrides, StoreOption, console, out
+
+if TYPE_CHECKING:
+    from roundhouse.asynchrony.simulation.comparison import Row
+
+app = typer.Typer()
+
+
+@app.command()
+def simulate(
+    config: Annotated[Path | None, typer.Option("--config", help="Scenario (YAML), see configs/simulate.yaml.")] = None,
+    from_run: Annotated[str | None, typer.Option("--from-run", help="Take plan and durations from this run.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    mode: Annotated[list[str] | None, typer.Option("--mode", help="sync, batch-async, fully-async, windowed.")] = None,
+    staleness: Annotated[list[int] | None, typer.Option("--staleness", help="Bound on the age, in versions.")] = None,
+    replicas: Annotated[list[int] | None, typer.Option("--replicas", help="Replicas of the engine.")] = None,
+    overrides: Overrides = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare modes, bounds and replicas in virtual time; each option may be given several times."""
+    from roundhouse.asynchrony.simulation.comparison import as_json as rows_as_json
+    from roundhouse.asynchrony.simulation.comparison import compare, variants
+    from roundhouse.asynchrony.simulation.recorded import recorded_scenario
+    from roundhouse.config.simulation import scenario_tree
+    from roundhouse.store.run import load_run
+
+    base = recorded_scenario(load_run(store, from_run)) if from_run is not None else None
+    tree = scenario_tree(config, overrides or [], base)
+    rows = compare(list(variants(tree, mode or [], staleness or [], replicas or [])))
+    if as_json:
+        out(json.dumps(rows_as_json(rows), indent=1))
+    else:
+        _print(rows)
+
+
+def _print(rows: list[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for name in ("mode", "bound", "repl.", "iter/h", "vs sync", "/GPU-h", "trainer waits", "engine idle", "discarded"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for row in rows:
+        table.add_row(
+            row.mode,
+            str(row.staleness),
+            str(row.replicas),
+            f"{row.iterations_per_hour:.2f}",
+            f"{row.speedup:.2f}×",
+            f"{row.iterations_per_gpu_hour:.3f}",
+            f"{row.trainer_wait:.0%}",
+            f"{row.engine_idle:.0%}",
+            f"{row.discarded:.1%}",
+        )
+    console().print(table)
+    console().print("\nage of what was trained on, in versions: share of rollouts", highlight=False)
+    for row in rows:
+        shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
+        out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")
+    out(f"speed is told against the first row, {rows[0].hours:.2f} simulated hours")

@@ -1,0 +1,155 @@
+"""Small instances, every order of events: what the controller promises holds in each state that can be reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from roundhouse.asynchrony.controller import Controller
+from roundhouse.asynchrony.decisions import Transfer
+from roundhouse.asynchrony.rollouts import Rollouts
+from roundhouse.asynchrony.state import snapshot
+from roundhouse.asynchrony.terms import Terms
+from roundhouse.errors import DataError
+from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
+
+
+@dataclass
+class Graph:
+    """Reachable states; edges of a world without faults, backwards."""
+
+    before: dict[str, set[str]] = field(default_factory=dict)
+    ends: set[str] = field(default_factory=set)
+    most_age: int = 0
+
+    def stuck(self) -> set[str]:
+        """States from which no faultless continuation reaches the end of the plan."""
+        seen, border = set(self.ends), list(self.ends)
+        while border:
+            for earlier in self.before[border.pop()] - seen:
+                seen.add(earlier)
+                border.append(earlier)
+        return self.before.keys() - seen
+
+
+def explore(limits: Terms, replicas: str, slots: int, budget: int, only_crashes: bool = False) -> Graph:
+    """All states that `budget` faults can lead to. Attempt numbers beyond what the budget allows cannot occur."""
+    graph = Graph()
+    start = Controller(limits, replicas)
+    border = [(start, budget)]
+    seen: dict[str, int] = {}
+    graph.before[_key(start)] = set()
+    while border:
+        controller, left = border.pop()
+        here = _key(controller)
+        if seen.get(here, -1) >= left:
+            continue
+        fresh = here not in seen
+        seen[here] = left
+        if fresh:
+            check(controller)
+            if controller.batch is not None:
+                graph.most_age = max([graph.most_age, *controller.ages(controller.batch)])
+            if controller.finished:
+                graph.ends.add(here)
+        bad = crashes(controller) if only_crashes else faults(controller)
+        moves = [(event, left) for event in (*forward(controller, slots), *lost_and_found(controller, replicas))]
+        moves += [(event, left - 1) for event in bad] if left else []
+        for event, remaining in moves:
+            after = copy(controller)
+            after.apply(event)
+            there = _key(after)
+            graph.before.setdefault(there, set())
+            if remaining == left:
+                graph.before[there].add(here)
+            border.append((after, remaining))
+    return graph
+
+
+def _key(controller: Controller) -> str:
+    return snapshot(controller).model_copy(update={"attempts": []}).model_dump_json()
+
+
+CASES = [
+    ("sync", 0, {}),
+    ("batch-async", 0, {}),
+    ("batch-async", 1, {}),
+    ("batch-async", 1, {"refit": "finish"}),
+    ("batch-async", 2, {}),
+    ("fully-async", 1, {}),
+    ("windowed", 2, {"window": 2}),
+]
+
+
+@pytest.mark.parametrize(("mode", "staleness", "settings"), CASES)
+def test_with_two_faults_at_any_point_no_promise_breaks_and_the_plan_can_be_finished(mode, staleness, settings):
+    limits = terms(mode, staleness, groups=1, group_size=2, iterations=2, **settings)
+    graph = explore(limits, "a", slots=2, budget=2)
+    assert graph.ends
+    assert not graph.stuck()
+
+
+@pytest.mark.parametrize(("mode", "staleness", "settings"), CASES)
+def test_two_replicas_and_a_crash_at_any_point_no_promise_breaks_and_the_plan_can_be_finished(
+    mode, staleness, settings
+):
+    limits = terms(mode, staleness, groups=1, iterations=4 if mode == "windowed" else 3, **settings)
+    graph = explore(limits, "ab", slots=1, budget=1, only_crashes=True)
+    assert not graph.stuck()
+    assert graph.most_age == staleness, "the bound is reached: it is not held by doing less"
+
+
+@pytest.mark.parametrize(("mode", "staleness", "settings"), CASES)
+def test_evaluations_between_versions_never_stop_the_plan(mode, staleness, settings):
+    limits = terms(mode, staleness, groups=1, iterations=3, every=2, **settings)
+    assert not explore(limits, "ab", slots=1, budget=0).stuck()
+
+
+def test_a_window_over_several_iterations_holds_its_formula_and_reaches_it():
+    limits = terms("windowed", 3, groups=2, iterations=4, window=4)  # 1 + ceil(3 / 2)
+    graph = explore(limits, "a", slots=4, budget=0)
+    assert not graph.stuck()
+    assert graph.most_age == 3
+
+
+def _a_rollout_too_early(monkeypatch):
+    honest = Terms.may_begin
+    monkeypatch.setattr(Terms, "may_begin", lambda self, position, version: honest(self, position, version + 1))
+
+
+def _weights_that_never_come(monkeypatch):
+    monkeypatch.setattr(
+        Controller, "transfer", lambda self, replica: Transfer(replica, 0) if _new(self, replica) else None
+    )
+
+
+def _new(controller, replica):
+    place = controller.replicas[replica]
+    return place.version is None and place.incoming is None
+
+
+def _whatever_is_ready(monkeypatch):
+    def batch(self):
+        ready = sorted(self.complete)[: self.terms.groups]
+        return tuple(ready) if len(ready) == self.terms.groups else None
+
+    monkeypatch.setattr(Rollouts, "batch", batch)
+
+
+def _forgotten_after_a_crash(monkeypatch):
+    monkeypatch.setattr(Rollouts, "abandon", lambda self, key: self.running.pop(key))
+
+
+@pytest.mark.parametrize(
+    "plant", [_a_rollout_too_early, _weights_that_never_come, _whatever_is_ready, _forgotten_after_a_crash]
+)
+def test_the_exploration_finds_a_planted_defect(plant, monkeypatch):
+    plant(monkeypatch)
+    limits = terms("batch-async", 1, groups=1, iterations=3)
+    found = False
+    try:
+        found = bool(explore(limits, "ab", slots=1, budget=1, only_crashes=True).stuck())
+    except (AssertionError, DataError):
+        found = True
+    assert found

@@ -1,0 +1,111 @@
+"""Everything that can happen to a controller next, and what must hold of each of its states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony.controller import Controller
+from roundhouse.asynchrony.decisions import Block, Continue
+from roundhouse.asynchrony.events import Event
+from roundhouse.asynchrony.state import restore, snapshot
+from roundhouse.asynchrony.terms import Terms
+from roundhouse.config.asynchrony import Asynchrony
+
+
+def terms(mode: str, staleness: int = 0, *, groups=1, group_size=1, iterations=3, every=0, **settings) -> Terms:
+    asynchrony = Asynchrony.model_validate({"mode": mode, "staleness": staleness, **settings})
+    return Terms(asynchrony, groups=groups, group_size=group_size, iterations=iterations, validate_every=every)
+
+
+def forward(controller: Controller, slots: int) -> Iterator[Event]:
+    """Events of a world in which nothing fails."""
+    if (train := controller.training()) is not None:
+        yield happened.TrainingStarted(train.iteration, train.groups)
+    if controller.in_training:
+        yield happened.TrainingFinished(controller.version + 1)
+    if (validate := controller.validation()) is not None:
+        yield happened.ValidationStarted(validate.version)
+    if controller.evaluating is not None:
+        yield happened.ValidationEnded(controller.evaluating)
+    for name, place in controller.replicas.items():
+        if (transfer := controller.transfer(name)) is not None:
+            yield happened.TransferStarted(name, transfer.version)
+        if place.incoming is not None:
+            yield happened.TransferFinished(name, place.incoming)
+        answer = controller.admission(name)
+        if len(place.running) < slots and isinstance(answer, Continue):
+            yield happened.RolloutStarted(answer.position, answer.sample, answer.attempt, name)
+        if place.incoming is None:  # its engine is paused otherwise
+            for key in place.running:
+                yield happened.RolloutFinished(*key, controller.rollouts.attempt_of(key))
+
+
+def faults(controller: Controller) -> Iterator[Event]:
+    """What can go wrong."""
+    if controller.in_training:
+        yield happened.TrainingFailed(controller.version + 1, "out of memory")
+    for name, place in controller.replicas.items():
+        if place.incoming is not None:
+            yield happened.TransferFailed(name, "checksum")
+        for key in place.running:
+            attempt = controller.rollouts.attempt_of(key)
+            yield happened.RolloutFailed(*key, attempt, "timeout")
+            yield happened.RolloutFailed(*key, attempt, "bad row", True)
+        yield happened.ReplicaLost(name, "preempted")
+    for position, group in controller.rollouts.groups.items():
+        for sample in group.versions:
+            if controller.batch is None or position not in controller.batch:
+                yield happened.RolloutEvicted(position, sample, "capacity")
+    yield from crashes(controller)
+
+
+def crashes(controller: Controller) -> Iterator[happened.Restarted]:
+    """The process dies and comes back: the engine kept its weights, lost them, or the last facts were not told of."""
+    kept = tuple((name, place.version) for name, place in controller.replicas.items())
+    lost = tuple((name, None) for name in controller.replicas)
+    untold = tuple((*key, running.version) for key, running in controller.rollouts.running.items())
+    yield happened.Restarted(controller.version, (), kept)
+    yield happened.Restarted(controller.version, untold, lost)
+    if controller.in_training:
+        yield happened.Restarted(controller.version + 1, (), kept)
+
+
+def lost_and_found(controller: Controller, replicas: str) -> Iterator[Event]:
+    """A lost replica's place is taken by a new one."""
+    for name in sorted(set(replicas) - controller.replicas.keys()):
+        yield happened.ReplicaJoined(name)
+
+
+def check(controller: Controller) -> None:
+    """What must hold of every state."""
+    limits, rollouts = controller.terms, controller.rollouts
+    begun = {divmod(index, limits.group_size) for index in range(rollouts.cursor)}
+    trained = set(range(rollouts.head)) | rollouts.trained_ahead
+    assert len(trained) == controller.version * limits.groups, "each group is trained once"
+    places = Counter(rollouts.again) + Counter(list(rollouts.running))
+    for position, group in rollouts.groups.items():
+        assert position not in trained
+        places += Counter((position, sample) for sample in (*group.versions, *group.failed))
+    expected = Counter(key for key in begun if key[0] not in trained)
+    assert places == expected, "each rollout that has begun is in one place"
+    if controller.batch is not None:
+        ages = controller.ages(controller.batch)
+        assert all(0 <= age <= limits.asynchrony.staleness for age in ages), f"over the bound: {ages}"
+        if limits.asynchrony.window == 1:
+            first = controller.version * limits.groups
+            assert controller.batch == tuple(range(first, first + limits.groups)), "an iteration's own groups"
+    on_replicas = {key: name for name, place in controller.replicas.items() for key in place.running}
+    assert on_replicas == {key: running.replica for key, running in rollouts.running.items()}
+    if limits.asynchrony.mode == "fully-async" and not limits.barrier and limits.validate_every == 0:
+        for name, place in controller.replicas.items():
+            answer = controller.admission(name)
+            served = place.version is not None and controller.transfer(name) is None
+            assert not (served and isinstance(answer, Block) and answer.for_weights), (
+                "fully-async never waits for weights"
+            )
+
+
+def copy(controller: Controller) -> Controller:
+    return restore(controller.terms, snapshot(controller))
