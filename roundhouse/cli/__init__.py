@@ -6,7 +6,20 @@ import sys
 
 import typer
 
-from roundhouse.cli import cost, gym, gym_data, lineage, query, runs, schedules, services, simulation, store, training, view
+from roundhouse.cli import (
+    cost,
+    gym,
+    gym_data,
+    lineage,
+    query,
+    runs,
+    schedules,
+    services,
+    simulation,
+    store,
+    training,
+    view,
+)
 from roundhouse.cli.options import error_console
 from roundhouse.errors import RoundhouseError
 
