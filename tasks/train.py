@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prefect import get_run_logger
+
 from roundhouse.stages.policy import checkpoint_cache
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.manifest import Reference
@@ -11,4 +13,5 @@ from tasks.options import stage_task
 
 @stage_task(name="train", task_run_name="train {iteration}")
 def train_step(run: Run, iteration: int, sequences: Reference, base: Reference) -> Reference:
-    return train_iteration(run, iteration, sequences, base, checkpoint_cache(run.config))
+    say = get_run_logger().info  # a Job's log is the task's
+    return train_iteration(run, iteration, sequences, base, checkpoint_cache(run.config), say)

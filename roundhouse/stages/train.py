@@ -4,15 +4,19 @@ Invariant: where the step runs (`train.service`) does not change what it writes.
 
 A trainer stays open between iterations when it can (`_resident`), in this process, a Ray actor or a remote server; what it
 holds is then exactly what the input checkpoint holds, told by the digest of its weights. A fresh process loads the
-checkpoint and goes on bit for bit. With `kind: process` each step is a process that begins from the store.
+checkpoint and goes on bit for bit. With `kind: process` each step is a process that begins from the store; on
+`infra.kind: kubernetes` it is a Job.
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
 from roundhouse.stages.checkpoint import TRAINER
 from roundhouse.stages.cost import untrained_tokens
@@ -22,6 +26,7 @@ from roundhouse.store.directories import local_directory, upload_directory
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, read_manifest, read_table
+from roundhouse.trajectories.ledger_proof import prove_trainable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,18 +34,31 @@ if TYPE_CHECKING:
     from roundhouse.training.service.one_shot import StepResult
     from roundhouse.training.trainer import Trainer
 
+Say = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
 _resident: dict[tuple[str, int, str], Trainer] = {}
 """At most one trainer, by (run uid, policy version, digest of the weights)."""
 
 
-def train_iteration(run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path) -> Reference:
-    """Train version `iteration` from `base` (version `iteration - 1`) on the validated sequences."""
+def train_iteration(
+    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, say: Say = logger.info
+) -> Reference:
+    """Train version `iteration` from `base` (version `iteration - 1`) on the validated sequences.
+
+    Args:
+        say: given the log of a step that runs as a Job, line by line.
+    """
     stage = run.stage(iteration, "train")
     if (done := stage.reference()) is not None:
         return done
+    prove_trainable(sequences.counts, read_table(sequences, "sequences"))
     attempt = run.begin(stage, policy_version=base.policy_version)
-    train = _in_process if isinstance(run.config.train.service, ProcessService) else _in_service
-    result, columns = train(run, iteration, sequences, base, cache)
+    if isinstance(run.config.train.service, ProcessService):
+        result, columns = _in_process(run, iteration, sequences, base, cache, say)
+    else:
+        result, columns = _in_service(run, iteration, sequences, base, cache)
     attempt.write_table("columns", columns)
     recorded = read_table(sequences, "sequences")
     _prove_log_probs(run, attempt, recorded, columns, base)
@@ -109,9 +127,10 @@ def _in_service(
 
 
 def _in_process(
-    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path
+    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, say: Say
 ) -> tuple[StepResult, pa.Table]:
-    """The step by a process that reads from the store and writes to it."""
+    """The step by a process that reads from the store and writes to it: a child of this one, or a Job's."""
+    from roundhouse.stages.train_job import run_in_job
     from roundhouse.stages.train_process import run_in_process
     from roundhouse.training.service.one_shot import StepSpec
 
@@ -129,6 +148,8 @@ def _in_process(
         report="",
         cache=str(cache),
     )
+    if isinstance(config.infra, KubernetesInfra):
+        return run_in_job(run, spec, config.infra, config.train.service, say)
     return run_in_process(spec, config.train.service)
 
 

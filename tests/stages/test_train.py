@@ -212,7 +212,6 @@ def test_the_errors_of_a_step_are_told_by_exit_code_and_error_file(tmp_path: Pat
     """Their kind decides whether the stage is tried again."""
     run = make_run(str(tmp_path / "store"), tmp_path)
     spec = spec_of(run, tmp_path)
-    report = Location((tmp_path / "report").as_uri())
     lost = {"sequences": spec.sequences.model_copy(update={"digest": "0" * 64})}
     gone = {"base": spec.base.model_copy(update={"uri": str(tmp_path / "nowhere")})}
     cold = {"temperature": 0.0}
@@ -221,6 +220,7 @@ def test_the_errors_of_a_step_are_told_by_exit_code_and_error_file(tmp_path: Pat
         (gone, 74, StoreError, "has no manifest"),
         (cold, 78, ConfigError, "temperature is 0.0"),
     ):
+        report = Location((tmp_path / f"report-{code}-{next(iter(change))}").as_uri())
         changed = spec.model_copy(update={"report": report.uri, **change})
         (tmp_path / "spec.json").write_text(changed.model_dump_json())
         assert one_shot.main(["--spec", str(tmp_path / "spec.json")]) == code

@@ -177,7 +177,9 @@ def connect(infra: KubernetesInfra) -> Cluster:
         if infra.context is None and "KUBERNETES_SERVICE_HOST" in os.environ and os.path.exists(IN_CLUSTER_NAMESPACE):
             config.load_incluster_config(client_configuration=settings)
         else:
-            config.load_kube_config(context=infra.context, client_configuration=settings)
+            # the library reads KUBECONFIG when it is imported, which may have been earlier
+            file = os.environ.get("KUBECONFIG")
+            config.load_kube_config(config_file=file, context=infra.context, client_configuration=settings)
     except config.ConfigException as error:
         raise ConfigError(
             f"infra.kind is kubernetes, but no cluster is configured here: {error}. Set KUBECONFIG, or infra.context to one of "

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from roundhouse.errors import ConfigError, InfraError
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
@@ -83,12 +83,19 @@ class RunJobs:
         self._jobs.stop()
         self._pods.stop()
 
-    def run(self, plan: JobPlan, say: Say, prepare: Callable[[int], None] = lambda number: None) -> int:
+    def run(
+        self,
+        plan: JobPlan,
+        say: Say,
+        prepare: Callable[[int], None] = lambda number: None,
+        told: Callable[[int], RoundhouseError | None] = lambda number: None,
+    ) -> int:
         """Bring the Job to its end; returns the number of the try that succeeded.
 
         Args:
             say: given the log of the first pod, line by line, and what the Job waits for.
             prepare: called with a try's number before its Job may be created; called again for one that is found.
+            told: the error that the process of a try left behind, where it ended by itself.
 
         Raises:
             DataError, ConfigError, InfraError, StoreError: see `verdict`.
@@ -96,7 +103,7 @@ class RunJobs:
         number, job = self._create_or_find(plan, prepare)
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         try:
-            return self._wait(plan, number, job, say)
+            return self._wait(plan, number, job, say, told)
         except _ServerAway as away:
             raise InfraError(f"{away} Job {name} goes on; a new attempt finds it.") from away
         except _Over as over:
@@ -152,7 +159,9 @@ class RunJobs:
         _require_ours(found, wanted, plural)
         return found
 
-    def _wait(self, plan: JobPlan, number: int, job: Object, say: Say) -> int:
+    def _wait(
+        self, plan: JobPlan, number: int, job: Object, say: Say, told: Callable[[int], RoundhouseError | None]
+    ) -> int:
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         patience = _Patience(plan)
         said = ""
@@ -168,7 +177,7 @@ class RunJobs:
                 if isinstance(verdict, Failed):
                     if log is not None:
                         log.finish(5)
-                    raise _Over(self._explained(job, pods))
+                    raise _Over(self._explained(job, pods, lambda: told(number)))
                 if verdict.text != said:
                     said = verdict.text
                     say(f"Job {name}: {said}")
@@ -205,14 +214,18 @@ class RunJobs:
                 return PodLog(self._cluster, self._namespace, pod["metadata"]["name"], container, say)
         return None
 
-    def _explained(self, job: Object, known: list[Object]) -> Exception:
-        """The error of a Job that failed, with the end of its log where nothing else says more."""
+    def _explained(
+        self, job: Object, known: list[Object], told: Callable[[], RoundhouseError | None]
+    ) -> RoundhouseError:
+        """The error of a Job that failed: as its process told it, else with the end of its log."""
         # The two watches are not in step: the Job's end may be known before the end of the pod that caused it.
         selector = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}"
         fresh = self._cluster.get(self._path("v1", "pods"), labelSelector=selector).get("items") or []
         pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *fresh]}.values())
         failed = judge(job, pods)
         assert isinstance(failed, Failed)
+        if failed.by_exit_code and (error := told()) is not None:
+            return error
         if failed.pod is None or not failed.by_exit_code or "The last it said" in str(failed.error):
             return failed.error
         container = next(pod for pod in pods if pod["metadata"]["name"] == failed.pod)["spec"]["containers"][0]["name"]

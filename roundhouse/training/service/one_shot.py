@@ -158,8 +158,10 @@ def _write(spec: StepSpec, sequences: int, report: StepReport, files: list[FileE
 
 
 def _read_spec(path: str) -> StepSpec:
+    directory, _, name = path.rpartition("/")
     try:
-        return StepSpec.model_validate_json(Path(path).read_bytes())
+        data = Location(directory).read(name) if "://" in path else Path(path).read_bytes()
+        return StepSpec.model_validate_json(data)
     except (OSError, ValidationError) as error:
         raise ConfigError(f"--spec {path} is no training step: {error}") from error
 
@@ -170,14 +172,15 @@ def _tell(report: str | None, error: RoundhouseError) -> None:
     if report is not None:
         told = {"kind": _kind(error).__name__, "message": str(error)}
         try:
-            Location(report).write(ERROR, json.dumps(told).encode())
+            # of several ranks the first to fail is the cause: the others lost their peer
+            Location(report).create(ERROR, json.dumps(told).encode())
         except StoreError as unwritten:
             sys.stderr.write(f"{unwritten}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.one_shot")
-    parser.add_argument("--spec", required=True, help="JSON file; see StepSpec")
+    parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see StepSpec")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     report: str | None = None

@@ -1,0 +1,224 @@
+"""Every manifest is valid, restricted, and as a real API server takes it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.loading import load_config
+from roundhouse.config.train_service import ProcessService
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.train_job import TrainJob
+from tests.k8s.control_plane import ControlPlane
+from tests.k8s.stand import cluster_of
+from tests.k8s.validation import (
+    CRDS,
+    OVERLAYS,
+    crd_of,
+    pod_specs,
+    problems,
+    rendered,
+    unrestricted,
+    written,
+)
+
+Object = dict[str, Any]
+
+with_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl to render overlays with")
+with_crds = pytest.mark.skipif(not CRDS.is_dir(), reason="the CRDs of KubeRay are not beside the repository")
+
+
+def train_job(**trainer: Any) -> TrainJob:
+    infra = KubernetesInfra.model_validate(
+        {
+            "trainer": {"gpus": 8, "pods": 2, "priority_class": "roundhouse-trainer", "node_selector": {"gpu": "h100"}}
+            | trainer,
+            "secret": "roundhouse-store",
+            "queue": "team",
+            "environment": {"AWS_REGION": "eu-central-1"},
+            "store_claim": "store",
+        }
+    )
+    identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
+    return TrainJob(identity, infra, ProcessService(processes=8), reports="file:///store/r", store="file:///store")
+
+
+def train_manifests(**trainer: Any) -> list[Object]:
+    plan = train_job(**trainer)
+    owner = plan.run_object() | {}
+    owner = {**owner, "metadata": owner["metadata"] | {"uid": "11111111-1111-1111-1111-111111111111"}}
+    return [plan.run_object(), *filter(None, [plan.run_service(owner)]), plan.job(1, owner)]
+
+
+def test_every_manifest_of_the_tree_is_valid_by_itself() -> None:
+    for file, item in written():
+        if item["apiVersion"].startswith("ray.io/") and not CRDS.is_dir():
+            continue
+        assert problems(item) == [], file
+
+
+@with_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_rendered_manifest_is_valid_and_restricted(overlay: str) -> None:
+    items = rendered(overlay)
+    for item in items:
+        if not item["apiVersion"].startswith("ray.io/") or CRDS.is_dir():
+            assert problems(item) == []
+        for path, spec in pod_specs(item):
+            assert unrestricted(spec) == [], f"{item['metadata']['name']}{path}"
+    accounts = {item["metadata"]["name"] for item in items if item["kind"] == "ServiceAccount"}
+    classes = {item["metadata"]["name"] for item in items if item["kind"] == "PriorityClass"}
+    for item in items:
+        for _, spec in pod_specs(item):
+            assert spec["serviceAccountName"] in accounts
+            assert spec["priorityClassName"] in classes
+
+
+@with_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_selector_selects_a_pod(overlay: str) -> None:
+    """A Service, policy or budget with a misspelt selector is valid and does nothing."""
+    items = rendered(overlay)
+    labels = [
+        template["metadata"]["labels"] for item in items for template in _templates(item) if template.get("metadata")
+    ] + [
+        train_job().job(1, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "b"}})[
+            "metadata"
+        ]["labels"]
+    ]
+    for item in items:
+        spec = item.get("spec", {})
+        wanted = {
+            "Service": spec.get("selector"),
+            "NetworkPolicy": (spec.get("podSelector") or {}).get("matchLabels"),
+            "PodDisruptionBudget": (spec.get("selector") or {}).get("matchLabels"),
+            "Deployment": (spec.get("selector") or {}).get("matchLabels"),
+        }.get(item["kind"])
+        if wanted:
+            assert any(wanted.items() <= has.items() for has in labels), item["metadata"]["name"]
+
+
+@pytest.mark.parametrize("trainer", [{}, {"pods": 1, "gpus": 0, "node_selector": {}}])
+def test_the_manifests_of_a_training_step_are_valid_and_restricted(trainer: Object) -> None:
+    for item in train_manifests(**trainer):
+        assert problems(item) == []
+        for _, spec in pod_specs(item):
+            assert unrestricted(spec) == []
+            assert spec["automountServiceAccountToken"] is False
+
+
+def test_the_configurations_in_the_overlays_load(tmp_path: Path) -> None:
+    for overlay, key in (("kind", "quickstart.yaml"), ("gpu", "infra.yaml")):
+        file = Path(__file__).parents[2] / "k8s/overlays" / overlay / "run.yaml"
+        (tmp_path / key).write_text(yaml.safe_load(file.read_text())["data"][key])
+        config = load_config(tmp_path / key)
+        assert config.infra.kind == "kubernetes"
+
+
+def test_planted_mistakes_are_found() -> None:
+    """The checks above can fail."""
+    job = train_manifests()[-1]
+    spec = job["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+
+    def broken(change: Any) -> list[str]:
+        copy = yaml.safe_load(yaml.safe_dump(job))
+        change(copy["spec"]["template"]["spec"])
+        return problems(copy)
+
+    assert any("Always'" in line for line in broken(lambda pod: pod.update(restartPolicy="Always'")))
+    assert any(
+        "64GiB" in line
+        for line in broken(lambda pod: pod["containers"][0]["resources"]["limits"].update(memory="64GiB"))
+    )
+    assert broken(lambda pod: pod.update(restartPolicys="Never"))
+    assert broken(lambda pod: pod["containers"][0].pop("name"))
+    assert unrestricted({**spec, "securityContext": {}})
+    assert unrestricted({**spec, "containers": [{**container, "securityContext": {}}]})
+
+
+def _templates(item: Any) -> list[Object]:
+    found: list[Object] = []
+    if isinstance(item, dict):
+        if isinstance(item.get("template"), dict):
+            found.append(item["template"])
+        found += [template for value in item.values() for template in _templates(value)]
+    elif isinstance(item, list):
+        found += [template for value in item for template in _templates(value)]
+    return found
+
+
+_PLURALS = {"NetworkPolicy": "networkpolicies", "PriorityClass": "priorityclasses"}
+_CLUSTER_WIDE = ("Namespace", "PriorityClass")
+
+
+def _path(item: Object) -> str:
+    prefix = "/apis/" if "/" in item["apiVersion"] else "/api/"
+    namespace = item["metadata"].get("namespace")
+    inside = "" if item["kind"] in _CLUSTER_WIDE else f"/namespaces/{namespace}"
+    return f"{prefix}{item['apiVersion']}{inside}/{_PLURALS.get(item['kind'], item['kind'].lower() + 's')}"
+
+
+def _dry_run(admin: Cluster, item: Object) -> None:
+    admin._json("POST", _path(item), {"dryRun": "All", "fieldValidation": "Strict"}, item)
+
+
+@pytest.fixture(scope="session")
+def installed(plane: ControlPlane) -> Cluster:
+    """The administrator of a real API server that has the namespace and KubeRay's RayService."""
+    admin = cluster_of(plane.kubeconfig())
+    base = Path(__file__).parents[2] / "k8s/base"
+    for file in ("namespace.yaml", "priorities.yaml", "accounts.yaml"):
+        for item in yaml.safe_load_all((base / file).read_text()):
+            item["metadata"].setdefault("namespace", "roundhouse")
+            admin.create(_path(item), item)
+    if CRDS.is_dir():
+        admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("RayService"))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                admin.get("/apis/ray.io/v1/namespaces/roundhouse/rayservices")
+                break
+            except Refused:
+                time.sleep(0.2)
+    return admin
+
+
+@with_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_real_api_server_takes_every_manifest_of_an_overlay(overlay: str, installed: Cluster) -> None:
+    for item in rendered(overlay):
+        if item["kind"] in ("Namespace", "PriorityClass", "ServiceAccount"):
+            continue  # there already: written for good by the fixture
+        if item["apiVersion"].startswith("ray.io/") and not CRDS.is_dir():
+            continue
+        _dry_run(installed, item)
+
+
+def test_a_real_api_server_takes_the_manifests_of_a_training_step(installed: Cluster) -> None:
+    for item in train_manifests():
+        _dry_run(installed, item)
+
+
+@with_kubectl
+def test_pod_security_takes_every_pod_and_refuses_one_that_may_be_root(installed: Cluster) -> None:
+    """`restricted` is enforced where a pod is made; templates only get a warning. So each template is made a pod."""
+    specs = [spec for overlay in OVERLAYS for item in rendered(overlay) for _, spec in pod_specs(item)]
+    specs += [spec for item in train_manifests() for _, spec in pod_specs(item)]
+    assert len(specs) >= 7
+    pod: Object = {}
+    for spec in specs:
+        for container in spec["containers"]:
+            container.setdefault("image", "x")
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "roundhouse"}, "spec": spec}
+        _dry_run(installed, pod)
+    pod["spec"] = {**pod["spec"], "securityContext": {}}
+    with pytest.raises(Refused, match=r'403 Forbidden.*violates PodSecurity "restricted'):
+        _dry_run(installed, pod)

@@ -1,0 +1,121 @@
+"""The train stage on a cluster: a Job whose pods run the real training step, against a bucket.
+
+There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.infra.kubernetes import train_job
+from roundhouse.stages.checkpoint import publish
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.train import train_iteration
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_manifest
+from tests.k8s.stand import Stand
+from tests.stages.test_train import checkpoint_digests, make_run, sequences
+
+Object = dict[str, Any]
+
+
+def process_of(stand: Stand, pod: Object) -> subprocess.Popen[str]:
+    container = pod["spec"]["containers"][0]
+    assert container["command"] == ["python"]
+    # what has no value comes from the pod's own fields, which a step of one pod does not read
+    given = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    given = {name: value for name, value in given.items() if name not in ("HOME", "TMPDIR")}
+    return subprocess.Popen(
+        [sys.executable, *container["args"]],
+        env=os.environ | given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_container(stand: Stand, pod: Object) -> None:
+    """What a kubelet does with a pod: the process, its log, its exit code."""
+    stand.kubelet.run(pod)
+    process = process_of(stand, pod)
+    assert process.stdout is not None
+    for line in process.stdout:
+        stand.kubelet.say(pod, line.rstrip())
+    stand.kubelet.exit(pod, process.wait(60))
+
+
+@pytest.fixture
+def bucket(s3_server: str) -> str:
+    name = f"rh-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=name)
+    return f"s3://{name}/store"
+
+
+def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The run of `make_run`, with its training on the cluster."""
+    monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
+    monkeypatch.setattr(train_job, "CACHE", str(tmp_path / "pod-cache"))
+    stand.kubelet.behave = lambda pod: run_container(stand, pod)
+    tree = make_run(store, tmp_path, kind="process").config.model_dump(mode="json")
+    tree["infra"] = {
+        "kind": "kubernetes",
+        "namespace": stand.namespace,
+        "state": str(tmp_path / "flow"),
+        "trainer": {"memory": "64Mi", "cpu": "100m"},
+    }
+    return open_run(parse_config(tree))
+
+
+def test_a_job_a_step_writes_what_a_resident_trainer_writes_and_its_retry_finds_it(
+    stand: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = make_run(f"{bucket}/resident", tmp_path)
+    start = starting_policy(resident)
+    update = train_iteration(resident, 1, sequences(resident, 1), start, tmp_path / "cache")
+    expected = checkpoint_digests(publish(resident, update))
+
+    run = cluster_run(stand, f"{bucket}/job", tmp_path, monkeypatch)
+    start, batch = starting_policy(run), sequences(run, 1)
+    said: list[str] = []
+    update = train_iteration(run, 1, batch, start, tmp_path / "cache", said.append)
+    assert checkpoint_digests(publish(run, update)) == expected
+    metrics = read_manifest(update).metrics
+    assert metrics["train/kubernetes_calls"] <= 10
+    assert any("1 of 1 pods run" in line for line in said)
+
+    run.stage(1, "train").location.delete("manifest.json")
+    again = train_iteration(run, 1, batch, start, tmp_path / "cache")
+    assert again == update.model_copy(update={"digest": again.digest})
+    assert len(stand.kubelet.pods) == 1, "the flow died before its commit: the finished Job is found"
+
+
+def test_the_error_of_a_step_reaches_the_stage_as_it_was_raised_in_the_pod(
+    fake: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cluster_run(fake, bucket, tmp_path, monkeypatch)
+    start = starting_policy(run)
+    batch: Reference = sequences(run, 1)
+    [entry] = [item for item in read_manifest(batch).files if item.path.endswith(".parquet")]
+    run.stage(1, "validate").location.write(entry.path, b"damaged")
+    with pytest.raises(Exception, match="is damaged") as raised:
+        train_iteration(run, 1, batch, start, tmp_path / "cache")
+    assert type(raised.value).__name__ == "StoreError"
+    assert not isinstance(raised.value, DataError)
+
+
+def test_a_store_that_pods_cannot_see_is_refused_at_load() -> None:
+    with pytest.raises(ConfigError, match=r"infra.store_claim"):
+        parse_config({"run_id": "a", "store": "/data", "infra": {"kind": "kubernetes"}})
+    config = parse_config({"run_id": "a", "store": "/data", "infra": {"kind": "kubernetes", "store_claim": "store"}})
+    assert config.infra.kind == "kubernetes"

@@ -1,0 +1,177 @@
+"""Offline validation of manifests: what the published schemas find, and what they do not.
+
+Schemas (PyPI kubernetes-validate, the CRDs of KubeRay) find unknown fields, wrong types and missing fields. They let pass a
+wrong enum value, quantity or name, so `lint` looks at those.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+Object = dict[str, Any]
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = sorted(path.parent.name for path in (ROOT / "k8s/overlays").glob("*/kustomization.yaml"))
+CRDS = ROOT.parent / "shared/kuberay-crds"
+"""Outside the repository: a megabyte each."""
+VERSIONS = ("1.32", "1.35", "1.37")
+
+_QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")
+_DNS = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")
+_LABEL = re.compile(r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
+_CHOICES = {
+    "restartPolicy": {"Always", "OnFailure", "Never"},
+    "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
+    "protocol": {"TCP", "UDP", "SCTP"},
+    "completionMode": {"Indexed", "NonIndexed"},
+    "terminationMessagePolicy": {"File", "FallbackToLogsOnError"},
+    "fsGroupChangePolicy": {"OnRootMismatch", "Always"},
+    "medium": {"", "Memory", "HugePages"},
+    "sessionAffinity": {"None", "ClientIP"},
+    "effect": {"NoSchedule", "PreferNoSchedule", "NoExecute"},
+}
+
+
+def rendered(overlay: str) -> list[Object]:
+    """An overlay's manifests, by kubectl."""
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
+def written() -> Iterator[tuple[str, Object]]:
+    """Every manifest as it stands in the tree, patches and kustomizations left out."""
+    for file in sorted((ROOT / "k8s").rglob("*.yaml")):
+        for item in yaml.safe_load_all(file.read_text()):
+            if isinstance(item, dict) and item.get("kind") not in (None, "Kustomization"):
+                yield file.relative_to(ROOT).as_posix(), item
+
+
+def problems(item: Object) -> list[str]:
+    """What is wrong with a manifest; empty when nothing is."""
+    name = f"{item['kind']} {item['metadata']['name']}"
+    if "." in item["apiVersion"].split("/")[0] and not item["apiVersion"].split("/")[0].endswith((".k8s.io", ".io")):
+        return [f"{name}: group of {item['apiVersion']} unknown here"]
+    found = [f"{name}: {problem}" for problem in lint(item)]
+    if item["apiVersion"].startswith("ray.io/"):
+        return found + [f"{name}: {problem}" for problem in _by_crd(item)]
+    for version in VERSIONS:
+        try:
+            kubernetes_validate.validate(item, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            found.append(f"{name} on {version}: {error.message} at {'.'.join(map(str, error.path))}")
+    return found
+
+
+def lint(item: Object) -> Iterator[str]:
+    """Enums, quantities, names and labels."""
+    if not _DNS.match(item["metadata"]["name"]):
+        yield f"{item['metadata']['name']!r} is not a DNS name"
+    for path, key, value in _walk(item, ""):
+        if key in _CHOICES and isinstance(value, str) and value not in _CHOICES[key]:
+            yield f"{path}: {value!r} is none of {sorted(_CHOICES[key])}"
+        if key in ("requests", "limits") and isinstance(value, dict):
+            bad = {name: amount for name, amount in value.items() if not _QUANTITY.match(str(amount))}
+            if bad:
+                yield f"{path}: no quantities: {bad}"
+        if key == "sizeLimit" and not _QUANTITY.match(str(value)):
+            yield f"{path}: {value!r} is no quantity"
+        if key in ("labels", "matchLabels") and isinstance(value, dict):
+            bad = {name: text for name, text in value.items() if not _LABEL.match(str(text))}
+            if bad:
+                yield f"{path}: no label values: {bad}"
+
+
+def pod_specs(item: Any, path: str = "") -> Iterator[tuple[str, Object]]:
+    """Every pod template's spec below."""
+    if isinstance(item, dict):
+        if isinstance(item.get("containers"), list):
+            yield path, item
+        for key, value in item.items():
+            yield from pod_specs(value, f"{path}.{key}")
+    elif isinstance(item, list):
+        for index, value in enumerate(item):
+            yield from pod_specs(value, f"{path}[{index}]")
+
+
+def unrestricted(spec: Object) -> list[str]:
+    """What Pod Security `restricted`, and our own wish for read-only roots, would refuse in a pod."""
+    found = []
+    whole = spec.get("securityContext", {})
+    if not whole.get("runAsNonRoot") or not whole.get("runAsUser"):
+        found.append("may run as root")
+    if whole.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        found.append("no seccomp profile")
+    if (
+        spec.get("hostNetwork")
+        or spec.get("hostPID")
+        or any("hostPath" in volume for volume in spec.get("volumes", []))
+    ):
+        found.append("takes part in its host")
+    for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False or own.get("capabilities", {}).get("drop") != ["ALL"]:
+            found.append(f"container {container['name']} keeps privileges")
+        if own.get("readOnlyRootFilesystem") is not True:
+            found.append(f"container {container['name']} can write to its root")
+        if "memory" not in container.get("resources", {}).get("limits", {}):
+            found.append(f"container {container['name']} has no memory limit")
+    return found
+
+
+def _walk(item: Any, path: str) -> Iterator[tuple[str, str, Any]]:
+    if isinstance(item, dict):
+        for key, value in item.items():
+            yield f"{path}.{key}", key, value
+            yield from _walk(value, f"{path}.{key}")
+    elif isinstance(item, list):
+        for index, value in enumerate(item):
+            yield from _walk(value, f"{path}[{index}]")
+
+
+def _by_crd(item: Object) -> Iterator[str]:
+    schema = crd_schema(item["kind"], item["apiVersion"].split("/")[1])
+    for error in jsonschema.Draft7Validator(schema).iter_errors(item):
+        yield f"{error.message[:300]} at {'.'.join(map(str, error.path))}"
+
+
+@cache
+def crd_schema(kind: str, version: str) -> Object:
+    """The CRD's schema, closed to unknown fields."""
+    crd = crd_of(kind)
+    [found] = [item for item in crd["spec"]["versions"] if item["name"] == version]
+    schema = found["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {"type": "object"}
+    return dict(_strict(schema))
+
+
+@cache
+def crd_of(kind: str) -> Object:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return dict(yaml.load((CRDS / f"ray.io_{kind.lower()}s.yaml").read_text(), Loader=loader))
+
+
+def _strict(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict(value) for key, value in schema.items()}
+    if isinstance(strict.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in strict:
+        strict.setdefault("additionalProperties", False)
+    if strict.pop("x-kubernetes-int-or-string", False):
+        strict.pop("type", None)
+    if strict.pop("nullable", False) and isinstance(strict.get("type"), str):
+        strict["type"] = [strict["type"], "null"]
+    return strict
