@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from roundhouse.store.run import load_run
+from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand, faulty_bucket, stand
 from tests.chaos.strikes import Strike, by_trainer_process, draw_strikes, every_strike, recorded
 from tests.chaos.tally import Tally
@@ -64,7 +67,7 @@ def _run(options: argparse.Namespace, directory: Path) -> int:
                 whole_endpoint=whole,
             )
         )
-        baseline = play(ready, f"baseline-{options.seed}", [], record=True)
+        baseline = undisturbed(ready, f"baseline-{options.seed}")
         if baseline.outcome.problems:
             sys.exit(f"The uninterrupted run has problems: {baseline.outcome.problems}")
         print(f"uninterrupted: {baseline.seconds:.0f} s, {baseline.outcome.consumed} rollouts trained on", flush=True)
@@ -75,6 +78,18 @@ def _run(options: argparse.Namespace, directory: Path) -> int:
             print(tally.table(), flush=True)
             print(tally.json(), flush=True)
     return tally.failed
+
+
+def undisturbed(ready: Stand, run_id: str) -> Trial:
+    """The run that is left alone, with its operations recorded; one that lies in the directory already is taken as it is."""
+    kept = ready.directory / f"{run_id}.seconds"
+    if kept.exists():
+        seconds, working = json.loads(kept.read_text())
+        outcome = Outcome.of(load_run(str(ready.settings["store"]), run_id))
+        return Trial(run_id, [], 1, seconds, outcome, working_seconds=working)
+    trial = play(ready, run_id, [], record=True)
+    kept.write_text(json.dumps([trial.seconds, trial.working_seconds]))
+    return trial
 
 
 def _random(options: argparse.Namespace, ready: Stand, baseline: Trial, tally: Tally) -> None:
@@ -89,7 +104,7 @@ def _random(options: argparse.Namespace, ready: Stand, baseline: Trial, tally: T
         seed = options.seed * 1000 + number
         own_process = number % 2 == 0 and "trainer" in options.targets
         targets = [target for target in options.targets if target != "trainer" or own_process]
-        kills = draw_kills(seed, options.kills_per_trial if options.kills else 0, baseline.seconds, targets)
+        kills = draw_kills(seed, options.kills_per_trial if options.kills else 0, baseline.working_seconds, targets)
         planted = options.planted_per_trial if options.kills else 0
         strikes = draw_strikes(seed, planted, by_trainer_process(operations) if own_process else operations)
         _try(tally, ready, f"trial-{seed}", kills, strikes, own_process)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ class Stand:
 
     def newest_stage(self, store: str, run_id: str) -> str:
         """The newest stage that was begun, such as `000003/collect`, or `after 000003/collect` when it is complete."""
-        names = self._bucket_names(store, run_id) if store.startswith("s3://") else _file_names(store, run_id)
+        names = self._names(store, run_id)
         begun: dict[tuple[int, int], bool] = {}
         for name in names:
             if (found := _STAGE_FILE.search(name)) is not None:
@@ -141,6 +141,13 @@ class Stand:
             return "start"
         iteration, stage_number = newest = max(begun)
         return f"{'after ' if begun[newest] else ''}{iteration:06d}/{STAGES[stage_number]}"
+
+    def count_attempts(self, store: str, run_id: str) -> int:
+        """Attempts at all stages that were ever begun and whose stages are still there."""
+        return sum("/attempt-" in name for name in self._names(store, run_id))
+
+    def _names(self, store: str, run_id: str) -> Iterable[str]:
+        return self._bucket_names(store, run_id) if store.startswith("s3://") else _file_names(store, run_id)
 
     def _bucket_names(self, store: str, run_id: str) -> list[str]:
         """Asked of the whole endpoint: the harness itself shall not stumble over planted faults."""

@@ -30,7 +30,7 @@ FAMILIES = {
     "manifest": re.compile(r"^create iterations/.*/manifest\.json$"),
     "attempt": re.compile(r"^create .*/attempt-"),
     "checkpoint": re.compile(r"^(write|create|delete|delete_tree) checkpoints/"),
-    "pointer": re.compile(r"^(write|create) (latest|summary|run)\.json$|^write learning-curve"),
+    "pointer": re.compile(r"^(write|create) [^/]+$"),
     "refit": re.compile(r"^refit "),
     "mlflow": re.compile(r"^mlflow "),
     "prefect": re.compile(r"^prefect "),
@@ -49,7 +49,7 @@ class Operation:
 
     @property
     def family(self) -> str:
-        return next(family for family, pattern in FAMILIES.items() if pattern.search(self.name))
+        return next((family for family, pattern in FAMILIES.items() if pattern.search(self.name)), "other")
 
 
 @dataclass(frozen=True)

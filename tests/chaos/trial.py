@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -24,7 +24,9 @@ from tests.chaos.stand import Stand
 from tests.chaos.strikes import PLAN_VARIABLE, Plan, Strike
 
 TARGETS = ("flow", "collector", "engine", "environment", "trainer", "prefect", "mlflow")
-TRIAL_SECONDS = 1200.0
+STALL_SECONDS = 600.0
+"""A run in which nothing begins, ends or is killed for so long hangs."""
+GLANCE_SECONDS = 0.25
 FAILED_STARTS = 5
 """So many starts in a row that fail although nothing was killed meanwhile are no bad luck."""
 PATIENCE_SECONDS = 120.0
@@ -39,6 +41,8 @@ class Kill:
     after: float
     into: float = 0.0
     """For the collector and the trainer, which come and go: so many seconds after it was seen at work."""
+    early: bool = False
+    """Whether a start counts: else the seconds run only while the flow is beyond its imports and has begun a stage."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,17 @@ class Trial:
     starts: int
     seconds: float
     outcome: Outcome
-    kills: Sequence[Kill] = ()
-    strikes: Sequence[Strike] = field(default_factory=tuple)
+    working_seconds: float = 0.0
+    """Of `seconds`, those after a start had begun its first stage."""
 
 
 def draw_kills(seed: int, count: int, span: float, targets: Sequence[str]) -> list[Kill]:
-    """Moments spread over about `span` seconds of a run; the same for the same seed."""
+    """Moments spread over about `span` seconds of a run's work, one in five counting starts too; the same for the same seed."""
     rng = random.Random(seed)
-    return [Kill(rng.choice(targets), rng.uniform(0, 2 * span / count), rng.uniform(0, 1.5)) for _ in range(count)]
+    return [
+        Kill(rng.choice(targets), rng.uniform(0, 2 * span / count), rng.uniform(0, 1.5), rng.random() < 0.2)
+        for _ in range(count)
+    ]
 
 
 def play(
@@ -107,21 +114,29 @@ class _Play:
         self._begun, self._begun_at = time.monotonic(), time.time()
         self._done: list[Done] = []
         self._codes: list[int] = []
-        self._in_vain = 0
+        self._in_vain, self._working = 0, 0.0
+        self._state, self._changed_at, self._looked_at = ("", 0, 0, 0), self._begun, self._begun
         self._flow = self._start()
 
     def finish(self) -> Trial:
         starts, waiting = 1, list(self._kills)
-        due, seen = self._due(waiting), None
+        worked, seen, overdue, before = 0.0, None, 0.0, time.monotonic()
         while True:
             self._stand.keep()
-            if waiting and time.monotonic() >= due:
-                if seen is None and self._is_at_work(waiting[0].target):
-                    seen = time.monotonic()
-                ready = seen is not None and time.monotonic() >= seen + waiting[0].into
-                if ready or time.monotonic() > due + PATIENCE_SECONDS:
-                    self._kill(waiting.pop(0))
-                    due, seen = self._due(waiting), None
+            now = time.monotonic()
+            passed, before = now - before, now
+            at_work = self._has_begun()
+            self._working += passed if at_work else 0.0
+            if waiting:
+                kill = waiting[0]
+                worked += passed if kill.early or at_work else 0.0
+                if worked >= kill.after:
+                    overdue += passed
+                    if seen is None and self._is_at_work(kill.target):
+                        seen = now
+                    if (seen is not None and now >= seen + kill.into) or overdue > PATIENCE_SECONDS:
+                        self._kill(waiting.pop(0))
+                        worked, seen, overdue = 0.0, None, 0.0
             if (code := self._flow.poll()) is not None:
                 self._codes.append(code)
                 if code == 0:
@@ -140,13 +155,19 @@ class _Play:
             self._done.append(Done(f"{strike.process} (planted)", at - self._begun_at, where))
         run = load_run(self._store, self._run_id)
         done = sorted(self._done, key=lambda one: one.at)
-        return Trial(self._run_id, done, starts, seconds, Outcome.of(run), self._kills, self._strikes)
+        return Trial(self._run_id, done, starts, seconds, Outcome.of(run), self._working)
 
     def _start(self) -> Any:
+        self._glanced_at = 0.0
+        self._attempts, self._begun_a_stage = self._stand.count_attempts(self._store, self._run_id), False
         return self._stand.train(self._configuration, self._environment)
 
-    def _due(self, waiting: Sequence[Kill]) -> float:
-        return time.monotonic() + waiting[0].after if waiting else float("inf")
+    def _has_begun(self) -> bool:
+        """Whether the flow that runs now has begun a stage."""
+        if not self._begun_a_stage and time.monotonic() - self._glanced_at > GLANCE_SECONDS:
+            self._glanced_at = time.monotonic()
+            self._begun_a_stage = self._stand.count_attempts(self._store, self._run_id) > self._attempts
+        return self._begun_a_stage
 
     def _is_at_work(self, target: str) -> bool:
         if target == "collector":
@@ -171,8 +192,20 @@ class _Play:
 
     def _refuse_endless(self) -> None:
         """A run that neither ends nor goes on is what a trial exists to find."""
-        seconds = time.monotonic() - self._begun
-        if seconds > TRIAL_SECONDS or self._in_vain >= FAILED_STARTS:
+        now = time.monotonic()
+        if now - self._looked_at < 10:
+            return
+        self._looked_at = now
+        state = (
+            self._where(),
+            self._stand.count_attempts(self._store, self._run_id),
+            len(self._codes),
+            len(self._done),
+        )
+        if state != self._state:
+            self._state, self._changed_at = state, now
+        seconds = now - self._begun
+        if now - self._changed_at > STALL_SECONDS or self._in_vain >= FAILED_STARTS:
             _kill(self._flow.pid)
             raise TimeoutError(
                 f"{self._run_id} has not finished after {seconds:.0f} s in {self._where()}; killed so far: "
