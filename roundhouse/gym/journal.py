@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from roundhouse.gym.environment import Restoration
 from roundhouse.gym.plan import RolloutSpec
-from roundhouse.gym.recorded_calls import GoingOn, RecordedCall, journal_events, journal_table
+from roundhouse.gym.recorded_calls import RecordedCall, Resumption, journal_events, journal_table
 from roundhouse.gym.tape import Tape
 from roundhouse.trajectories.records import FailureKind, Rollout
 
@@ -33,22 +34,27 @@ class Journal:
 
     def __init__(self, policy_version: int | None = None) -> None:
         """`policy_version`: calls that another one answered are not used; None takes any."""
-        self.going_on = GoingOnCounts()
+        self.resumptions = ResumptionCounts()
         self._policy_version = policy_version
         self._calls: dict[str, list[RecordedCall]] = {}
         """Of unfinished rollouts."""
         self._gaps: set[str] = set()
         """Rollouts of which earlier calls are lost: their part is damaged, or not listed yet."""
         self._waiting: dict[str, list[RecordedCall]] = {}
-        self._events: list[GoingOn] = []
+        self._events: list[Resumption] = []
 
-    def read(self, part: pa.Table) -> None:
-        """Take up a part of an earlier attempt; later parts know better."""
+    def read(self, part: pa.Table, leave_out: Container[str] = ()) -> None:
+        """Take up a part of an earlier attempt; later parts know better.
+
+        Args:
+            leave_out: rollouts whose calls are of no use any more.
+        """
         for event in journal_events(part):
             if isinstance(event, RecordedCall):
-                self._keep(event)
+                if event.rollout_id not in leave_out:
+                    self._keep(event)
             else:
-                self.going_on.count(event)
+                self.resumptions.count(event)
                 if event.reason:
                     self._forget(event.rollout_id)
 
@@ -57,7 +63,7 @@ class Journal:
         calls = self._calls.get(spec.rollout_id, [])
         reason = self._unusable(calls, spec, restoration)
         if reason:
-            self.went_on(GoingOn(spec.rollout_id, len(calls), reason))
+            self.went_on(Resumption(spec.rollout_id, len(calls), reason))
             calls = []
         return Tape(self, restoration, tuple(calls))
 
@@ -70,7 +76,7 @@ class Journal:
     def take(self) -> pa.Table | None:
         """What was not taken before."""
         ready = [call for calls in self._waiting.values() for call in calls if _complete(call)]
-        events: list[RecordedCall | GoingOn] = [*self._events, *ready]
+        events: list[RecordedCall | Resumption] = [*self._events, *ready]
         if not events:
             return None
         unready = [call for calls in self._waiting.values() for call in calls if not _complete(call)]
@@ -88,8 +94,8 @@ class Journal:
             waiting[-1].snapshot = None
         waiting.append(call)
 
-    def went_on(self, event: GoingOn) -> None:
-        self.going_on.count(event)
+    def went_on(self, event: Resumption) -> None:
+        self.resumptions.count(event)
         self._events.append(event)
         if event.reason:
             self._forget(event.rollout_id)
@@ -133,7 +139,7 @@ class Journal:
         return ""
 
 
-class GoingOnCounts:
+class ResumptionCounts:
     """How rollouts with calls on record went on, over all attempts at a stage."""
 
     def __init__(self) -> None:
@@ -144,12 +150,27 @@ class GoingOnCounts:
         self.rollouts_restarted: Counter[str] = Counter()
         """Times that a rollout began anew all the same, by reason."""
 
-    def count(self, event: GoingOn) -> None:
+    def count(self, event: Resumption) -> None:
         if event.reason:
             self.rollouts_restarted[event.reason] += 1
         else:
             self.rollouts_resumed += 1
             self.turns_resumed += event.calls
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollout/resumed": float(self.rollouts_resumed),
+            "rollout/turns_resumed": float(self.turns_resumed),
+            "rollout/restarted": float(self.rollouts_restarted.total()),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "rollouts_resumed": self.rollouts_resumed,
+            "turns_resumed": self.turns_resumed,
+            "rollouts_restarted": dict(sorted(self.rollouts_restarted.items())),
+        }
 
 
 def _complete(call: RecordedCall) -> bool:

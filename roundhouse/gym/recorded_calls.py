@@ -82,7 +82,7 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class GoingOn:
+class Resumption:
     """How a rollout of which calls were on record went on."""
 
     rollout_id: str
@@ -98,22 +98,22 @@ class Recorder(Protocol):
         """A call was finished."""
         ...
 
-    def went_on(self, event: GoingOn) -> None:
+    def went_on(self, event: Resumption) -> None:
         """A rollout was resumed, or restarted."""
         ...
 
 
-def journal_table(events: Iterable[RecordedCall | GoingOn]) -> pa.Table:
+def journal_table(events: Iterable[RecordedCall | Resumption]) -> pa.Table:
     """The rows of a journal's part."""
     rows = [_call_row(event) if isinstance(event, RecordedCall) else _event_row(event) for event in events]
     return pa.Table.from_pylist(rows, schema=JOURNAL)
 
 
-def journal_events(table: pa.Table) -> Iterator[RecordedCall | GoingOn]:
+def journal_events(table: pa.Table) -> Iterator[RecordedCall | Resumption]:
     """What a part tells, in its order."""
     for row in table.to_pylist():
         if row["event"] != CALL:
-            yield GoingOn(row["rollout_id"], row["number"], row["reason"])
+            yield Resumption(row["rollout_id"], row["number"], row["reason"])
             continue
         call = RecordedCall(row["rollout_id"], row["seed"], row["number"], (), 0)
         if row["message"] is not None:
@@ -142,7 +142,7 @@ def _call_row(call: RecordedCall) -> dict[str, Any]:
     }
 
 
-def _event_row(event: GoingOn) -> dict[str, Any]:
+def _event_row(event: Resumption) -> dict[str, Any]:
     return {
         "rollout_id": event.rollout_id,
         "event": RESTARTED if event.reason else RESUMED,

@@ -32,7 +32,7 @@ from roundhouse.gym.protocol import (
     Snapshotting,
     ToolEnvironment,
 )
-from roundhouse.gym.recorded_calls import GoingOn, RecordedCall, Recorder
+from roundhouse.gym.recorded_calls import RecordedCall, Recorder, Resumption
 from roundhouse.gym.taped import TapedEpisode, TapedPolicy, TapedSession
 from roundhouse.gym.tools import ToolResult
 from roundhouse.trajectories.records import FailureKind, Rollout
@@ -98,7 +98,7 @@ class Tape:
     def blank(self, rollout_id: str, divergence: Divergence) -> Tape:
         """The tape of the same attempt, started afresh."""
         if self._recorder is not None:
-            self._recorder.went_on(GoingOn(rollout_id, len(self._recorded), divergence.reason))
+            self._recorder.went_on(Resumption(rollout_id, len(self._recorded), divergence.reason))
         return Tape(self._recorder, self._restoration)
 
     # -- for the agents: the environment ----------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Tape:
         self._answers = []
         self._next += 1
         if self._next == len(self._recorded):
-            recorder.went_on(GoingOn(call.rollout_id, self._next))
+            recorder.went_on(Resumption(call.rollout_id, self._next))
         return completion
 
     async def _snapshot(self) -> str | None:

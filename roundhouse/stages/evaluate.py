@@ -13,6 +13,7 @@ from roundhouse.gym.sessions import open_environment
 from roundhouse.stages.collect import Progress, collect_into
 from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.stages.metrics import deviation, mean, rollout_metrics
+from roundhouse.stages.parts import Parts
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.trajectories.ledger import Ledger
@@ -31,21 +32,11 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     checkpoint = run.checkpoint(version).reference()
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
-    attempt = run.begin(stage, policy_version=version)
+    parts = Parts(run.begin(stage, policy_version=version), version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
-    collected = collect_into(
-        stage,
-        attempt,
-        specs,
-        config,
-        sampling=sampling,
-        engine_url=engine_url,
-        progress=progress,
-        on_policy=False,
-        policy_version=version,
-    )
+    collected = collect_into(parts, specs, config, sampling, engine_url, progress, on_policy=False)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
-    return attempt.commit(
+    return parts.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
         metrics=evaluation_metrics(collected.rollouts),

@@ -1,4 +1,5 @@
-"""Dynamic sampling: collect round after round of tasks until enough groups have spread (DAPO, arXiv 2503.14476, section 3.2).
+"""Rounds of tasks: one, or as dynamic sampling has it, one after another until enough groups have spread (DAPO, arXiv
+2503.14476, section 3.2).
 
 Invariant: which tasks a round draws depends on (run seed, iteration, round) alone, and whether there is a next round on the
 rewards of the rounds before. All rounds are parts of one collect stage: what an interrupted attempt had finished is found in
@@ -26,11 +27,13 @@ from roundhouse.trajectories.tokens import derive_seed
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What dynamic sampling came to."""
+    """What the rounds came to."""
 
     rollouts: list[Rollout]
     """Of all rounds, in the order of their plans."""
     rounds: int
+    dynamic: bool
+    """There were to be as many rounds as it takes. Otherwise there was one, and all its groups are trained on."""
     kept: list[str]
     """Groups to train on, at most as many as tasks were wanted."""
     surplus: list[str]
@@ -38,6 +41,8 @@ class Sampled:
 
     def metrics(self) -> dict[str, float]:
         """Rounds, what was put aside, and the mean reward of what is left."""
+        if not self.dynamic:
+            return {}
         kept, surplus = set(self.kept), set(self.surplus)
         rewards = [
             rollout.reward for rollout in self.rollouts if rollout.group_id in kept and rollout.reward is not None
@@ -52,7 +57,9 @@ class Sampled:
 
     def details(self) -> dict[str, Any]:
         """For the manifest; validation reads it."""
-        return {"rounds": self.rounds, "kept": self.kept, "surplus": self.surplus}
+        if not self.dynamic:
+            return {}
+        return {"dynamic_sampling": {"rounds": self.rounds, "kept": self.kept, "surplus": self.surplus}}
 
 
 def sample_rounds(
@@ -62,29 +69,31 @@ def sample_rounds(
     iteration: int,
     roll_out: Callable[[list[RolloutSpec]], list[Rollout]],
 ) -> Sampled:
-    """Roll out `config.tasks` tasks a round until as many groups have spread, or `max_rounds` are over.
+    """Roll out `config.tasks` tasks; under dynamic sampling so many a round, until as many groups have spread, or
+    `max_rounds` are over.
 
     Raises:
         TooFewSequences: too few groups have spread after the last round, and `on_exhausted` is error.
     """
     policy = config.dynamic_sampling
-    assert policy is not None, "only called under rollout.dynamic_sampling"
     rows: list[TaskRow] = []
     rollouts: list[Rollout] = []
     number, found = 0, list[str]()
-    while len(found) < config.tasks and number < policy.max_rounds:
+    while len(found) < config.tasks and number < (1 if policy is None else policy.max_rounds):
         number += 1
         rows += round_tasks(tasks, seed, iteration, config.tasks, number)
         planned = plan_rollouts(rows, config.group_size, seed, iteration)
         rollouts += roll_out(planned[len(rollouts) :])
         found = groups_with_spread(rollouts)
+    if policy is None:
+        return Sampled(rollouts, number, dynamic=False, kept=[], surplus=[])
     if len(found) < config.tasks and policy.on_exhausted == "error":
         raise TooFewSequences(
             f"iteration {iteration}: {len(found)} of {config.tasks} groups have spread after {number} rounds "
             "(rollout.dynamic_sampling.max_rounds). The tasks are too easy or too hard for this policy: change them, raise "
             "max_rounds or rollout.group_size, or set rollout.dynamic_sampling.on_exhausted to continue."
         )
-    return Sampled(rollouts, number, found[: config.tasks], found[config.tasks :])
+    return Sampled(rollouts, number, dynamic=True, kept=found[: config.tasks], surplus=found[config.tasks :])
 
 
 def round_tasks(tasks: Sequence[TaskRow], seed: int, iteration: int, n: int, number: int) -> list[TaskRow]:

@@ -135,7 +135,7 @@ async def test_a_session_that_was_written_down_goes_on_without_any_call_made_twi
     assert meters.read_at == list(range(1, 4 + again))
     told = [int(item["output"]) for item in rollout.items if item["type"] == "function_call_output"]
     assert rollout.reward == sum(told), "verifier and policy know of the same readings"
-    assert journal.going_on.turns_resumed == cut
+    assert journal.resumptions.turns_resumed == cut
 
 
 @pytest.mark.parametrize("cut", range(1, 4))
@@ -179,7 +179,7 @@ async def test_an_attempt_that_follows_on_a_dead_engine_asks_only_for_what_it_ha
     )
     assert (rollout.status, rollout.attempt, rollout.reward) == (Status.COMPLETED, 2, pytest.approx(0.6))
     assert asked == [0, 1, 2, 2, 3]
-    assert (journal.going_on.rollouts_resumed, journal.going_on.turns_resumed) == (1, 2)
+    assert (journal.resumptions.rollouts_resumed, journal.resumptions.turns_resumed) == (1, 2)
 
 
 async def test_a_rollout_that_is_interrupted_again_and_again_makes_each_call_once() -> None:
@@ -196,7 +196,7 @@ async def test_a_rollout_that_is_interrupted_again_and_again_makes_each_call_onc
     assert written(rollout) == written(await alone(client, counter_row(), ADDS))
     rows = pa.concat_tables(parts).to_pylist()
     assert [row["number"] for row in rows if row["event"] == "call"] == [0, 1, 2, 3]
-    assert journal.going_on.rollouts_resumed == 3, "read from the parts of those before it"
+    assert journal.resumptions.rollouts_resumed == 3, "read from the parts of those before it"
 
 
 def once(script: Any) -> Any:
@@ -244,8 +244,8 @@ async def afresh(parts: list[pa.Table], spec: Any, script: Any, client: Any, **o
     """Go on, which must not be possible: all calls are made again, once. The outcome, and the reason on record."""
     rollout, policy, journal = await resumed(parts, spec, script, client, CONFIG, **options)
     assert len(policy.seeds) == len(rollout.turns)
-    assert journal.going_on.rollouts_resumed == 0
-    (reason,) = journal.going_on.rollouts_restarted.elements()
+    assert journal.resumptions.rollouts_resumed == 0
+    (reason,) = journal.resumptions.rollouts_restarted.elements()
     return rollout, reason
 
 

@@ -16,7 +16,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.gym.plan import RolloutSpec
-from roundhouse.stages import collect as stage
+from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.stages.rounds import round_tasks, sample_rounds
 from roundhouse.stages.validate import validate_iteration
@@ -85,7 +85,7 @@ def engine() -> Iterator[HardTasks]:
 
 
 def _run(store: str, monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> tuple[Run, Reference]:
-    monkeypatch.setattr(stage, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
     rollout = {"tasks": TASKS, "group_size": GROUP, "concurrency": 2, "max_failed_fraction": 0.0}
     rollout |= {"retry": {"attempts": 1, "first_delay_seconds": 0.01}, "dynamic_sampling": sampling}
     environment = {"kind": "sort", "digits": 4}

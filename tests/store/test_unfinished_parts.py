@@ -12,7 +12,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
-from roundhouse.stages import collect as collect_stage
+from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
@@ -37,7 +37,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 @pytest.fixture
 def run(store_uri: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(collect_stage, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
     plan = {"tasks": 3, "group_size": 4, "concurrency": 1, "retry": {"attempts": 1, "first_delay_seconds": 0.01}}
     return open_run(parse_config({"run_id": "r", "store": store_uri, "rollout": plan}))
 

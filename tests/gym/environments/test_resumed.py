@@ -64,8 +64,8 @@ async def test_each_kind_goes_on_after_any_of_its_turns_and_ends_as_if_it_had_be
             rollout, policy, journal = await resumed(parts, spec, script, client, CONFIG)
             assert written(rollout) == written(whole)
             assert len(policy.seeds) == len(replies) - cut, "only what was not finished is asked for"
-            assert journal.going_on.turns_resumed == cut
-            assert not journal.going_on.rollouts_restarted
+            assert journal.resumptions.turns_resumed == cut
+            assert not journal.resumptions.rollouts_restarted
 
 
 @pytest.mark.parametrize("kind", ["warehouse", "frozen_lake"])

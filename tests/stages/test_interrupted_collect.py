@@ -1,0 +1,283 @@
+"""A collecting process is killed amid rollouts of several turns, and what it had finished is not asked of the engine again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import InfraError, StoreError
+from roundhouse.gym.recorded_calls import JOURNAL
+from roundhouse.stages import parts
+from roundhouse.stages.collect import collect_iteration, read_rollouts
+from roundhouse.store.garbage import find_garbage
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_manifest, read_part
+from roundhouse.store.verification import verify
+from roundhouse.trajectories.tokens import derive_seed
+from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written
+
+TASKS, GROUP, CALLS = 2, 4, 6
+
+
+def guesses(messages: list[dict[str, Any]], seed: int) -> Any:
+    """Guesses by the seed, then says so."""
+    return says("Done.") if turns_of(messages) == CALLS - 1 else calls(("guess", {"number": seed % 7 + 1}))
+
+
+class GuessingEngine(ThreadingHTTPServer):
+    """Answers by conversation and seed. After `healthy` answers it is silent until `go_on`, or where `broken`, out of order."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), GuessedAnswer)
+        self.policy = ScriptedPolicy(guesses)
+        self.answered: list[int] = []
+        self.healthy, self.broken = 10**6, False
+        self.go_on = threading.Event()
+        self.counting = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class GuessedAnswer(BaseHTTPRequestHandler):
+    server: GuessingEngine
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        engine = self.server
+        request = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with engine.counting:
+            serves = len(engine.answered) < engine.healthy
+            if serves:
+                engine.answered.append(request["seed"])
+        if not serves:
+            if not engine.broken:
+                engine.go_on.wait(60)
+            return self._send(500, {"detail": "out of order"})
+        made = engine.policy._answer(request["messages"], request["seed"])
+        message = made.message | {
+            "prompt_token_ids": made.prompt_token_ids,
+            "generation_token_ids": made.generation_token_ids,
+            "generation_log_probs": made.generation_log_probs,
+        }
+        choice = {"message": message, "finish_reason": made.finish_reason}
+        return self._send(200, {"choices": [choice], "policy_version": 0})
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = orjson.dumps(body)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # who asked was killed
+            super().handle()
+
+
+@pytest.fixture
+def engine() -> Iterator[GuessingEngine]:
+    server = GuessingEngine()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.go_on.set()
+    server.shutdown()
+    server.server_close()
+
+
+def settings(store: str, **environment: Any) -> dict[str, Any]:
+    rollout = {"tasks": TASKS, "group_size": GROUP, "concurrency": 3, "max_turns": 8, "max_tokens": 100_000}
+    rollout |= {"retry": {"attempts": 1, "first_delay_seconds": 0.01}}
+    environment = {"kind": "guess_number", "guesses": 9} | environment
+    return {"run_id": "r", "store": store, "rollout": rollout, "environment": environment}
+
+
+def begun(store: str, **environment: Any) -> tuple[Run, Reference]:
+    run = open_run(parse_config(settings(store, **environment)))
+    return run, run.begin(run.stage(1, "refit"), policy_version=0).commit()
+
+
+COLLECTING = """
+import json, sys
+from roundhouse.config.loading import parse_config
+from roundhouse.stages import parts
+from roundhouse.stages.collect import collect_iteration
+from roundhouse.store.run import open_run
+parts.FLUSH_SECONDS = 0.05
+run = open_run(parse_config(json.loads(sys.argv[1])))
+collect_iteration(run, 1, run.stage(1, "refit").reference(), sys.argv[2])
+"""
+
+
+def kill_amid(engine: GuessingEngine, store: str, after: int) -> None:
+    """Collect in a process of its own; kill it when the engine has given `after` answers and they are written down."""
+    engine.healthy = after
+    process = subprocess.Popen(
+        [sys.executable, "-c", COLLECTING, json.dumps(settings(store)), engine.url], env=os.environ
+    )
+    try:
+        stage, deadline = open_run(parse_config(settings(store))).stage(1, "collect"), time.monotonic() + 120
+        while len(recorded_seeds(stage.location)) < after:
+            assert time.monotonic() < deadline, "not written down in time"
+            assert process.poll() is None, "the process ended by itself"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    engine.healthy = 10**6
+
+
+def recorded_seeds(location: Location) -> set[int]:
+    """Seeds of all model calls that the store knows of, in finished rollouts or in the journal."""
+    found: set[int] = set()
+    for name in location.names():
+        table = None
+        if name.startswith("journal-"):
+            table = read_part(location, name, JOURNAL)
+            rows = [] if table is None else [row for row in table.to_pylist() if row["event"] == "call"]
+            found |= {derive_seed(row["seed"], row["number"]) for row in rows}
+        if name.startswith("rollouts-"):
+            table = read_part(location, name, parts.ROLLOUTS)
+            rows = [] if table is None else table.to_pylist()
+            found |= {derive_seed(row["seed"], number) for row in rows for number in range(row["turns"])}
+    return found
+
+
+def dataset(reference: Reference) -> list[Any]:
+    """All rows without their clocks; rollouts stand in the order in which they finished, which is a clock too."""
+    return [written(rollout) for rollout in sorted(read_rollouts(reference), key=lambda each: each.rollout_id)]
+
+
+@pytest.mark.parametrize("after", [7, 31])
+def test_a_killed_collection_asks_the_engine_for_no_finished_turn_again_and_ends_as_if_nothing_had_happened(
+    tmp_path: Path, engine: GuessingEngine, after: int
+) -> None:
+    run, weights = begun(f"{tmp_path}/alone")
+    alone = collect_iteration(run, 1, weights, engine.url)
+    everything = set(engine.answered)
+    assert len(engine.answered) == len(everything) == TASKS * GROUP * CALLS
+    assert not [name for name in Location(alone.uri).names() if name.startswith("journal-")]
+
+    engine.answered.clear()
+    run, weights = begun(f"{tmp_path}/killed")
+    kill_amid(engine, f"{tmp_path}/killed", after)
+    stage = run.stage(1, "collect")
+    recorded = recorded_seeds(stage.location)
+    assert len(recorded) == after
+    assert find_garbage(f"{tmp_path}/killed") == [], "an unfinished stage is no garbage"
+    engine.answered.clear()
+    resumed = collect_iteration(run, 1, weights, engine.url)
+    assert set(engine.answered).isdisjoint(recorded)
+    assert set(engine.answered) | recorded == everything
+    assert len(engine.answered) == len(everything) - after
+    assert dataset(resumed) == dataset(alone)
+
+    manifest = read_manifest(resumed)
+    told = manifest.details["resumptions"]
+    assert 1 <= told["rollouts_resumed"] <= 3, "as many as were in flight"
+    assert told["turns_resumed"] == manifest.metrics["rollout/turns_resumed"] > 0
+    assert told["rollouts_restarted"] == {}
+    assert not [name for name in stage.location.names() if name.startswith("journal-")]
+    assert verify(f"{tmp_path}/killed").problems == []
+
+
+def interrupt(run: Run, weights: Reference, engine: GuessingEngine, after: int) -> None:
+    """Let the engine break for good after so many answers, which fails the stage."""
+    engine.healthy, engine.broken = after, True
+    with pytest.raises(InfraError, match="out of order"):
+        collect_iteration(run, 1, weights, engine.url)
+    engine.healthy, engine.broken = 10**6, False
+
+
+def test_turns_of_rollouts_that_a_dead_engine_failed_survive_in_any_store(
+    store_uri: str, engine: GuessingEngine
+) -> None:
+    run, weights = begun(store_uri)
+    interrupt(run, weights, engine, 10)
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert len(engine.answered) == len(set(engine.answered)) == TASKS * GROUP * CALLS
+    assert reference.counts["completed"] == TASKS * GROUP
+    assert read_manifest(reference).details["resumptions"]["turns_resumed"] >= 4
+
+
+def test_an_interruption_after_an_interruption_is_counted_with_it(tmp_path: Path, engine: GuessingEngine) -> None:
+    run, weights = begun(str(tmp_path))
+    interrupt(run, weights, engine, 10)
+    interrupt(run, weights, engine, 17)
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert len(engine.answered) == len(set(engine.answered)) == TASKS * GROUP * CALLS
+    assert read_manifest(reference).attempt == 3
+    assert read_manifest(reference).details["resumptions"]["rollouts_resumed"] >= 3
+
+
+def test_a_damaged_journal_costs_its_turns_and_the_manifest_says_so(tmp_path: Path, engine: GuessingEngine) -> None:
+    run, weights = begun(str(tmp_path))
+    interrupt(run, weights, engine, 8)
+    interrupt(run, weights, engine, 14)
+    location = run.stage(1, "collect").location
+    first = next(name for name in location.names() if name.startswith("journal-"))
+    data = bytearray(location.read(first))
+    data[len(data) // 3] ^= 0xFF
+    location.write(first, bytes(data))
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert reference.counts["completed"] == TASKS * GROUP
+    assert set(read_manifest(reference).details["resumptions"]["rollouts_restarted"]) == {"incomplete_journal"}
+    assert read_manifest(reference).metrics["rollout/restarted"] >= 1
+
+
+def test_a_journal_that_outlives_its_stage_is_garbage_and_no_problem(
+    tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = begun(str(tmp_path))
+    interrupt(run, weights, engine, 10)
+
+    def refuses(self: Location, name: str) -> None:
+        raise StoreError("the store is away")
+
+    with monkeypatch.context() as away:
+        away.setattr(Location, "delete", refuses)
+        reference = collect_iteration(run, 1, weights, engine.url)
+    left = {name for name in Location(reference.uri).names() if name.startswith("journal-")}
+    assert left
+    garbage = {item.name.rsplit("/", 1)[-1] for item in find_garbage(str(tmp_path))}
+    assert left <= garbage
+    assert verify(str(tmp_path)).problems == []
+
+
+def test_a_full_disk_ends_the_collection_while_it_runs(
+    tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock that writes parts works in the background; its failure must not stay there."""
+    run, weights = begun(str(tmp_path))
+    engine.healthy = 5  # the others wait for an answer for a minute
+    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.05)
+
+    def full(self: parts.Parts, calls: Any) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(parts.Parts, "_write_journal", full)
+    begun_at = time.monotonic()
+    with pytest.raises(StoreError, match="the disk is full"):
+        collect_iteration(run, 1, weights, engine.url)
+    assert time.monotonic() - begun_at < 30
