@@ -42,6 +42,7 @@ OPERATIONAL = (
     "evaluation.every",
     "evaluation.before_training",
     "evaluation.promotion_confidence",
+    "environment.restore",
     "rollout.concurrency",
     "rollout.retry.",
     "rollout.timeout_seconds",
