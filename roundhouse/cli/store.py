@@ -19,10 +19,11 @@ def verify(
     run_id: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every file and reference of every manifest. Exits with 1 when something is damaged."""
+    """Check every file, reference and ledger of every manifest. Exits with 1 when something is damaged."""
     from roundhouse.store.verification import verify as check
+    from roundhouse.trajectories.ledger_proof import ledger_faults
 
-    found = check(store, run_id)
+    found = check(store, run_id, also=ledger_faults)
     if as_json:
         out(json.dumps(asdict(found), indent=1))
     else:

@@ -7,6 +7,7 @@ model call; rates over all requested ones.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from roundhouse.trajectories.records import Rollout, Status
@@ -42,7 +43,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if rollouts:
         for status in Status:
             metrics[f"rollout/{status.value}_rate"] = mean([float(rollout.status is status) for rollout in rollouts])
-    return metrics | _environment_metrics(rollouts)
+    return metrics | _failure_metrics(rollouts) | _environment_metrics(rollouts)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -55,6 +56,14 @@ def deviation(values: Sequence[float]) -> float:
         return 0.0
     center = mean(values)
     return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1))
+
+
+def _failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How many rollouts failed, by kind and by code."""
+    failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+    kinds = Counter(f"failures/{rollout.failure_kind or 'unknown'}" for rollout in failed)
+    codes = Counter(f"failures/code/{rollout.failure_code or 'unknown'}" for rollout in failed)
+    return {name: float(count) for name, count in sorted((kinds + codes).items())}
 
 
 def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

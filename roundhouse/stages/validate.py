@@ -19,6 +19,7 @@ from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.trajectories.ledger_proof import prove_counted
 from roundhouse.trajectories.proofs import Recorded, Terms
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
@@ -92,6 +93,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     """Validate the rollouts of an iteration.
 
     Raises:
+        LedgerError: the rollouts are not those that the collect stage counted.
         TooFewSequences: more was refused than `validation.max_quarantine_fraction` allows, or too few groups are left.
     """
     config = run.config
@@ -101,6 +103,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     attempt = run.begin(stage, policy_version=rollouts.policy_version)
     tables = read_table(rollouts, "rollouts"), read_table(rollouts, "turns")
     collected = in_plan_order(rollouts_from_tables(*tables))
+    prove_counted(rollouts.counts, collected)
     left_out = groups_left_out(collected, read_manifest(rollouts).details.get("dynamic_sampling"))
     result = validate(
         collected,

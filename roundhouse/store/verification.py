@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -18,6 +18,9 @@ from roundhouse.errors import StoreError
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
 from roundhouse.store.stage import read_manifest
+
+Faults = Callable[[Location, Manifest], Iterable[str]]
+"""What is wrong with a stage beyond its bytes, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,11 @@ class Verification:
     problems: list[Problem] = field(default_factory=list)
 
 
-def verify(store: str, run_id: str | None = None) -> Verification:
+def verify(store: str, run_id: str | None = None, also: Faults | None = None) -> Verification:
     """Check everything below a store, or one of its runs.
+
+    Args:
+        also: what else is looked for in each complete stage whose files are sound.
 
     Raises:
         StoreError: there is no such store or run, or it cannot be read at all.
@@ -57,7 +63,7 @@ def verify(store: str, run_id: str | None = None) -> Verification:
     found = Verification()
     complete = {name.removesuffix(MANIFEST) for name in names if name.endswith(f"/{MANIFEST}")}
     for directory in sorted(complete):
-        _check_stage(root / directory.rstrip("/"), found)
+        _check_stage(root / directory.rstrip("/"), found, also)
     begun = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
     found.unfinished = [f"{root.uri}/{directory.rstrip('/')}" for directory in sorted(begun - complete)]
     for name in names:
@@ -68,7 +74,7 @@ def verify(store: str, run_id: str | None = None) -> Verification:
     return found
 
 
-def _check_stage(location: Location, found: Verification) -> None:
+def _check_stage(location: Location, found: Verification, also: Faults | None) -> None:
     redo = f"Delete {location.uri}/{MANIFEST}, and the run does this stage again."
     try:
         data = location.read(MANIFEST)
@@ -84,6 +90,9 @@ def _check_stage(location: Location, found: Verification) -> None:
         found.size += entry.size
         if (what := _fault(location, entry)) is not None:
             found.problems.append(Problem(f"{location.uri}/{entry.path}", what, f"Restore it from a copy. Or: {redo}"))
+    sound = not any(problem.uri.startswith(f"{location.uri}/") for problem in found.problems)
+    if also is not None and sound:
+        found.problems += [Problem(location.uri, what, redo) for what in also(location, manifest)]
     found.problems += _dangling(location, manifest, redo)
 
 

@@ -76,6 +76,8 @@ ROLLOUTS = (
     Entry("rollout/generation_seconds_mean", "rollouts with a model call", "of it, waiting for the engine"),
     Entry("rollout/environment_seconds_mean", "rollouts with a model call", "of it, waiting for the environment"),
     Entry("rollout/*_rate", "requested rollouts", "share with this outcome", "failed < 0.01, truncated < 0.1"),
+    Entry("failures/code/*", "(count)", "failed with this code: docs/failures.md", "none"),
+    Entry("failures/*", "(count)", "failed for infrastructure (`infra`, after all attempts) or by their data", "none"),
 )
 
 REWARD = (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from roundhouse.errors import DataError
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -96,8 +97,16 @@ QUARANTINE = pa.schema(
 """One row a rollout that validation kept from training."""
 
 
+class RewardOfFailure(DataError):
+    """A rollout that failed, or was never started, comes with a reward."""
+
+
 def rollouts_table(rollouts: Iterable[Rollout]) -> pa.Table:
-    """The `rollouts` dataset."""
+    """The `rollouts` dataset.
+
+    Raises:
+        RewardOfFailure: a rollout without a rewarded outcome has a reward; none is ever written.
+    """
     return pa.Table.from_pylist([_rollout_row(rollout) for rollout in rollouts], schema=ROLLOUTS)
 
 
@@ -162,6 +171,11 @@ def rebuild_prompts(turns: Sequence[Turn]) -> list[list[int]]:
 
 
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    if rollout.reward is not None and not rollout.status.rewarded:
+        raise RewardOfFailure(
+            f"Rollout {rollout.rollout_id} is {rollout.status.value} and has reward {rollout.reward}: a rollout that failed "
+            "has none. Whatever set it is in error; it is not written."
+        )
     generated = sum(len(turn.generation_token_ids) for turn in rollout.turns)
     added = sum(len(turn.prompt_token_ids) for turn in rollout.turns)
     return {
