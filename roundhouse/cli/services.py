@@ -45,12 +45,16 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="Run configuration to check for.")] = None,
     overrides: Overrides = None,
     state: StateOption = DEFAULT_STATE,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Look at the cluster of infra or KUBECONFIG instead of this machine.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What is missing or unreachable on this machine, and what to do about it."""
-    from roundhouse.infra.doctor import diagnose
+    """What is missing or unreachable on this machine or cluster, and what to do about it."""
+    from roundhouse.infra.doctor import diagnose, diagnose_cluster
 
-    findings = diagnose(None if config is None else load(config, overrides), state)
+    resolved = None if config is None else load(config, overrides)
+    findings = diagnose_cluster(resolved) if kubernetes else diagnose(resolved, state)
     if as_json:
         out(json.dumps([finding.model_dump() for finding in findings], indent=1))
     else:

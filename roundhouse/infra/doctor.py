@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from roundhouse.config.models import RunConfig
+from roundhouse.config.models import KubernetesInfra, RunConfig
 from roundhouse.infra.checks import machine, packages, reachability, storage
 from roundhouse.infra.checks.finding import Finding, fail
 
-__all__ = ["Finding", "diagnose"]
+__all__ = ["Finding", "diagnose", "diagnose_cluster"]
 
 Check = Callable[[], list[Finding]]
 
@@ -49,6 +49,17 @@ def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse")
         checks.append(partial(reachability.configured, config))
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for findings in pool.map(_guarded, checks) for finding in findings]
+
+
+def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:
+    """Whether runs can live on a Kubernetes cluster: that of the configuration's `infra`, else of the kubeconfig."""
+    from roundhouse.infra.checks import kubernetes
+
+    infra = config.infra if config is not None and isinstance(config.infra, KubernetesInfra) else KubernetesInfra()
+    checks: list[Check] = [partial(kubernetes.cluster, infra)]
+    if config is not None and config.store.startswith("s3://"):
+        checks.append(partial(storage.store, config.store))
+    return [finding for check in checks for finding in _guarded(check)]
 
 
 def _guarded(check: Check) -> list[Finding]:

@@ -16,7 +16,7 @@ import pytest
 import s3fs
 
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.kubernetes import train_job
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
@@ -106,12 +106,10 @@ def test_the_error_of_a_step_reaches_the_stage_as_it_was_raised_in_the_pod(
     run = cluster_run(fake, bucket, tmp_path, monkeypatch)
     start = starting_policy(run)
     batch: Reference = sequences(run, 1)
-    [entry] = [item for item in read_manifest(batch).files if item.path.endswith(".parquet")]
-    run.stage(1, "validate").location.write(entry.path, b"damaged")
-    with pytest.raises(Exception, match="is damaged") as raised:
+    run.checkpoint(0).location.write("model.safetensors", b"damaged")
+    with pytest.raises(StoreError, match="is damaged"):
         train_iteration(run, 1, batch, start, tmp_path / "cache")
-    assert type(raised.value).__name__ == "StoreError"
-    assert not isinstance(raised.value, DataError)
+    assert len(fake.kubelet.pods) == 1
 
 
 def test_a_store_that_pods_cannot_see_is_refused_at_load() -> None:

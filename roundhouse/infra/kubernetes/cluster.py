@@ -69,13 +69,14 @@ class Cluster:
     def close(self) -> None:
         self._client.close()
 
-    def create(self, path: str, body: Object) -> Object:
-        """Create an object; unknown fields are refused.
+    def create(self, path: str, body: Object, *, dry_run: bool = False) -> Object:
+        """Create an object; unknown fields are refused. A dry run goes through all checks and creates nothing.
 
         Raises:
             Refused: 409 when there is one of that name, 422 when the server does not accept it.
         """
-        return self._json("POST", path, {"fieldValidation": "Strict"}, body)
+        query = {"fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
+        return self._json("POST", path, query, body)
 
     def get(self, path: str, **query: str) -> Object:
         return self._json("GET", path, query)
