@@ -45,6 +45,10 @@ class ControllerState(_Part):
     """Everything that a controller remembers, in an order that does not depend on how it came about."""
 
     schema_version: Literal[1] = 1
+    groups_an_iteration: int
+    group_size: int
+    start_lag: int
+    """How early what is in here may have begun."""
     version: int
     batch: list[int] | None
     in_training: bool
@@ -64,6 +68,9 @@ def snapshot(controller: Controller) -> ControllerState:
     """The state as it is now."""
     rollouts = controller.rollouts
     return ControllerState(
+        groups_an_iteration=controller.terms.groups,
+        group_size=controller.terms.group_size,
+        start_lag=controller.terms.start_lag,
         version=controller.version,
         batch=None if controller.batch is None else list(controller.batch),
         in_training=controller.in_training,
@@ -90,7 +97,22 @@ def snapshot(controller: Controller) -> ControllerState:
 
 
 def restore(terms: Terms, state: ControllerState) -> Controller:
-    """A controller in this state."""
+    """A controller in this state; the terms may have become wider, not narrower.
+
+    Raises:
+        DataError: the terms are of another plan, or their bound could be broken by what has begun.
+    """
+    if (terms.groups, terms.group_size) != (state.groups_an_iteration, state.group_size):
+        raise DataError(
+            f"The controller's state is of {state.groups_an_iteration} groups of {state.group_size} an iteration, not of "
+            f"{terms.groups} groups of {terms.group_size}. Take the change back, or start a new run."
+        )
+    if terms.start_lag < state.start_lag:
+        raise DataError(
+            f"Rollouts have begun up to {state.start_lag} versions early, and asynchrony.staleness "
+            f"{terms.asynchrony.staleness} with window {terms.asynchrony.window} allows {terms.start_lag}. Keep the bound that "
+            "the run began with, or raise it."
+        )
     controller = Controller(terms)
     controller.replicas = {place.name: Replica(place.version, place.incoming) for place in state.replicas}
     controller.version, controller.evaluated, controller.evaluating = state.version, state.evaluated, state.evaluating

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from roundhouse.errors import DataError
@@ -26,7 +27,7 @@ KEYS: dict[str, Callable[[Trajectory], str]] = {
 """What trajectories can be grouped by."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trajectory:
     """A rollout on its way to training."""
 
@@ -35,12 +36,12 @@ class Trajectory:
     """Whose own rollout it is."""
     model_tag: str = "default"
 
-    @property
+    @cached_property
     def versions(self) -> tuple[int, ...]:
         """Policy version of each turn."""
         return tuple(turn.policy_version for turn in self.rollout.turns)
 
-    @property
+    @cached_property
     def name(self) -> tuple[int, str]:
         """What tells it from all others of its model: task ids come again in later iterations."""
         return (self.iteration, self.rollout.rollout_id)

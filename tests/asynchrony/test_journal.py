@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony.controller import Controller
+from roundhouse.asynchrony.journal import Journal
+from roundhouse.asynchrony.state import snapshot
+from roundhouse.errors import DataError, StoreError
+from roundhouse.store.location import Location
+from tests.asynchrony.world import forward, terms
+
+
+def run_on(controller: Controller, journal: Journal, steps: int, keep_every: int = 0) -> None:
+    """Apply what can happen, the last of it each time, and write it down, ten events at once."""
+    told = []
+    for step in range(1, steps + 1):
+        told.append(list(forward(controller, slots=2))[-1])
+        controller.apply(told[-1])
+        if step % 10 == 0 or step == steps:
+            journal.append(told)
+            told = []
+            if keep_every and step % keep_every == 0:
+                journal.keep_state(controller)
+
+
+@pytest.mark.parametrize("keep_every", [0, 20])
+def test_a_new_process_finds_the_controller_as_the_old_one_left_it(store_uri, keep_every):
+    plan = terms("batch-async", 2, groups=2, group_size=2, iterations=20)
+    place = Location(store_uri) / "asynchrony"
+    first, journal = Controller(plan, "ab"), Journal(place)
+    run_on(first, journal, 60, keep_every)
+    second = Journal(place).load(plan, "ab")
+    assert snapshot(second) == snapshot(first)
+    assert first.rollouts.cursor > 4
+    assert len([name for name in place.names() if name.startswith("state-")]) == (2 if keep_every else 0)
+    run_on(second, again := Journal(place), 10)
+    assert len(list(again.events())) == 70
+
+
+def test_of_two_controllers_of_one_run_one_is_told_to_stop(store_uri):
+    place = Location(store_uri) / "asynchrony"
+    one, other = Journal(place), Journal(place)
+    one.append([happened.TransferStarted("a", 0)])
+    with pytest.raises(StoreError, match="another controller of this run"):
+        other.append([happened.TransferStarted("b", 0)])
+    assert list(Journal(place).events()) == [happened.TransferStarted("a", 0)]
+
+
+def test_a_damaged_state_costs_a_replay_and_nothing_else(tmp_path):
+    plan = terms("batch-async", 1, groups=2, iterations=8)
+    place = Location(str(tmp_path))
+    controller, journal = Controller(plan, "a"), Journal(place)
+    run_on(controller, journal, 30, keep_every=10)
+    for name in place.names():
+        if name.startswith("state-"):
+            place.write(name, place.read(name)[:-9])
+    assert snapshot(Journal(place).load(plan, "a")) == snapshot(controller)
+
+
+def test_a_run_goes_on_with_a_wider_bound_and_not_with_a_narrower_one(tmp_path):
+    journal = Journal(Location(str(tmp_path)))
+    controller = Controller(terms("batch-async", 2, groups=2), "a")
+    run_on(controller, journal, 12)
+    journal.keep_state(controller)
+    assert journal.load(terms("fully-async", 3, groups=2, iterations=9), "a").terms.start_lag == 3
+    with pytest.raises(DataError, match=r"2 versions early.*staleness 1"):
+        journal.load(terms("batch-async", 1, groups=2), "a")
+    with pytest.raises(DataError, match="2 groups of 1 an iteration, not of 3 groups"):
+        journal.load(terms("batch-async", 2, groups=3), "a")
