@@ -7,6 +7,7 @@ import sys
 import typer
 
 from roundhouse.cli import (
+    activity,
     cost,
     gym,
     gym_data,
@@ -36,6 +37,7 @@ app.add_typer(training.app)
 app.add_typer(services.app)
 runs.app.add_typer(cost.app)
 app.add_typer(runs.app, name="runs")
+runs.app.command("activity")(activity.runs_activity)
 app.add_typer(schedules.app, name="schedule")
 runs.app.add_typer(lineage.app)
 app.add_typer(store.app, name="store")
