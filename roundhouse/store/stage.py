@@ -35,6 +35,9 @@ from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance,
 
 logger = logging.getLogger(__name__)
 
+ROW_GROUP = 1024
+"""Rows of a part that are compressed together: who wants one rollout of 100,000 (the viewer) reads these and not all."""
+
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.json")
 
 
@@ -86,7 +89,7 @@ class Attempt:
         part = self._parts.get(dataset, 0)
         self._parts[dataset] = part + 1
         sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True, row_group_size=ROW_GROUP)
         return self.write_bytes(f"{dataset}-a{self.number:04d}-{part:05d}.parquet", sink.getvalue(), table.num_rows)
 
     def write_json(self, name: str, value: Any) -> FileEntry:
