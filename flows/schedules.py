@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.server.schemas.schedules import CronSchedule as CronDates
@@ -63,6 +64,7 @@ def add_schedule(form: CollectForm, cron: str, timezone: str = "UTC") -> Schedul
         for other in _read(client):
             if other.name == form.name:
                 client.delete_deployment_schedule(deployment.id, other.id)
+                _forget_planned(client, form.name)
         body = {
             "schedule": schedule.model_dump(mode="json"),
             "active": True,
@@ -88,6 +90,7 @@ def remove_schedule(name: str) -> None:
     found = _named(name)
     with get_client(sync_client=True) as client:
         client.delete_deployment_schedule(_deployment(client).id, found.id)
+        _forget_planned(client, name)
 
 
 def missed(name: str, since: datetime, until: datetime | None = None) -> list[datetime]:
@@ -140,6 +143,13 @@ def _read(client: SyncPrefectClient) -> list[Scheduled]:
             )
         )
     return found
+
+
+def _forget_planned(client: SyncPrefectClient, name: str) -> None:
+    """Delete the flow runs that were planned and have not begun."""
+    waiting = {"tags": {"all_": [f"schedule:{name}"]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
+    for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(waiting)):
+        client.delete_flow_run(run.id)
 
 
 def _named(name: str) -> Scheduled:

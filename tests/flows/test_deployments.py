@@ -7,7 +7,6 @@ run of five iterations: paused after the first, failed by a planted fault in the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
-from tests.flows.served import Served, serving, until
+from tests.flows.served import Served, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -47,14 +46,13 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    with serving(tmp_path_factory.mktemp("served")) as served:
-        told = Story(served)
-        _pause_and_resume(told)
-        _fail_and_retry(told)
-        _cancel_and_run_again(told)
-        _fork_and_collect(told)
-        yield told
+def story(served: Served) -> Story:
+    told = Story(served)
+    _pause_and_resume(told)
+    _fail_and_retry(told)
+    _cancel_and_run_again(told)
+    _fork_and_collect(told)
+    return told
 
 
 def test_a_pause_takes_effect_at_a_stages_border_and_frees_the_machine(story: Story) -> None:
@@ -108,7 +106,7 @@ def test_a_fork_from_the_form_trains_on_from_the_parents_iteration(story: Story)
 
 def test_a_moment_is_collected_once_and_retention_keeps_the_newest(story: Story) -> None:
     place = Path(story.served.store) / "datasets" / "nightly"
-    assert [path.name for path in place.iterdir()] == ["20261121T020000Z-v000002"]
+    assert [path.name for path in place.iterdir()] == ["20261121T020000Z-v000004"]
     assert {run["state"]["type"] for run in story.collections} == {"COMPLETED"}
 
 
@@ -155,7 +153,7 @@ def _cancel_and_run_again(told: Story) -> None:
 def _fork_and_collect(told: Story) -> None:
     served = told.served
     fork = {"run_id": RUN, "store": served.store, "new_run_id": "wide", "iterations": 6, "group_size": 3}
-    night = {"run_id": RUN, "store": served.store, "name": "nightly", "version": 2, "keep_last": 1}
+    night = {"run_id": RUN, "store": served.store, "name": "nightly", "version": 4, "keep_last": 1}
     moments = ("2026-11-20T02:00Z", "2026-11-21T02:00Z", "2026-11-21T02:00Z")
     started = [served.start("fork", **fork)]
     started += [served.start("collect", **night, moment=moment) for moment in moments]

@@ -1,0 +1,126 @@
+"""Scheduled collection on a real Prefect server: what is planned, what was missed, what is made up for; and flow runs whose
+process is gone."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from prefect.client.orchestration import get_client
+
+from flows.controls import pause
+from flows.deployments import deployments
+from flows.moments import _PLANNED
+from flows.orphans import settle_orphans
+from flows.planning import plan
+from flows.schedules import add_schedule, back_fill, missed, remove_schedule, schedules
+from roundhouse.config.forms import CollectForm
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import ConfigError
+from roundhouse.stages.datasets import Draw, collected_moments, dataset_stage
+from roundhouse.store.run import open_run
+from tests.flows.served import Served
+
+pytestmark = pytest.mark.timeout(600)
+
+NIGHTS = [datetime(2026, 11, day, 2, tzinfo=UTC) for day in (18, 19, 20)]
+
+
+@pytest.fixture
+def form(prefect_client: Served) -> CollectForm:
+    """A nightly collection of a run that has done nothing yet."""
+    store = prefect_client.store
+    open_run(parse_config({"run_id": "source", "store": store}))
+    return CollectForm(run_id="source", store=store, name="nights", keep_last=2)
+
+
+def test_a_schedule_is_one_a_dataset_and_survives_a_new_registration_of_the_deployments(form: CollectForm) -> None:
+    add_schedule(form, "0 3 * * *")
+    made = add_schedule(form, "0 2 * * *", "Europe/Berlin")
+    assert (made.cron, made.timezone, made.form) == ("0 2 * * *", "Europe/Berlin", form)
+    assert made.next_moment is not None
+    assert datetime.now(UTC) < made.next_moment < datetime.now(UTC) + timedelta(days=1, hours=1)
+
+    import asyncio
+
+    async def register() -> None:
+        for deployment in await deployments():
+            await deployment.aapply()
+
+    asyncio.run(register())
+    assert [each.id for each in schedules()] == [made.id]
+    remove_schedule("nights")
+    assert schedules() == []
+
+
+async def test_a_moment_is_planned_once_and_its_flow_run_knows_it_from_a_key_that_no_retry_moves(
+    form: CollectForm, served: Served
+) -> None:
+    add_schedule(form, "0 2 * * *")
+    deployment = served.deployment("collect")["id"]
+    evening = (datetime.now(UTC) + timedelta(days=2)).replace(hour=1, minute=59, second=30)
+    async with get_client() as client:
+        assert await plan(client, deployment, evening - timedelta(minutes=5)) == []
+        assert len(await plan(client, deployment, evening)) == 1
+        assert len(await plan(client, deployment, evening + timedelta(seconds=15))) == 1
+    wanted = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    planned = served.call("POST", "flow_runs/filter", **wanted)
+    at_two = evening.replace(hour=2, minute=0, second=0, microsecond=0)
+    assert at_two in [datetime.fromisoformat(run["expected_start_time"]) for run in planned]
+    assert len({run["idempotency_key"] for run in planned}) == len(planned)
+    for run in planned:
+        found = _PLANNED.fullmatch(run["idempotency_key"])
+        assert found is not None, run["idempotency_key"]
+        assert datetime.fromisoformat(found["moment"]) == datetime.fromisoformat(run["expected_start_time"])
+        assert run["parameters"]["settings"]["name"] == "nights"
+    remove_schedule("nights")
+    assert served.call("POST", "flow_runs/filter", **wanted) == [], "a removed schedule plans nothing"
+
+
+def test_missed_moments_are_those_without_a_complete_version_and_a_back_fill_asks_for_each(
+    form: CollectForm, served: Served
+) -> None:
+    add_schedule(form, "0 2 * * *")
+    run = served.run("source")
+    draw = Draw.of_moment(NIGHTS[1])
+    run.begin(dataset_stage(run, "nights", draw.label(0), draw), policy_version=0).commit()
+    assert collected_moments(served.store, "nights") == {"20261119T020000Z"}
+    end = NIGHTS[2] + timedelta(hours=1)
+    assert missed("nights", NIGHTS[0], end) == [NIGHTS[0], NIGHTS[2]]
+    assert missed("nights", NIGHTS[0], NIGHTS[2]) == [NIGHTS[0]], "the end is not in it"
+    with pytest.raises(ConfigError, match="more than 100 moments"):
+        missed("nights", NIGHTS[0] - timedelta(days=200), end)
+
+    [started] = back_fill("nights", [NIGHTS[0]])
+    asked = served.call("GET", f"flow_runs/{started}")
+    assert asked["parameters"]["settings"]["moment"] == "2026-11-18T02:00:00Z"
+    assert "back-fill" in asked["tags"]
+    served.call("DELETE", f"flow_runs/{started}")
+    remove_schedule("nights")
+
+
+def test_what_is_no_schedule_is_refused_by_name(form: CollectForm) -> None:
+    with pytest.raises(ConfigError, match=re.escape("--cron 'every night'")):
+        add_schedule(form, "every night")
+    with pytest.raises(ConfigError, match="Mars"):
+        add_schedule(form, "0 2 * * *", "Mars/Olympus")
+    with pytest.raises(ConfigError, match=r"No schedule collects into 'nothing'. There are: none"):
+        remove_schedule("nothing")
+    with pytest.raises(ConfigError, match="no deployment has started one"):
+        pause("source")
+
+
+async def test_a_flow_run_whose_process_is_gone_gets_a_state_that_a_person_can_act_on(prefect_client: Served) -> None:
+    evaluate = prefect_client.deployment("evaluate")["id"]
+    later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    found = {}
+    for state in ("RUNNING", "CANCELLING"):
+        asked = {"parameters": {"settings": {"run_id": "gone"}}, "state": {"type": "SCHEDULED"}}
+        asked["state"]["state_details"] = {"scheduled_time": later}
+        run = prefect_client.call("POST", f"deployments/{evaluate}/create_flow_run", **asked)["id"]
+        prefect_client.call("POST", f"flow_runs/{run}/set_state", state={"type": state}, force=True)
+        found[state] = run
+    await settle_orphans([evaluate])
+    assert prefect_client.state(found["RUNNING"]) == "CRASHED"
+    assert prefect_client.state(found["CANCELLING"]) == "CANCELLED"
