@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate format lock clean
+.PHONY: help setup quickstart up down test check chaos bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate bench-async bench-delta reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -56,6 +56,16 @@ bench-packing: setup ## how full the bins, how equal the ranks, beside TRL, SkyR
 
 bench-validate: setup ## false alarms and CPU of the proofs between collection and training (BENCH_ARGS="--rollouts 4096")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/validate.py $(BENCH_ARGS)
+
+bench-async: setup ## modes and bounds in simulation over ratios of training to generation (BENCH_ARGS="--iterations 20")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)
+
+bench-delta: setup ## bytes and speed of a weight delta after a real optimizer step (BENCH_ARGS="--learning-rate 1e-6")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/weight_delta.py $(BENCH_ARGS)
+
+reference: setup ## write the pages of docs/ that are printed from the code
+	$(BIN)/python -m roundhouse.config.reference > docs/configuration-reference.md
+	$(BIN)/python -m roundhouse.tracking.catalogue > docs/metrics.md
 
 format: setup ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,135 @@
+"""Every key of a run's configuration, printed from the models: type, default, range, what it means.
+
+python -m roundhouse.config.reference > docs/configuration-reference.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from roundhouse.config.models import RunConfig
+from roundhouse.store.run import OPERATIONAL
+
+Schema = dict[str, Any]
+
+INTRODUCTION = """\
+# Configuration, key by key
+
+Printed from the code; what the sections are for: [configuration](configuration.md). Keys with ° may change between two starts
+of one run: they steer how it is carried out, not what it is. `kind` chooses among the forms of a section."""
+SHARED = 5
+"""Of two forms of a section that share so many keys, the second is told by its differences."""
+
+_BOUNDS = {
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
+    "pattern": "`{}`",
+}
+
+
+def page() -> str:
+    """docs/configuration-reference.md."""
+    schema = RunConfig.model_json_schema()
+    defs = schema["$defs"]
+    lines, told, first_forms = [INTRODUCTION, ""], set[str](), dict[str, tuple[str, Schema]]()
+    for title, section in _sections("", schema, defs):
+        if section["title"] in told:
+            continue  # the same section at another place
+        told.add(section["title"])
+        like, first = first_forms.setdefault(title.rsplit(" (", 1)[0], (title, section))
+        lines += [f"## {title}", ""]
+        if description := " ".join(section.get("description", "").split()):
+            lines += [description, ""]
+        keys = section.get("properties", {})
+        same = [key for key, value in keys.items() if first["properties"].get(key) == value]
+        if like != title and len(same) >= SHARED:
+            lines += [f"Keys as in [{like}](#{_anchor(like)}), but:", ""]
+            keys = {key: value for key, value in keys.items() if key not in same}
+        if rows := [_row(title, key, value, defs) for key, value in keys.items()]:
+            lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes it."""
+    kept = "".join(each for each in title.lower() if each.isalnum() or each in " -_")
+    return kept.replace(" ", "-")
+
+
+def _sections(path: str, schema: Schema, defs: dict[str, Schema]) -> Iterator[tuple[str, Schema]]:
+    """Each section with its path, a form with its kind in brackets; outer ones first."""
+    yield path or "A run", schema
+    for name, key in schema.get("properties", {}).items():
+        forms = [form for form in _forms(key, defs) if "properties" in form]
+        for form in forms:
+            inner = f"{path} / {name}" if path else name
+            kind = form["properties"].get("kind", {}).get("const")
+            yield from _sections(f"{inner} ({kind})" if kind and len(forms) > 1 else inner, form, defs)
+
+
+def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
+    """What a key may be: its schema resolved, or each of its alternatives."""
+    if "$ref" in key:
+        return _forms(defs[key["$ref"].rsplit("/", 1)[1]], defs)
+    for choice in ("oneOf", "anyOf"):
+        if choice in key:
+            return [form for each in key[choice] for form in _forms(each, defs)]
+    return [key]
+
+
+def _row(section: str, name: str, key: Schema, defs: dict[str, Schema]) -> str:
+    meaning = " ".join(key.get("description", "").split())
+    mark = "°" if _is_operational(section, name) else ""
+    cells = (f"`{name}`{mark}", _type(key, defs), _default(key), meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _is_operational(section: str, name: str) -> bool:
+    steps = [] if section == "A run" else [step.split(" (")[0] for step in section.split(" / ")]
+    return ".".join([*steps, name]).startswith(OPERATIONAL) or any(
+        entry.rstrip(".") == ".".join([*steps, name]) for entry in OPERATIONAL
+    )
+
+
+def _type(key: Schema, defs: dict[str, Schema]) -> str:
+    forms = _forms(key, defs)
+    sections = [form for form in forms if "properties" in form]
+    told = [_plain(form, defs) for form in forms if "properties" not in form]
+    if sections:
+        kinds = [form["properties"].get("kind", {}).get("const") for form in sections]
+        named = " or ".join(f"`{kind}`" for kind in kinds if kind)
+        told.insert(0, f"section, kind {named}" if len(sections) > 1 and named else "section")
+    return " or ".join(dict.fromkeys(told))
+
+
+def _plain(form: Schema, defs: dict[str, Schema]) -> str:
+    if "enum" in form:
+        return ", ".join(f"`{value}`" for value in form["enum"])
+    if "const" in form:
+        return f"`{form['const']}`"
+    kind = form.get("type", "any")
+    if kind == "array":
+        items = form.get("items") or (form.get("prefixItems") or [{}])[0]
+        return f"list of {_type(items, defs)}" if items else "list"
+    if kind == "object":
+        return "mapping"
+    bounds = [text.format(form[name]) for name, text in _BOUNDS.items() if name in form]
+    return " ".join([kind, *bounds])
+
+
+def _default(key: Schema) -> str:
+    if "default" not in key:
+        return ""
+    value = key["default"]
+    if isinstance(value, dict) and value:
+        return f"kind `{value['kind']}`" if "kind" in value else ""
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
