@@ -26,11 +26,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
         return summary
     with untagged_tasks(), without_heartbeats(), heartbeat(run):
-        link_tracking(run)
         if not run.is_reported(config.iterations):
-            start_engine(run)  # it loads while the starting policy is being made
+            start_engine(run)  # it loads while MLflow is imported and the starting policy made
+        begins = not run.is_reported(run.first_version)
+        if begins:
+            link_tracking(run)  # a run that goes on does so first; its next report links
         start = starting_policy(run)
-        if not run.is_reported(run.first_version):
+        if begins:
             if config.evaluation.before_training:
                 evaluate(run, start)
                 promote(run, run.first_version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from tasks.options import STAGE
 
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
+_opening = threading.Lock()
+_linked: set[str] = set()
+"""Runs whose MLflow page this process has linked, by run uid."""
 
 
 @task(name="link-tracking", task_run_name="link MLflow", **STAGE)
@@ -39,8 +43,7 @@ def link_tracking(run: Run) -> str | None:
     latest = run.latest_checkpoint()
     if latest is not None:
         tracker.log_missing_iterations(latest.policy_version)
-    create_link_artifact(key=_key(run, "mlflow"), link=tracker.url, link_text=f"MLflow run of {run.run_id}")
-    announce("tracking", url=tracker.url)
+    _link(run, tracker)
     return tracker.url
 
 
@@ -52,6 +55,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     tracker = tracker_of(run)
     if tracker is not None:
         tracker.log_missing_iterations(iteration)
+        _link(run, tracker)
     create_progress_artifact(
         key=_key(run, "progress"),
         progress=100 * iteration / run.config.iterations,
@@ -75,6 +79,9 @@ def finish_run(run: Run) -> dict[str, Any]:
     summary = stage.summarize(run)
     tracker = tracker_of(run)
     summary["mlflow_url"] = None if tracker is None else tracker.url
+    if tracker is not None:
+        tracker.log_missing_iterations(run.config.iterations)  # a run killed behind its last report lacks that one
+        _link(run, tracker)
     with tempfile.TemporaryDirectory() as directory:
         picture = Path(directory) / "learning-curve.png"
         plot_run(run, summary, picture)
@@ -89,9 +96,18 @@ def finish_run(run: Run) -> dict[str, Any]:
 
 def tracker_of(run: Run) -> Tracker | None:
     """The run's page in MLflow; None where there is none."""
-    if run.uid not in _trackers:
-        _trackers[run.uid] = open_tracker(run)
-    return _trackers[run.uid]
+    with _opening:
+        if run.uid not in _trackers:
+            _trackers[run.uid] = open_tracker(run)
+        return _trackers[run.uid]
+
+
+def _link(run: Run, tracker: Tracker) -> None:
+    """Say once where MLflow's page is."""
+    if run.uid not in _linked:
+        create_link_artifact(key=_key(run, "mlflow"), link=tracker.url, link_text=f"MLflow run of {run.run_id}")
+        announce("tracking", url=tracker.url)
+        _linked.add(run.uid)
 
 
 def _log_conversations(run: Run, iteration: int, tracker: Tracker) -> None:
