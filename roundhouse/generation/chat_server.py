@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from roundhouse.bodies import BodyLimit
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.continuation import ContinuationBroken
 from roundhouse.generation.engine import AsgiApp, Generated
@@ -27,6 +28,13 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 JSON_HEADER = (b"content-type", b"application/json")
+
+ENGINE_ROUTES = {
+    *(("GET", path) for path in ("/v1/models", "/version", "/load", "/ping", "/metrics", "/tokenizer_info")),
+    *(("POST", path) for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/responses", "/v1/messages")),
+}
+"""The engine's own routes that are passed on: those that ask. What changes an engine (vLLM's /pause, /sleep, /update_weights,
+/collective_rpc, /v1/load_lora_adapter and the like) is reached by nobody from outside; weights come by the wanted version."""
 
 
 class ChatServer:
@@ -44,10 +52,15 @@ class ChatServer:
             ("GET", "/health"): self._health,
         }
 
+        self._limited = BodyLimit(self._answer)
+
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
+        await self._limited(scope, receive, send)
+
+    async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         route = self._routes.get((scope.get("method", ""), scope["path"]))
         if route is not None:
             await route(receive, send)
@@ -58,7 +71,7 @@ class ChatServer:
                 return
             receive = _replayed(raw, receive)
         app = self.policy.engine.openai_app()
-        if app is None:
+        if app is None or (scope.get("method"), scope["path"]) not in ENGINE_ROUTES:
             await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
             return
         await self._through(app, scope, receive, send)

@@ -6,7 +6,6 @@ otherwise it raises with the cause. Nothing of a run depends on which of the two
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ import httpx
 
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
+from roundhouse.config.secrets import read_secret
 from roundhouse.errors import InfraError
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint, later_than
@@ -106,7 +106,7 @@ class ProcessEngine:
             "model_dir": model_dir,
             "wanted": wanted,
         }
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = read_secret(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             reply = httpx.post(f"{self.url}/rh/want", json=body, headers=headers, timeout=seconds)

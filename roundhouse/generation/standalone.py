@@ -26,8 +26,10 @@ from typing import Any
 import orjson
 import uvicorn
 
+from roundhouse.bodies import BodyLimit
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
+from roundhouse.config.secrets import read_secret
 from roundhouse.errors import RoundhouseError
 from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
@@ -60,6 +62,9 @@ class StandaloneEngine:
             await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/want).")
 
     async def _want(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if _from_a_web_page(scope):
+            await reply_error(send, 403, "forbidden", "A web page may not say which weights are wanted.")
+            return
         if not self._is_allowed(scope):
             await reply_error(
                 send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
@@ -107,16 +112,28 @@ class StandaloneEngine:
         return hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
 
+def _from_a_web_page(scope: dict[str, Any]) -> bool:
+    """A page of any site in a browser on this machine reaches the loopback interface too; browsers say that it was one."""
+    headers = dict(scope["headers"])
+    return b"origin" in headers or b"sec-fetch-site" in headers
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(prog="python -m roundhouse.generation.standalone", description=main.__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000)
     options = parser.parse_args(arguments)
-    token = os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        token = read_secret(TOKEN_VARIABLE)
+    except RoundhouseError as error:
+        sys.exit(f"engine: {error}")
     if token is None and not _is_loopback(options.host):
-        sys.exit(f"engine: --host {options.host} is open to others; set {TOKEN_VARIABLE}, or listen on 127.0.0.1.")
-    application: Any = StandaloneEngine(token)
+        sys.exit(
+            f"engine: --host {options.host} is open to others; set {TOKEN_VARIABLE} or {TOKEN_VARIABLE}_FILE, or listen on "
+            "127.0.0.1."
+        )
+    application: Any = BodyLimit(StandaloneEngine(token))
     uvicorn.run(
         application, host=options.host, port=options.port, log_level="warning", access_log=False, lifespan="off"
     )

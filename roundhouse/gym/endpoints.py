@@ -15,6 +15,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.sessions import SessionMiddleware
 
+from roundhouse.bodies import BodyLimit
 from roundhouse.errors import InfraError
 from roundhouse.gym.failures import FAILURE_HEADER
 from roundhouse.gym.middleware import RolloutPrefix, StickySession
@@ -78,6 +79,7 @@ def with_sessions(app: FastAPI, class_name: str, name: str) -> None:
     app.add_middleware(StickySession)
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
     app.add_middleware(RolloutPrefix)
+    app.add_middleware(BodyLimit)
 
 
 async def json_body(request: Request) -> Any:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from fsspec.implementations.local import LocalFileSystem
 
+from roundhouse.config.secrets import masked_text
 from roundhouse.errors import DiskFull, StoreError
 from roundhouse.store import bucket, disk
 from roundhouse.store.bucket import StoreUnavailable
@@ -192,7 +193,7 @@ class Location:
         try:
             yield
         except StoreUnavailable as error:
-            raise StoreUnavailable(f"cannot {verb} {place}: {error}.") from error
+            raise StoreUnavailable(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
         except StoreError:
             raise
         except FileNotFoundError as error:
@@ -206,7 +207,7 @@ class Location:
                 raise DiskFull(
                     f"cannot {verb} {place}: {error}. The disk is full: free space and start again."
                 ) from error
-            raise StoreError(f"cannot {verb} {place}: {error}.") from error
+            raise StoreError(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
 
 
 def _who_may(error: PermissionError) -> str:

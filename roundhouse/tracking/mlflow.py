@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from roundhouse.config.loading import config_yaml, flatten
+from roundhouse.config.secrets import masked_text
 from roundhouse.stages.report import iteration_manifests, iteration_metrics
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
@@ -168,10 +169,11 @@ def open_tracker(run: Run) -> Tracker | None:
     try:
         experiment_id = _experiment(client, tracking.experiment)
         mlflow_run_id = _find_or_create(client, experiment_id, run)
-        url = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+        url = f"{masked_text(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
         return Tracker(client, run, experiment_id, mlflow_run_id, url)
     except MlflowException as error:
-        log.warning("MLflow at %s does not answer (%s): going on without; the store keeps everything", uri, error)
+        told = masked_text(uri), masked_text(str(error))
+        log.warning("MLflow at %s does not answer (%s): going on without; the store keeps everything", *told)
         return None
 
 

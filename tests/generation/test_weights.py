@@ -63,3 +63,23 @@ def test_an_index_that_names_a_missing_file_is_refused(policies, tmp_path):
 def test_a_digest_changes_with_the_weights(policies):
     assert weights.digest_of(policies["first"]) != weights.digest_of(policies["second"])
     assert weights.digest_of(policies["first"]) == weights.digest_of(policies["first"])
+
+
+def test_an_index_cannot_name_files_outside_of_its_directory(tmp_path):
+    (tmp_path / "other.safetensors").write_bytes(b"x")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    with pytest.raises(WeightsRefused, match="outside of its directory"):
+        weights.shards(tmp_path / "model")
+
+
+def test_downloads_lie_in_a_directory_that_only_this_user_can_write(bucket, policies, s3_server, tmp_path, monkeypatch):
+    upload(policies["first"], f"{bucket}/private", s3_server)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cache = weights.fetch(f"{bucket}/private").parent
+    assert cache.parent == tmp_path
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.rename(tmp_path / "theirs")
+    cache.symlink_to(tmp_path / "theirs")
+    with pytest.raises(WeightsRefused, match="another user"):
+        weights.fetch(f"{bucket}/private")

@@ -134,15 +134,16 @@ def _run(request: bytes, limits: Limits) -> tuple[int | None, bytes]:
 
 
 def _results(output: bytes, count: int, output_bytes: int) -> list[str | None]:
+    """The code may have written anything to its output, such as JSON that is nested deeper than can be read."""
     try:
         told = json.loads(output)
-    except ValueError as error:
+        if isinstance(told, dict):
+            raise CodeFailed(str(told.get("error", "crash"))[:100])
+        if not isinstance(told, list) or len(told) != count:
+            raise CodeFailed("crash")
+        return [canonical(each["value"]) if isinstance(each, dict) and "value" in each else None for each in told]
+    except (ValueError, RecursionError) as error:
         raise CodeFailed("output" if len(output) >= output_bytes else "crash") from error
-    if isinstance(told, dict):
-        raise CodeFailed(str(told.get("error", "crash"))[:100])
-    if not isinstance(told, list) or len(told) != count:
-        raise CodeFailed("crash")
-    return [canonical(each["value"]) if isinstance(each, dict) and "value" in each else None for each in told]
 
 
 def canonical(value: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,8 @@ import uvicorn
 from pydantic import ValidationError
 
 from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.secrets import read_secret
+from roundhouse.errors import ConfigError
 from roundhouse.gym.model_server import build_app
 
 KEEP_ALIVE_SECONDS = 30
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         config = configuration(options.base_url, options.model, options.set)
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         sys.exit(f"model server: {error}")
     uvicorn.run(
         build_app(config, options.name),
@@ -54,11 +55,15 @@ def configuration(base_urls: Sequence[str], model: str, settings: Sequence[str])
     """
     tree: dict[str, Any] = {"base_url": list(base_urls), "model": model}
     secrets = {"api_key": API_KEY_VARIABLE, "capture_token": CAPTURE_TOKEN_VARIABLE}
-    tree |= {key: os.environ[variable] for key, variable in secrets.items() if os.environ.get(variable)}
+    tree |= {key: secret for key, variable in secrets.items() if (secret := read_secret(variable)) is not None}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
-            raise ValueError(f"--set {setting}: write field=value")
+            raise ValueError(f"--set {key}: write field=value")
+        if key in secrets:
+            raise ValueError(
+                f"--set {key}=… would be seen in every list of processes: set {secrets[key]}, or {secrets[key]}_FILE"
+            )
         try:
             tree[key] = json.loads(value)
         except json.JSONDecodeError:

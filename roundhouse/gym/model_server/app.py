@@ -28,6 +28,7 @@ import orjson
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from roundhouse.bodies import BodyLimit
 from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.generation.protocol import ContextOverflow
 from roundhouse.gym.middleware import StickySession
@@ -73,7 +74,7 @@ def build_app(config: ModelServerConfig, instance_name: str = "policy_model") ->
     cookie = f"{ModelServer.__name__}___{instance_name}"
     app: ASGIApp = ModelServer(config)
     app = SessionMiddleware(StickySession(app), secret_key=cookie, session_cookie=cookie)
-    return RolloutPath(app)
+    return BodyLimit(RolloutPath(app))
 
 
 class ModelServer:
