@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate bench-async bench-delta reference format lock clean
+.PHONY: help setup quickstart up down test check chaos bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-delta reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ bench-packing: setup ## how full the bins, how equal the ranks, beside TRL, SkyR
 
 bench-validate: setup ## false alarms and CPU of the proofs between collection and training (BENCH_ARGS="--rollouts 4096")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/validate.py $(BENCH_ARGS)
+
+bench-view: setup ## the viewer over 100,000 rollouts, on disk and on S3 (BENCH_ARGS="--rollouts 10000 --no-s3")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/view.py $(BENCH_ARGS)
 
 bench-async: setup ## modes and bounds in simulation over ratios of training to generation (BENCH_ARGS="--iterations 20")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)
