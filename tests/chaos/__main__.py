@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--minutes", type=float, default=60, help="begin no further trial after this time")
+    parser.add_argument("--fresh", action="store_true", help="start every process as a new interpreter (slower)")
     parser.add_argument("--directory", type=Path, help="keep everything here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -65,6 +66,7 @@ def _run(options: argparse.Namespace, directory: Path) -> int:
                 tracked="mlflow" in options.targets,
                 store=store,
                 whole_endpoint=whole,
+                fresh=options.fresh,
             )
         )
         baseline = undisturbed(ready, f"baseline-{options.seed}")

@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import stat
+import sys
 import threading
 import time
 from collections import Counter
@@ -152,6 +153,9 @@ def _plant_refit(striker: Striker) -> None:
 
 def _plant_tracking(striker: Striker) -> None:
     """Once MLflow is imported, which is late: a run without tracking shall not pay for it."""
+    if "mlflow" in sys.modules:
+        _plant_mlflow(striker)
+        return
     from roundhouse.tracking import mlflow as tracking
 
     open_tracker = tracking.open_tracker

@@ -27,10 +27,12 @@ from roundhouse.gym.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.manifest import MANIFEST
+from tests.chaos.nursery import Child, Nursery
 from tests.chaos.strikes import PLAN_VARIABLE
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
-START_SECONDS = 120.0
+START_SECONDS = 300.0
+_QUIET = {"HF_HUB_OFFLINE": "1", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
 STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "report")
 _STAGE_FILE = re.compile(
     r"(?:iterations/(?P<iteration>\d{6})/(?P<stage>[a-z]+)|checkpoints/(?P<version>\d{6}))/(?P<file>attempt-\d+\.json|manifest\.json)$"
@@ -47,7 +49,8 @@ class Server:
     health: str
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Child | None = None
+    nursery: Nursery | None = None
 
     def __post_init__(self) -> None:
         with socket.socket() as probe:
@@ -65,9 +68,14 @@ class Server:
 
     def start(self) -> None:
         """Start it, without waiting."""
+        environment = os.environ | self.environment
+        if self.nursery is not None:
+            module, *arguments = self.command[1:]
+            self.process = self.nursery.start(module, [*arguments, "--port", str(self.port)], self.log, environment)
+            return
         with self.log.open("ab") as log:
             command = [sys.executable, *self.command, "--port", str(self.port)]
-            self.process = subprocess.Popen(command, env=os.environ | self.environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -101,6 +109,8 @@ class Stand:
     tracked: bool
     whole_endpoint: str | None = None
     """Of the bucket, without the faults."""
+    nursery: Nursery | None = None
+    """Where processes are born; None starts each as a new interpreter."""
 
     @property
     def state(self) -> Path:
@@ -119,13 +129,20 @@ class Stand:
         path.write_text(yaml.safe_dump(self.settings | keys | {"run_id": run_id}))
         return path
 
-    def train(self, configuration: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start `roundhouse train`; with a plan in the environment, the same command with kills planted."""
-        planted = [sys.executable, "-m", "tests.chaos.planted"]
-        command = planted if PLAN_VARIABLE in (environment or {}) else [str(ROUNDHOUSE)]
-        with (self.directory / f"{configuration.stem}.log").open("ab") as log:
+    def train(
+        self, configuration: Path, environment: dict[str, str] | None = None, module: str | None = None
+    ) -> subprocess.Popen[bytes] | Child:
+        """Start `roundhouse train`; with a plan in the environment, the same command with kills planted; else a module that
+        runs the command."""
+        if module is None and PLAN_VARIABLE in (environment or {}):
+            module = "tests.chaos.planted"
+        path, variables = self.directory / f"{configuration.stem}.log", os.environ | (environment or {})
+        if self.nursery is not None:
+            return self.nursery.start(module or "roundhouse.cli", ["train", str(configuration)], path, variables)
+        command = [str(ROUNDHOUSE)] if module is None else [sys.executable, "-m", module]
+        with path.open("ab") as log:
             arguments = [*command, "train", str(configuration)]
-            return subprocess.Popen(arguments, env=os.environ | (environment or {}), stdout=log, stderr=log)
+            return subprocess.Popen(arguments, env=variables, stdout=log, stderr=log)
 
     def newest_stage(self, store: str, run_id: str) -> str:
         """The newest stage that was begun, such as `000003/collect`, or `after 000003/collect` when it is complete."""
@@ -197,9 +214,16 @@ def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[tuple[str
 
 @contextlib.contextmanager
 def stand(
-    directory: Path, *, iterations: int, tracked: bool, store: str | None = None, whole_endpoint: str | None = None
+    directory: Path,
+    *,
+    iterations: int,
+    tracked: bool,
+    store: str | None = None,
+    whole_endpoint: str | None = None,
+    fresh: bool = False,
 ) -> Iterator[Stand]:
-    """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given."""
+    """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given. `fresh`
+    starts every process as a new interpreter, else they are forks (`tests.chaos.nursery`)."""
     directory.mkdir(parents=True, exist_ok=True)
     policy = directory / "policy"
     if not policy.exists():
@@ -240,9 +264,16 @@ def stand(
     }
     built = Stand(directory, engine, environment, settings, tracked, whole_endpoint)
     try:
+        running = services.up(directory / "state" / "services", wanted)
+        if not fresh:
+            variables = (
+                os.environ
+                | running.environment()
+                | {"HF_HUB_OFFLINE": "1", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
+            )
+            built.nursery = engine.nursery = environment.nursery = Nursery(directory / "nursery.log", variables)
         for server in (engine, environment):
             server.start()
-        services.up(directory / "state" / "services", wanted)
         for server in (engine, environment):
             server.wait_until_it_answers()
         yield built
@@ -250,3 +281,5 @@ def stand(
         services.down(directory / "state" / "services")
         for server in (engine, environment):
             server.stop()
+        if built.nursery is not None:
+            built.nursery.close()
