@@ -6,16 +6,14 @@ not (it is rolled out again or stays on record), nor one that was trained on (it
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
-
-import pyarrow.parquet as pq
 
 from roundhouse.asynchrony.pool import TrajectoryPool
 from roundhouse.asynchrony.stores import Trajectory
 from roundhouse.store.location import Location
+from roundhouse.store.stage import read_part
 from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.schemas import rollouts_from_tables
+from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables
 
 
 def written_rollouts(stage: Location) -> list[Rollout]:
@@ -23,10 +21,11 @@ def written_rollouts(stage: Location) -> list[Rollout]:
     newest. Turns are written before rollouts, so a rollout that is there has its turns."""
     found: dict[str, Rollout] = {}
     for name in sorted(name for name in stage.names() if name.startswith("rollouts-") and name.endswith(".parquet")):
-        tables = [
-            pq.read_table(io.BytesIO(stage.read(part))) for part in (name, "turns-" + name.removeprefix("rollouts-"))
-        ]
-        for rollout in rollouts_from_tables(*tables):
+        rollouts = read_part(stage, name, ROLLOUTS)
+        turns = read_part(stage, "turns-" + name.removeprefix("rollouts-"), TURNS)
+        if rollouts is None or turns is None:  # damaged: what it held is rolled out again
+            continue
+        for rollout in rollouts_from_tables(rollouts, turns):
             before = found.get(rollout.rollout_id)
             if before is None or before.status is Status.FAILED or rollout.status is not Status.FAILED:
                 found[rollout.rollout_id] = rollout

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ from roundhouse.asynchrony.terms import Terms
 from roundhouse.config.simulation import Scenario
 from roundhouse.errors import DataError
 from roundhouse.trajectories.records import Rollout, Status, Turn
+
+Happening = Callable[..., list[str] | None]
+"""Lets something happen; returns the replicas that are to be looked at again, None when it did not happen after all."""
 
 
 @dataclass
@@ -102,7 +106,7 @@ class Simulation:
         self._faults = uniform(faults)
         self._losses = losses
         self.now = 0.0
-        self._queue: list[tuple[float, int, str, Any]] = []
+        self._queue: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
         self._count = 0
         self._hungry = dict.fromkeys(names)
         """Replicas with a free slot that were told to wait, in order."""
@@ -125,8 +129,8 @@ class Simulation:
         while not self.controller.finished:
             if not self._queue:
                 raise DataError(f"Nothing can happen any more at version {self.controller.version}: a deadlock.")
-            self.now, _, kind, subject = heapq.heappop(self._queue)
-            if (changed := getattr(self, f"_on_{kind}")(*subject)) is not None:
+            self.now, _, happens, subject = heapq.heappop(self._queue)
+            if (changed := happens(*subject)) is not None:
                 self._settle(changed)
         return self._close()
 
@@ -183,7 +187,7 @@ class Simulation:
         self._account(replica)
         self._hungry.pop(name, None)
         self._tell(happened.ReplicaLost(name, "planted"))
-        self._later(self.scenario.faults.replica_return_seconds, "joined", name, replica.life)
+        self._later(self.scenario.faults.replica_return_seconds, self._on_joined, name, replica.life)
         return list(self._hungry)
 
     def _on_joined(self, name: str, life: int) -> list[str]:
@@ -200,7 +204,7 @@ class Simulation:
         self._start_training()
         if (validate := self.controller.validation()) is not None:
             self._tell(happened.ValidationStarted(validate.version))
-            self._later(self.scenario.evaluation_seconds, "evaluated", validate.version)
+            self._later(self.scenario.evaluation_seconds, self._on_evaluated, validate.version)
         for name in changed:
             self._start_transfer(name)
         for name in dict.fromkeys([*changed, *self._hungry]) if self.controller.rollouts.again else changed:
@@ -214,9 +218,9 @@ class Simulation:
         seconds = next(self._train)
         self.outcome.trainer_busy_seconds += seconds
         if next(self._faults) < self.scenario.faults.training:
-            self._later(seconds, "training_failed")
+            self._later(seconds, self._on_training_failed)
             return
-        self._later(seconds, "trained")
+        self._later(seconds, self._on_trained)
         self._check_batch(train.iteration, train.groups)
 
     def _check_batch(self, iteration: int, groups: tuple[int, ...]) -> None:
@@ -238,7 +242,7 @@ class Simulation:
         replica = self.replicas[name]
         replica.pause(self.now)
         self._tell(happened.TransferStarted(name, transfer.version))
-        self._later(next(self._refit), "transferred", name, replica.life, transfer.version)
+        self._later(next(self._refit), self._on_transferred, name, replica.life, transfer.version)
 
     def _fill(self, name: str) -> None:
         replica = self.replicas.get(name)
@@ -255,7 +259,7 @@ class Simulation:
             replica.begin(self.now, key, answer.attempt, self._lengths[key[0] * self.scenario.group_size + key[1]])
         self._foreseen[name] = self._foreseen.get(name, 0) + 1
         if (end := replica.next_end(self.now)) is not None:
-            self._later(end - self.now, "end", name, replica.life, self._foreseen[name])
+            self._later(end - self.now, self._on_end, name, replica.life, self._foreseen[name])
 
     def _clear(self, replica: SimulatedReplica, reason: str) -> None:
         self.outcome.discarded[reason] += len(replica.slots)
@@ -263,7 +267,7 @@ class Simulation:
 
     def _foresee_loss(self, name: str) -> None:
         if (hours := self.scenario.faults.replica_hours) is not None:
-            self._later(float(self._losses.exponential(3600 * hours)), "lost", name)
+            self._later(float(self._losses.exponential(3600 * hours)), self._on_lost, name)
 
     def _trajectory(self, key: Key, slot: Slot) -> Trajectory:
         turns = [Turn(n, n - 1 if n else None, [], 0, "", [], [], v, "stop", 0.0) for n, v in enumerate(slot.versions)]
@@ -275,9 +279,9 @@ class Simulation:
         if self._keep_journal:
             self.outcome.journal.append(event)
 
-    def _later(self, seconds: float, kind: str, *subject: Any) -> None:
+    def _later(self, seconds: float, happens: Happening, *subject: Any) -> None:
         self._count += 1  # of equal times, the first foreseen is first
-        heapq.heappush(self._queue, (self.now + seconds, self._count, kind, subject))
+        heapq.heappush(self._queue, (self.now + seconds, self._count, happens, subject))
 
     def _account(self, replica: SimulatedReplica) -> None:
         outcome = self.outcome
