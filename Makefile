@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-delta reference format lock clean
+.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-delta reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -38,6 +38,12 @@ check: setup ## lint, formatting, types
 
 chaos: setup ## kill a run at random moments, many times (CHAOS_ARGS="--kills 20 --seed 1")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+soak: setup ## a day of iterations as fast as they go: memory, descriptors, databases (BENCH_ARGS="--iterations 500 --minutes 20")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.soak $(BENCH_ARGS)
+
+bench-restart: setup ## from a killed run's new start to its next useful act, by stage (BENCH_ARGS="--repeats 5")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.restart $(BENCH_ARGS)
 
 bench-gym: setup ## CPU of a rollout, against a running NeMo Gym (BENCH_ARGS="--peer-head URL --peer-gym PATH")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/rollouts.py $(BENCH_ARGS)
