@@ -115,7 +115,7 @@ def test_the_manifests_of_a_training_step_are_valid_and_restricted(trainer: Obje
 
 
 def test_the_configurations_in_the_overlays_load(tmp_path: Path) -> None:
-    for overlay, key in (("kind", "quickstart.yaml"), ("gpu", "infra.yaml")):
+    for overlay, key in (("kind", "run.yaml"), ("gpu", "run.yaml")):
         file = Path(__file__).parents[2] / "k8s/overlays" / overlay / "run.yaml"
         (tmp_path / key).write_text(yaml.safe_load(file.read_text())["data"][key])
         config = load_config(tmp_path / key)

@@ -73,6 +73,7 @@ class RunJobs:
         self._jobs = Watched(cluster, self._path("batch/v1", "jobs"), selector, self._wake)
         self._pods = Watched(cluster, self._path("v1", "pods"), selector, self._wake)
         self._owners: dict[str, Object] = {}
+        self._owning = threading.Lock()
 
     def __enter__(self) -> RunJobs:
         return self
@@ -135,12 +136,13 @@ class RunJobs:
     def _owner(self, plan: JobPlan) -> Object:
         wanted = plan.run_object()
         name = wanted["metadata"]["name"]
-        if name not in self._owners:
-            owner = self._ensure("v1", "configmaps", wanted)
-            if (service := plan.run_service(owner)) is not None:
-                self._ensure("v1", "services", service)
-            self._owners[name] = owner
-        return self._owners[name]
+        with self._owning:  # of many Jobs that begin together, one asks
+            if name not in self._owners:
+                owner = self._ensure("v1", "configmaps", wanted)
+                if (service := plan.run_service(owner)) is not None:
+                    self._ensure("v1", "services", service)
+                self._owners[name] = owner
+            return self._owners[name]
 
     def _ensure(self, version: str, plural: str, wanted: Object) -> Object:
         """Create an object, or find the one of the name that is this run's."""
