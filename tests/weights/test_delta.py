@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,23 @@ def test_a_file_that_is_cut_short_is_no_checkpoint(versions, tmp_path):
     (broken / "model.safetensors").write_bytes((versions[0] / "model.safetensors").read_bytes()[:-7])
     with pytest.raises(DataError, match="cut short"):
         write_delta(versions[0], broken, Location(str(tmp_path / "delta")))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_is_bounded_by_pieces_and_not_by_tensors(tmp_path, monkeypatch, threads):
+    monkeypatch.setattr(deltas, "PIECE_BYTES", 2**18)
+    monkeypatch.setattr(deltas, "PART_BYTES", 2**20)
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        tensor = torch.arange(12 * 2**20, dtype=torch.int16) * (3 if version == "new" else 2)
+        save_file({"one": tensor}, tmp_path / version / "model.safetensors")
+    place = Location(str(tmp_path / "delta"))
+    tracemalloc.start()
+    try:
+        write_delta(tmp_path / "old", tmp_path / "new", place, threads=threads)
+        apply_delta(tmp_path / "old", place, tmp_path / "made", threads=threads)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * 2**20, "of a tensor of 24 MiB"
+    assert contents(tmp_path / "made") == contents(tmp_path / "new")
