@@ -39,10 +39,11 @@ def schedule_collect(
 
     from roundhouse.config.forms import CollectForm
     from roundhouse.errors import ConfigError
+    from roundhouse.store.location import Location
 
     given = {"version": version, "keep_last": keep_last, "overrides": overrides or []}
     try:
-        form = CollectForm.model_validate({"run_id": run, "store": store, "name": name} | given)
+        form = CollectForm.model_validate({"run_id": run, "store": Location(store).uri, "name": name} | given)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"--{first['loc'][0]} {first['input']!r}: {first['msg']}") from None

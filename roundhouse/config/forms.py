@@ -41,6 +41,8 @@ def preset_names() -> list[str]:
 
 def _preset_choices(schema: dict[str, Any]) -> None:
     schema["enum"] = preset_names()
+    if schema["enum"] and schema.get("default") not in schema["enum"]:
+        schema["default"] = schema["enum"][0]
 
 
 def _left_out(schema: dict[str, Any]) -> None:
@@ -81,7 +83,7 @@ class Form(BaseModel):
     overrides: list[str] = Field(
         default=[],
         description="Any other key of the configuration, as key.path=value: train.algorithm.kl_coefficient=0.01. "
-        "All keys with their values: roundhouse train <file> --dry-run.",
+        "All keys with their values: roundhouse train FILE --dry-run.",
     )
 
     def changes(self) -> list[str]:
