@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from roundhouse.health.activity import ACTIVITY
+
 logger = logging.getLogger("roundhouse.progress")
 logger.setLevel(logging.INFO)
 
 
 def announce(event: str, **facts: Any) -> None:
-    """Publish an event: `warm_start`, `engine`, `collect`, `iteration`, `evaluation`, … with its facts."""
+    """Publish an event: `warm_start`, `engine`, `collect`, `iteration`, `evaluation`, … with its facts. It is also a sign of
+    life of the stage that it comes from."""
+    ACTIVITY.advance()
     logger.info(event, extra={"event": event, "facts": facts})

@@ -52,8 +52,12 @@ def main() -> None:
     """Entry point: errors that a person can act on are shown without a traceback."""
     try:
         app()
-    except RoundhouseError as error:
-        error_console().print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except Exception as error:
+        from roundhouse.health.taxonomy import typed
+
+        if not isinstance(known := typed(error), RoundhouseError):
+            raise
+        error_console().print(f"[bold red]error:[/] {known}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except SystemExit as end:
         if end.code == INTERRUPTED:

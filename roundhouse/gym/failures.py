@@ -1,16 +1,15 @@
 """The ways a rollout fails, each a type: its base class says whether a retry can help, its name is the failure code.
 
-Invariant: what is not one of `InfraError` and `DataError` when it reaches a rollout's border is a defect of ours and gets the
-code `unexpected_error`; it is not retried.
+Invariant: an error that is none of ours when it reaches a rollout's border, and that the taxonomy does not know either, is a
+defect and gets the code `unexpected_error`; it is not retried.
 
     EnvironmentTimeout(InfraError)  ->  (FailureKind.INFRA, "environment_timeout", text)
 """
 
 from __future__ import annotations
 
-import re
-
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import DataError, InfraError, RoundhouseError
+from roundhouse.health.taxonomy import Kind, code_of, kind_of, typed
 from roundhouse.trajectories.records import FailureKind
 
 FAILURE_HEADER = "X-Roundhouse-Failure"
@@ -98,18 +97,15 @@ class BadCompletion(DataError):
     """The engine's answer does not have the shape of a completion."""
 
 
-_WORD = re.compile(r"(?<!^)(?=[A-Z])")
-
-
 def classify(error: Exception) -> tuple[FailureKind, str, str]:
-    """Kind, code and text of an error that ended a rollout."""
-    if isinstance(error, InfraError | DataError):
-        kind = FailureKind.INFRA if isinstance(error, InfraError) else FailureKind.DATA
-        return kind, _WORD.sub("_", type(error).__name__).lower(), _detail(error)
-    return FailureKind.DATA, "unexpected_error", f"{type(error).__name__}: {_detail(error)}"
+    """Kind, code and text of an error that ended a rollout (`roundhouse.health.taxonomy`)."""
+    known = typed(error)
+    kind = FailureKind.INFRA if kind_of(known) is Kind.INFRA else FailureKind.DATA
+    detail = _detail(known) if isinstance(known, RoundhouseError) else f"{type(error).__name__}: {_detail(error)}"
+    return kind, code_of(known), detail
 
 
-def _detail(error: Exception) -> str:
+def _detail(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     # A verifier's or a proxy's error page may hold megabytes; lone surrogates cannot be written as UTF-8.
     return text[:2000].encode("utf-8", "replace").decode()

@@ -52,6 +52,7 @@ class _Begun:
     about: str
     where: str
     parent: str | None
+    patience: float
     began: float
     moved: float
 
@@ -68,12 +69,16 @@ class Activity:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
 
-    def start(self, module: str, kind: str, about: str = "", where: str = "") -> str:
-        """Begin work, as a part of the work that this context is in; returns its token."""
+    def start(self, module: str, kind: str, about: str = "", where: str = "", patience: float = 0.0) -> str:
+        """Begin work, as a part of the work that this context is in; returns its token.
+
+        Args:
+            patience: seconds for which it may well be silent, since it has a time limit of its own.
+        """
         now, parent = self._clock(), _within.get()
         token = f"{module}-{next(self._numbers)}"
         with self._changed:
-            self._begun[token] = _Begun(module, kind, about, where, parent, now, now)
+            self._begun[token] = _Begun(module, kind, about, where, parent, patience, now, now)
             self._move(parent, now)
         return token
 
@@ -91,9 +96,9 @@ class Activity:
                 self._changed.notify_all()
 
     @contextmanager
-    def track(self, module: str, kind: str, about: str = "", where: str = "") -> Iterator[str]:
-        """The work of a block."""
-        token = self.start(module, kind, about, where)
+    def track(self, module: str, kind: str, about: str = "", where: str = "", patience: float = 0.0) -> Iterator[str]:
+        """The work of a block; arguments as of `start`."""
+        token = self.start(module, kind, about, where, patience)
         outer = _within.set(token)
         try:
             yield token
@@ -118,6 +123,15 @@ class Activity:
         with self._changed:
             begun = self._begun.get(token)
             return 0.0 if begun is None else self._clock() - begun.moved
+
+    def is_stalled(self, token: str, limit: float) -> bool:
+        """Whether this work has not moved for `limit` seconds, and no part of it is within its patience."""
+        with self._changed:
+            begun, now = self._begun.get(token), self._clock()
+            if begun is None or now - begun.moved <= limit:
+                return False
+            parts = [part for name, part in self._begun.items() if part.patience and self._is_in(name, token)]
+            return all(now - part.moved > part.patience for part in parts)
 
     def is_quiescent(self, module: str | None = None) -> bool:
         """Whether nothing is in flight (in one module)."""

@@ -91,12 +91,18 @@ def _typed(error: BaseException) -> RoundhouseError | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"{error}. Free space, then start the run again: it goes on where it stopped.")
-    if isinstance(error, ConnectionError) or any(base.__name__ in _TRANSPORT for base in type(error).__mro__):
+    if isinstance(error, ConnectionError) or _is_transport(error):
         return ServiceUnreachable(
             f"{type(error).__module__.split('.')[0]} {type(error).__name__}: {str(error)[:500]}. `roundhouse doctor` says what "
             "is not reachable."
         )
     return None
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Prefect's client says it with a bare RuntimeError."""
+    by_name = any(base.__name__ in _TRANSPORT for base in type(error).__mro__)
+    return by_name or (_is_runtime_error(error) and str(error).startswith("Failed to reach API"))
 
 
 def _is_runtime_error(error: BaseException) -> bool:

@@ -67,7 +67,7 @@ def supervised(
         supervision.thread.start()
         try:
             while not supervision.done.wait(max(0.01, min(1.0, limit / 5))):
-                if activity.silent_seconds(token) > limit:
+                if activity.is_stalled(token, limit):
                     raise _stalled(stage, about, limit, activity.in_flight(token)[1:], supervision)
         except BaseException:
             supervision.interrupt(grace)

@@ -13,6 +13,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
+from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
 from roundhouse.stages.policy import engine_files
@@ -57,7 +58,10 @@ def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
     """Deploy or refit, until all replicas answer with this checkpoint."""
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
     engine = engine_service(run.config)
-    return engine.ensure(run.config.generation, str(engine_files(run)), checkpoint.uri, checkpoint.policy_version)
+    generation, version = run.config.generation, checkpoint.policy_version
+    patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
+    with ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience):
+        return engine.ensure(generation, str(engine_files(run)), checkpoint.uri, version)
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:

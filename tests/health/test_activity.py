@@ -54,6 +54,17 @@ def test_progress_of_a_part_is_progress_of_the_whole_and_not_of_its_sibling() ->
     assert str(oldest) == "collect: rollout g0/0, 13.0 s, silent for 13.0 s"
 
 
+def test_work_with_a_time_limit_of_its_own_may_be_silent_until_then() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    with activity.track("refit", "stage") as stage, activity.track("refit", "engine", patience=60):
+        clock.now = 50.0
+        assert not activity.is_stalled(stage, 10)
+        clock.now = 61.0
+        assert activity.is_stalled(stage, 10)
+        assert not activity.is_stalled(stage, 70)
+
+
 def test_coroutines_and_threads_belong_to_the_work_that_began_them() -> None:
     activity = Activity()
 

@@ -120,7 +120,7 @@ def _defect() -> None:
 class _Interrupting(Activity):
     """Ctrl-C while the caller waits."""
 
-    def silent_seconds(self, token: str) -> float:
+    def is_stalled(self, token: str, limit: float) -> bool:
         raise KeyboardInterrupt
 
 

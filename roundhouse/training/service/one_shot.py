@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.health.taxonomy import typed
 from roundhouse.store.directories import local_directory, plain_directory, upload_directory
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
@@ -39,8 +40,8 @@ from roundhouse.training.trainer import Trainer
 
 REPORT, COLUMNS, ERROR = "report.json", "columns.parquet", "error.json"
 
-EXIT_CODES: dict[type[RoundhouseError], int] = {DataError: 65, StoreError: 74, InfraError: 75, ConfigError: 78}
-"""As in BSD's sysexits.h: EX_DATAERR, EX_IOERR, EX_TEMPFAIL, EX_CONFIG."""
+EXIT_CODES: dict[type[RoundhouseError], int] = {InfraError: 75, DataError: 65, StoreError: 74, ConfigError: 78}
+"""As in BSD's sysexits.h: EX_TEMPFAIL, EX_DATAERR, EX_IOERR, EX_CONFIG. An error of two kinds gets the first."""
 
 
 class StepSpec(BaseModel):
@@ -188,9 +189,12 @@ def main(arguments: list[str] | None = None) -> int:
         spec = _read_spec(options.spec)
         report = spec.report
         run_step(spec, join(_device_kind(spec.train)))
-    except RoundhouseError as error:
-        _tell(report, error)
-        return exit_code(error)
+    except Exception as error:  # the process's border
+        known = typed(error)
+        if not isinstance(known, RoundhouseError):
+            raise
+        _tell(report, known)
+        return exit_code(known)
     finally:
         leave()
     return 0
