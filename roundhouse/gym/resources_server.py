@@ -22,8 +22,8 @@ the answer then says `closed`, and no call to /close is needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -54,6 +54,8 @@ __all__ = ["RequestTimeout", "build_app"]
 
 log = logging.getLogger(__name__)
 
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
 
 def build_app(
     environment: Environment | GymnasiumEnvironment,
@@ -74,18 +76,34 @@ def build_app(
     """
     store = SessionStore() if sessions is None else sessions
     if isinstance(environment, GymnasiumEnvironment):
-        from roundhouse.gym.gymnasium_server import build_gymnasium_app
-
-        if expose_tools_over_mcp:
-            raise ConfigError(
-                f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
-                "tool calls itself. Leave it out."
-            )
-        return build_gymnasium_app(environment, name, store, request_seconds)
-    holds_something = type(environment).close_session is not Environment.close_session
-    closing = Closing(store, environment.close_session if holds_something else None)
+        return _gymnasium_app(environment, name, store, request_seconds, expose_tools_over_mcp)
     server = _Server(environment, store)
     mcp = _mcp_endpoint(environment, server, name, request_seconds) if expose_tools_over_mcp else None
+    app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, mcp))
+    _add_routes(app, server, request_seconds)
+    if mcp is not None:
+        mcp.mount(app)
+    with_sessions(app, type(environment).__name__, name or environment.name)
+    return app
+
+
+def _gymnasium_app(
+    environment: GymnasiumEnvironment, name: str | None, store: SessionStore, seconds: float, over_mcp: bool
+) -> FastAPI:
+    from roundhouse.gym.gymnasium_server import build_gymnasium_app
+
+    if over_mcp:
+        raise ConfigError(
+            f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
+            "tool calls itself. Leave it out."
+        )
+    return build_gymnasium_app(environment, name, store, seconds)
+
+
+def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | None) -> Lifespan:
+    """The server's life: sessions are given back while it runs and at its end."""
+    holds_something = type(environment).close_session is not Environment.close_session
+    closing = Closing(store, environment.close_session if holds_something else None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,7 +114,10 @@ def build_app(
             async with mcp.lifespan():
                 yield
 
-    app = FastAPI(title=environment.name, lifespan=lifespan)
+    return lifespan
+
+
+def _add_routes(app: FastAPI, server: _Server, seconds: float) -> None:
     app.get("/")(server.alive)
     app.get("/reverify_mode")(server.reverify_mode)
     routes = [
@@ -107,11 +128,7 @@ def build_app(
     if server.offers_close:
         routes.append(("/close", server.close))
     for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
-        app.add_route(path, guarded(endpoint, request_seconds), methods=["POST"])
-    if mcp is not None:
-        mcp.mount(app)
-    with_sessions(app, type(environment).__name__, name or environment.name)
-    return app
+        app.add_route(path, guarded(endpoint, seconds), methods=["POST"])
 
 
 def _mcp_endpoint(environment: Environment, server: _Server, name: str | None, seconds: float) -> McpEndpoint:
