@@ -63,6 +63,16 @@ def _under(prefix: str, rows: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(replace(row, name=prefix + row.name) for row in rows)
 
 
+RESUMPTIONS = (
+    Entry("rollout/resumed", "(count)", "times an interrupted rollout went on behind its finished model calls"),
+    Entry("rollout/turns_resumed", "(count)", "model calls that were therefore not made again"),
+    Entry(
+        "rollout/restarted",
+        "(count)",
+        "times one began anew all the same; why: `resumptions` in the details of the collect manifest",
+    ),
+)
+
 ROLLOUTS = (
     Entry("rollout/turns_mean", "rollouts with a model call", "model calls of a rollout"),
     Entry("rollout/generated_tokens", "(sum)", "tokens generated"),
@@ -93,7 +103,7 @@ CATALOGUE = (
     Section(
         "Reward and rollouts",
         "Of the training rollouts of an iteration, before validation.",
-        (*REWARD, *ROLLOUTS),
+        (*REWARD, *ROLLOUTS, *RESUMPTIONS),
     ),
     Section(
         "Dynamic sampling",
