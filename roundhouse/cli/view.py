@@ -34,6 +34,9 @@ def view(
     from roundhouse.view.scope import Scope
 
     terminal = console()
+    scope = Scope.of(
+        {"run": run_id or "any", "iteration": "all" if iteration is None else str(iteration), "stage": stage}
+    )
     if export is not None:
         if run_id is None or iteration is None:
             raise typer.BadParameter(
@@ -41,18 +44,19 @@ def view(
             )
         from roundhouse.view.export import export_page
 
-        scope = Scope.of({"run": run_id, "iteration": str(iteration), "stage": stage})
         size = export_page(store, scope, export, rollouts)
         terminal.print(f"{export}: {size / 2**20:.1f} MiB", highlight=False)
         return
     catalog = Catalog(store)
-    if run_id is not None:
-        catalog.iterations(run_id)  # or there is no such run
+    if run_id is not None and iteration is not None:
+        catalog.stages(scope)  # or there is no such run or iteration
+    elif run_id is not None:
+        catalog.iterations(run_id)
     from urllib.parse import urlencode
 
     from roundhouse.view.server import serve
 
-    asked = {"run": run_id, "iteration": iteration, "stage": stage if stage != "collect" else None}
+    asked = {"run": run_id, "iteration": scope.iteration, "stage": scope.stage if scope.stage != "collect" else None}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
 
     def on_ready(url: str) -> None:

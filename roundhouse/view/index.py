@@ -6,6 +6,7 @@ of one rollout is read from one file.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from roundhouse.view.filters import Filters, spellings
 from roundhouse.view.scope import Scope
 
 KEPT = 6
-"""Indexes in memory; one over 100,000 rollouts takes about 20 MB."""
+"""Indexes in memory; one over 100,000 rollouts takes about 25 MB."""
 SEARCHES_KEPT = 16
 
 _READ = (
@@ -52,6 +53,7 @@ class Index:
         self._rollouts = [found for found in stages if found.stage == stage]
         self._database = duckdb.connect(":memory:", config={"enable_external_access": "false", "temp_directory": ""})
         self._searches: OrderedDict[str, str] = OrderedDict()
+        self._names = itertools.count()
         self._lock = threading.Lock()
         self._build()
 
@@ -159,15 +161,17 @@ class Index:
             if (known := self._searches.get(text)) is not None:
                 self._searches.move_to_end(text)
                 return known
-            name = f"found_{len(self._searches)}"
-            if len(self._searches) == SEARCHES_KEPT:
-                name = self._searches.popitem(last=False)[1]
+            name = (
+                f"found_{next(self._names)}"  # never used twice: a query of another thread may still read the old one
+            )
             cursor = self._database.cursor()
+            if len(self._searches) == SEARCHES_KEPT:
+                cursor.execute(f"DROP TABLE {self._searches.popitem(last=False)[1]}")
             cursor.register("texts", dataset_of(self._rollouts, "rollouts", ROLLOUTS))
             forms = spellings(text)
             each = " OR ".join(f"contains(lower({column}), ?)" for column in ("messages", "task") for _ in forms)
             cursor.execute(
-                f"CREATE OR REPLACE TABLE {name} AS SELECT iteration, rollout_id FROM texts "
+                f"CREATE TABLE {name} AS SELECT iteration, rollout_id FROM texts "
                 f"WHERE {each} OR contains(lower(rollout_id), ?)",
                 [*forms, *forms, text.lower()],
             )

@@ -61,7 +61,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, url: str) -> Iterator[Any]:
     """A page that notes what goes wrong in it and what it asks of others; it may ask for nothing but the viewer."""
     context = browser.new_context(viewport={"width": 1400, "height": 850})
-    context.set_default_timeout(8000)
+    context.set_default_timeout(20_000)  # of a machine that does other things too
     page = context.new_page()
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))

@@ -60,13 +60,18 @@ function tellStages(stages = {}) {
 async function loadRows() {
   const facets = await bar.load();
   const page = await table.load(facets.span);
-  if (tellStages(page.stages) && !isExport) setTimeout(again, AGAIN_SECONDS * 1000, JSON.stringify([scope(), state().view]));
+  clearTimeout(waiting);
+  if (tellStages(page.stages) && !isExport) waiting = setTimeout(again, AGAIN_SECONDS * 1000);
 }
 
-/** Look again at an iteration that is still being made, if it is still what is looked at. */
-function again(where) {
-  if (document.hidden) return setTimeout(again, AGAIN_SECONDS * 1000, where);
-  if (where !== JSON.stringify([scope(), state().view]) || table.scroller.scrollTop > 0) return undefined;
+let waiting = 0;
+
+/** Look again at an iteration that is still being made, while its first rows are in sight. */
+function again() {
+  if (document.hidden || state().view !== "rollouts" || table.scroller.scrollTop > 0) {
+    waiting = setTimeout(again, AGAIN_SECONDS * 1000);
+    return undefined;
+  }
   forget();
   return guarded(loadRows)();
 }
