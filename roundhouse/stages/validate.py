@@ -23,7 +23,7 @@ from roundhouse.trajectories.ledger_proof import prove_counted
 from roundhouse.trajectories.proofs import Recorded, Terms
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
-from roundhouse.trajectories.validation import validate
+from roundhouse.trajectories.validation import Validated, validate
 
 NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
 """Reasons of rollouts that dynamic sampling put aside. Nothing is wrong with them: they do not count as refused."""
@@ -117,29 +117,46 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     )
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
-    put_aside = sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
-    refused, requested = result.quarantine.num_rows - put_aside, result.ledger.requested - put_aside
-    groups = pc.count_distinct(result.sequences.column("group_id")).as_py()
-    if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
-        raise TooFewSequences(
-            f"iteration {iteration}: {refused} of {requested} rollouts were refused ({result.reasons}), "
-            f"{result.sequences.num_rows} sequences of {groups} groups are left; validation.max_quarantine_fraction is "
-            f"{config.validation.max_quarantine_fraction}, failures.min_groups {config.failures.min_groups}. The evidence is "
-            f"in {stage.location.uri} (dataset quarantine)."
-        )
-    tokens = pc.sum(pc.list_value_length(result.sequences.column("token_ids"))).as_py()
-    trained = pc.sum(pc.list_flatten(result.sequences.column("loss_mask")).cast(pa.int64())).as_py()
+    refused = _refuse_too_few(result, config, f"iteration {iteration}", stage.location.uri)
     return attempt.commit(
         inputs={"rollouts": rollouts},
         counts=result.ledger.counts() | {"sequences": result.sequences.num_rows, "quarantined": refused},
         metrics={
             "validate/sequences": result.sequences.num_rows,
             "validate/quarantined": refused,
-            "validate/put_aside": put_aside,
+            "validate/put_aside": _put_aside(result),
             "validate/text_proved": result.text_proved,
-            "validate/tokens": tokens,
-            "validate/trained_tokens": trained,
+            "validate/tokens": pc.sum(pc.list_value_length(result.sequences.column("token_ids"))).as_py(),
+            "validate/trained_tokens": _ones(result.sequences.column("loss_mask")),
             **rollout_waste(collected, result.quarantine),
         },
         details={"reasons": result.reasons, "failures": result.ledger.failures},
     )
+
+
+def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str) -> int:
+    """How many rollouts were refused.
+
+    Raises:
+        TooFewSequences: more than `validation.max_quarantine_fraction`, or fewer groups are left than `failures.min_groups`.
+    """
+    put_aside = _put_aside(result)
+    refused, requested = result.quarantine.num_rows - put_aside, result.ledger.requested - put_aside
+    groups = pc.count_distinct(result.sequences.column("group_id")).as_py()
+    if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
+        raise TooFewSequences(
+            f"{what}: {refused} of {requested} rollouts were refused ({result.reasons}), "
+            f"{result.sequences.num_rows} sequences of {groups} groups are left; validation.max_quarantine_fraction is "
+            f"{config.validation.max_quarantine_fraction}, failures.min_groups {config.failures.min_groups}. The evidence is "
+            f"in {place} (dataset quarantine)."
+        )
+    return refused
+
+
+def _put_aside(result: Validated) -> int:
+    """Rollouts that nothing is wrong with, which are not wanted."""
+    return sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
+
+
+def _ones(masks: pa.ChunkedArray) -> int:
+    return pc.sum(pc.list_flatten(masks).cast(pa.int64())).as_py()
