@@ -127,7 +127,12 @@ class Tape:
 
         if self._recorded and self._restoration == "snapshot":
             begun.append(await self._restored(environment, row))
-        first = await self.answer(Opening, opening)
+        try:
+            first = await self.answer(Opening, opening)
+        except Diverged:
+            if begun[0].needs_close:
+                await begun[0].close()  # nobody will get to see it
+            raise
         self._session = cast(Snapshotting, begun[0])
         return TapedEpisode(self, begun[0]), first.observation
 

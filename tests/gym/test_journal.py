@@ -303,6 +303,18 @@ async def test_an_episode_that_ends_before_its_recorded_calls_do_starts_afresh()
     assert rollout.failure_code == "step_failed"
 
 
+async def test_an_episode_that_begins_otherwise_starts_afresh_and_every_world_is_closed_once() -> None:
+    class Repeatable(Mountain):
+        restoration = "replay"
+
+    script, world = by_turn(says("1")), Repeatable()
+    client = LocalEpisodeClient(world)
+    parts = await interrupted_before(2, spec_of(climb_row(top=5)), script, client, CONFIG)
+    rollout, reason = await afresh(parts, spec_of(climb_row(top=4)), script, client)
+    assert (rollout.status, reason, len(rollout.turns)) == (Status.COMPLETED, "other_answer", 4)
+    assert [climb.closed for climb in world.climbs] == [1, 1, 1], "interrupted, replayed, afresh"
+
+
 async def test_calls_of_another_seed_or_policy_version_are_not_used() -> None:
     client, row = LocalEnvironmentClient(Ledgers()), counter_row()
     parts = await interrupted_before(2, spec_of(row), ADDS, client, CONFIG)
