@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
+from roundhouse.health.activity import ACTIVITY
 from roundhouse.stages.checkpoint import TRAINER
 from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
@@ -149,7 +150,9 @@ def _in_process(
         cache=str(cache),
     )
     if isinstance(config.infra, KubernetesInfra):
-        return run_in_job(run, spec, config.infra, config.train.service, say)
+        patience = config.train.service.timeout_seconds
+        with ACTIVITY.track("train", "job", where=f"namespace {config.infra.namespace}", patience=patience):
+            return run_in_job(run, spec, config.infra, config.train.service, say)
     return run_in_process(spec, config.train.service)
 
 
