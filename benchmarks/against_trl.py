@@ -144,32 +144,25 @@ class Peer:
         self.process.communicate("end\n", timeout=60)
 
 
-def compare(kind: str, model: Path, python: str, repeats: int, scratch: Path) -> dict[str, Any]:
-    rows = make_rows(kind)
-    batch = TrainingSequences.from_records(rows)
-    checked = make_trainer(model)
-    noise = np.random.default_rng(0).normal(0, 0.3, len(batch.token_ids)).astype(np.float32)
-    old = np.where(batch.loss_mask, checked.log_probs(batch) + noise, 0).astype(np.float32)
-    stamped = Step(checked.learner, batch, 1).stamp.columns.advantages
+def message_to_peer(
+    rows: list[dict[str, Any]], batch: TrainingSequences, advantages: np.ndarray, old: np.ndarray
+) -> dict[str, Any]:
+    """The batch as TRL takes it: prompts and completions apart, one advantage a rollout."""
     ends = [row["loss_mask"].index(1) for row in rows]
     bounds = zip(batch.offsets[:-1] + ends, batch.offsets[1:], strict=True)
-    message = {
-        "model": str(model),
-        "scratch": str(scratch),
+    return {
         "prompts": [row["token_ids"][:end] for row, end in zip(rows, ends, strict=True)],
         "completions": [row["token_ids"][end:] for row, end in zip(rows, ends, strict=True)],
-        "advantages": stamped[batch.offsets[1:] - 1].tolist(),
+        "advantages": advantages[batch.offsets[1:] - 1].tolist(),
         "old": [old[start:stop].tolist() for start, stop in bounds],
         "group_size": GROUP,
         "learning_rate": RATE,
     }
-    peer = Peer(python, message)
-    ours = loss_at(checked, batch, old)
-    print(f"\n{kind}: {len(batch.token_ids)} tokens, {int(batch.loss_mask.sum())} trained; TRL {peer.first['trl']}")
-    print(f"loss at the same old log-probabilities: {ours:.8f}, TRL {peer.first['loss']:.8f}")
-    if abs(ours - peer.first["loss"]) > 1e-5:
-        raise SystemExit("The losses differ: the two do not compute the same, and comparing their speed says nothing.")
-    trainer, mine, theirs = make_trainer(model), [], []
+
+
+def alternate(trainer: Trainer, batch: TrainingSequences, peer: Peer, repeats: int) -> tuple[list[float], list[float]]:
+    """CPU seconds of `repeats` steps of each, one after the other; the first three are checked and not counted."""
+    mine, theirs = [], []
     for repeat in range(repeats + 3):
         begun = time.process_time()
         report = trainer.step(batch, repeat + 1)
@@ -180,19 +173,36 @@ def compare(kind: str, model: Path, python: str, repeats: int, scratch: Path) ->
         if repeat >= 3:
             mine.append(seconds)
             theirs.append(told["seconds"])
+    return mine, theirs
+
+
+def compare(kind: str, model: Path, python: str, repeats: int, scratch: Path) -> dict[str, Any]:
+    rows = make_rows(kind)
+    batch = TrainingSequences.from_records(rows)
+    checked = make_trainer(model)
+    noise = np.random.default_rng(0).normal(0, 0.3, len(batch.token_ids)).astype(np.float32)
+    old = np.where(batch.loss_mask, checked.log_probs(batch) + noise, 0).astype(np.float32)
+    advantages = Step(checked.learner, batch, 1).stamp.columns.advantages
+    given = {"model": str(model), "scratch": str(scratch)}
+    peer = Peer(python, given | message_to_peer(rows, batch, advantages, old))
+    ours = loss_at(checked, batch, old)
+    print(f"\n{kind}: {len(batch.token_ids)} tokens, {int(batch.loss_mask.sum())} trained; TRL {peer.first['trl']}")
+    print(f"loss at the same old log-probabilities: {ours:.8f}, TRL {peer.first['loss']:.8f}")
+    if abs(ours - peer.first["loss"]) > 1e-5:
+        raise SystemExit("The losses differ: the two do not compute the same, and comparing their speed says nothing.")
+    mine, theirs = alternate(make_trainer(model), batch, peer, repeats)
     peer.end()
-    ratios = sorted(a / b for a, b in zip(mine, theirs, strict=True))
     for name, values in (("roundhouse", mine), ("TRL", theirs)):
         print(f"{name:<12}{statistics.median(values):.4f} CPU s a step ({min(values):.4f} … {max(values):.4f})")
-    quartiles = statistics.quantiles(ratios, n=4)
-    print(f"ratio       {quartiles[1]:.3f} (quartiles {quartiles[0]:.3f} … {quartiles[2]:.3f})")
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(mine, theirs, strict=True)], n=4)
+    print(f"ratio       {middle:.3f} (quartiles {low:.3f} … {high:.3f})")
     return {
         "case": kind,
         "value": round(statistics.median(mine), 5),
         "unit": "CPU s/step",
         "peer": round(statistics.median(theirs), 5),
-        "ratio": round(quartiles[1], 4),
-        "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "ratio": round(middle, 4),
+        "ratio_quartiles": [round(low, 4), round(high, 4)],
         "loss_difference": abs(ours - peer.first["loss"]),
     }
 

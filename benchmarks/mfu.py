@@ -131,6 +131,37 @@ def memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def measure_step(tokens: int, length: int, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+    """Share of the peak and tokens a second of one packed row, printed too."""
+    scorer = make_scorer(device, chunk=2048 if device.type == "cuda" else 0, recompute=False)
+    row = make_row(tokens, length, 2048).to(device)
+    seconds = step_seconds(scorer, row, repeats)
+    work, (peak, source) = flops(scorer, row), peak_flops(device)
+    median = statistics.median(seconds)
+    parameters = sum(parameter.numel() for parameter in scorer.model.parameters())
+    print(f"{parameters / 1e9:.3f} B parameters, {tokens} tokens packed, on {device.type}; peak from {source}")
+    print(f"{median:.4f} s ({min(seconds):.4f} … {max(seconds):.4f}), {tokens / median:.0f} tokens/s")
+    print(f"{work / median / 1e12:.3f} TFLOP/s of {peak / 1e12:.3f}: MFU {work / median / peak:.1%}")
+    return [
+        result("mfu", round(work / median / peak, 4), "share of peak"),
+        result("tokens", round(tokens / median, 1), "tokens/s"),
+    ]
+
+
+def measure_long(tokens: int, device: torch.device) -> dict[str, Any]:
+    """Peak memory of one long sequence, printed too."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    scorer = make_scorer(device, chunk=1024, recompute=True)
+    step_seconds(scorer, make_row(tokens, tokens, 2048).to(device), 0)
+    print(f"one sequence of {tokens}, chunked logits, recomputed activations: peak {memory(device):.2f} GiB")
+    return result(f"memory of {tokens} tokens", round(memory(device), 3), "GiB")
+
+
+def result(case: str, value: float, unit: str) -> dict[str, Any]:
+    return {"case": case, "value": value, "unit": unit, "peer": None, "ratio": None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192, help="of the packed row")
@@ -143,43 +174,9 @@ def main() -> None:
     if not on_gpu:
         torch.set_num_threads(1)
         print("No GPU here: a tiny model on one CPU thread. These figures say nothing about a GPU.")
-    scorer = make_scorer(device, chunk=0 if not on_gpu else 2048, recompute=False)
-    row = make_row(arguments.tokens, arguments.length or (arguments.tokens if on_gpu else 1024), 2048).to(device)
-    seconds = step_seconds(scorer, row, arguments.repeats)
-    work, (peak, source) = flops(scorer, row), peak_flops(device)
-    median = statistics.median(seconds)
-    parameters = sum(parameter.numel() for parameter in scorer.model.parameters())
-    print(
-        f"{parameters / 1e9:.3f} B parameters, {arguments.tokens} tokens packed, on {device.type}; peak from {source}"
-    )
-    print(f"{median:.4f} s ({min(seconds):.4f} … {max(seconds):.4f}), {arguments.tokens / median:.0f} tokens/s")
-    print(f"{work / median / 1e12:.3f} TFLOP/s of {peak / 1e12:.3f}: MFU {work / median / peak:.1%}")
-    results: list[dict[str, Any]] = [
-        {"case": "mfu", "value": round(work / median / peak, 4), "unit": "share of peak", "peer": None, "ratio": None},
-        {
-            "case": "tokens",
-            "value": round(arguments.tokens / median, 1),
-            "unit": "tokens/s",
-            "peer": None,
-            "ratio": None,
-        },
-    ]
-    del scorer, row
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    long = arguments.long or (32_768 if on_gpu else 8_192)
-    scorer = make_scorer(device, chunk=1024, recompute=True)
-    step_seconds(scorer, make_row(long, long, 2048).to(device), 0)
-    print(f"one sequence of {long}, chunked logits, recomputed activations: peak {memory(device):.2f} GiB")
-    results.append(
-        {
-            "case": f"memory of {long} tokens",
-            "value": round(memory(device), 3),
-            "unit": "GiB",
-            "peer": None,
-            "ratio": None,
-        }
-    )
+    length = arguments.length or (arguments.tokens if on_gpu else 1024)
+    results = measure_step(arguments.tokens, length, arguments.repeats, device)
+    results.append(measure_long(arguments.long or (32_768 if on_gpu else 8_192), device))
     machine = {"cpu": platform.processor() or platform.machine(), "device": device.type, "torch": torch.__version__}
     if on_gpu:
         machine["gpu"] = torch.cuda.get_device_name(device)
