@@ -7,12 +7,12 @@ rollout advances at one speed whatever else its replica runs; a refit takes 5 s,
 every iteration; engine and trainer have machines of their own, and `sync` has the same ones (idle in turns). No faults, no
 evaluations.
 
-Two shapes of the engine: `wide` has a slot for each rollout of an iteration, so that an iteration lasts as long as its
-slowest rollout; `narrow` has a slot for every fourth, so that slots are taken again and again. The ratio is training seconds
-over the seconds in which `sync` generates. With a long training the trainer is the limit, and no bound can give more than 1
-+ 1 / ratio; that limit is printed beside. Speed-ups are means over seeds; the spread is the largest less the smallest. The
-simulation checks the bound at every step, and that each rollout is trained once, and ends with an error else. The last line
-is JSON.
+Three shapes of the engine: `wide` has a slot for each rollout of an iteration, so that an iteration lasts as long as its
+slowest rollout; `narrow` has a slot for every fourth, so that slots are taken again and again; `scarce` has one for every
+16th, so that the slowest rollout hardly matters. The ratio is training seconds over the seconds in which `sync` generates.
+With a long training the trainer is the limit, and no bound can give more than 1 + 1 / ratio; that limit is printed beside.
+Speed-ups are means over seeds; the spread is the largest less the smallest. The simulation checks the bound at every step,
+and that each rollout is trained once, and ends with an error else. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roundhouse.asynchrony.simulation.run import Outcome, simulate
 from roundhouse.config.simulation import Scenario, parse_scenario
 
 GROUPS, GROUP_SIZE, REPLICAS = 32, 8, 8
-SHAPES = {"wide": 32, "narrow": 8}
+SHAPES = {"wide": 32, "narrow": 8, "scarce": 2}
 """Slots of a replica."""
 RATIOS = (0.05, 0.1, 0.25, 0.5, 1.0)
 WAYS: list[tuple[str, dict]] = [
@@ -80,10 +80,12 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="only this shape; may be given again")
     arguments = parser.parse_args()
     rows = []
     cpu = time.process_time()
-    for shape, slots in SHAPES.items():
+    shapes = {name: slots for name, slots in SHAPES.items() if not arguments.shape or name in arguments.shape}
+    for shape, slots in shapes.items():
         print(f"\n{shape}: {REPLICAS} replicas of {slots} slots; speed-up over sync (spread), mean age")
         print(f"{'training : generation':<24}" + "".join(f"{ratio:>22}" for ratio in RATIOS))
         results = {ratio: speedups(arguments, slots, ratio) for ratio in RATIOS}

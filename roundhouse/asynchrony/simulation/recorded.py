@@ -57,7 +57,16 @@ def recorded_iterations(run: Run) -> list[RecordedIteration]:
 
 
 def recorded_scenario(run: Run) -> dict[str, Any]:
-    """The tree of a `Scenario` with the run's plan, rollout seconds and stage seconds."""
+    """The tree of a `Scenario` with the run's plan, rollout seconds and stage seconds.
+
+    Raises:
+        StoreError: nothing is recorded, or the run collected in rounds.
+    """
+    if run.config.rollout.dynamic_sampling is not None:
+        raise StoreError(
+            f"Run {run.run_id} has rollout.dynamic_sampling: it collected in rounds, which a simulated iteration does not "
+            "have. Name a run without it, or give distributions with --config."
+        )
     iterations, config = recorded_iterations(run), run.config
     count = sum(len(iteration.rollouts) for iteration in iterations)
     failed = sum(iteration.failed for iteration in iterations)
