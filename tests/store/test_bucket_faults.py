@@ -49,7 +49,7 @@ def store(planted: Endpoint) -> str:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "1")
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.5")
 
 
 def run_in(store: str) -> Run:
