@@ -20,7 +20,8 @@ from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.store.location import Location
-from roundhouse.training.service.one_shot import EXIT_CODES, StepResult, StepSpec, read_error, read_result
+from roundhouse.training.service.exit_codes import EXIT_CODES
+from roundhouse.training.service.one_shot import StepResult, StepSpec, read_error, read_result
 
 MODULE = "roundhouse.training.service.one_shot"
 _LAST_LINES = 12

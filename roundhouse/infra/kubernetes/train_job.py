@@ -17,7 +17,7 @@ from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, run_labels, run_object_name
 from roundhouse.store.location import Location
-from roundhouse.training.service.one_shot import EXIT_CODES
+from roundhouse.training.service.exit_codes import EXIT_CODES
 
 Manifest = dict[str, Any]
 

@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import Any
 
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
-from roundhouse.training.service.one_shot import EXIT_CODES
+from roundhouse.training.service.exit_codes import EXIT_CODES
 
 Status = dict[str, Any]
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.health.taxonomy import typed
 from roundhouse.store.directories import local_directory, plain_directory, upload_directory
 from roundhouse.store.location import Location, NotFound
@@ -36,12 +36,10 @@ from roundhouse.training.checkpoint import TRAINER_DIRECTORY
 from roundhouse.training.parallel import Ranks, join, leave
 from roundhouse.training.report import StepReport
 from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.exit_codes import EXIT_CODES
 from roundhouse.training.trainer import Trainer
 
 REPORT, COLUMNS, ERROR = "report.json", "columns.parquet", "error.json"
-
-EXIT_CODES: dict[type[RoundhouseError], int] = {InfraError: 75, DataError: 65, StoreError: 74, ConfigError: 78}
-"""As in BSD's sysexits.h: EX_TEMPFAIL, EX_DATAERR, EX_IOERR, EX_CONFIG. An error of two kinds gets the first."""
 
 
 class StepSpec(BaseModel):
