@@ -17,12 +17,14 @@ from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.gym.plan import RolloutSpec
 from roundhouse.stages import parts
-from roundhouse.stages.collect import collect_iteration, read_rollouts
+from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
+from roundhouse.stages.datasets import Draw
 from roundhouse.stages.rounds import round_tasks, sample_rounds
 from roundhouse.stages.validate import validate_iteration
+from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import read_manifest, read_part, read_table
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.spread import groups_with_spread
 
@@ -141,6 +143,35 @@ def test_an_interrupted_sampling_goes_through_the_same_rounds_and_generates_only
         for reference in (resumed, whole)
     )
     assert found == expected
+
+
+def test_each_earlier_part_is_read_once_however_many_rounds_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+) -> None:
+    run, weights = _run(str(tmp_path), monkeypatch)
+    engine.healthy = TASKS * GROUP + 3
+    with pytest.raises(InfraError, match="out of order"):
+        collect_iteration(run, 1, weights, engine.url)
+    engine.healthy, read = 10**6, list[str]()
+
+    def counted(location: Location, name: str, schema: Any) -> Any:
+        read.append(name)
+        return read_part(location, name, schema)
+
+    monkeypatch.setattr(parts, "read_part", counted)
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert read_manifest(reference).details["dynamic_sampling"]["rounds"] > 1
+    assert len(read) == len(set(read)) > 0
+
+
+def test_an_offline_dataset_is_sampled_for_spread_like_an_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+) -> None:
+    run, weights = _run(str(tmp_path), monkeypatch)
+    offline = read_manifest(collect_dataset(run, "nightly", Draw(1), weights, engine.url))
+    online = read_manifest(collect_iteration(run, 1, weights, engine.url))
+    assert offline.details["dynamic_sampling"] == online.details["dynamic_sampling"]
+    assert offline.details["dynamic_sampling"]["rounds"] > 1
 
 
 def test_too_few_groups_with_spread_fail_the_stage_or_go_on_as_configured(
