@@ -109,7 +109,7 @@ def main() -> None:
                 )
             print(line, flush=True)
     simulated = (
-        len(SHAPES) * len(RATIOS) * arguments.seeds * (len(WAYS) + 2) * arguments.iterations * GROUPS * GROUP_SIZE
+        len(shapes) * len(RATIOS) * arguments.seeds * (len(WAYS) + 2) * arguments.iterations * GROUPS * GROUP_SIZE
     )
     spent = time.process_time() - cpu
     print(f"\n{simulated} rollouts simulated in {spent:.0f} CPU s: {1e6 * spent / simulated:.0f} µs each")
