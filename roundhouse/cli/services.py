@@ -14,14 +14,19 @@ app = typer.Typer()
 
 
 @app.command()
-def up(state: StateOption = DEFAULT_STATE) -> None:
+def up(
+    state: StateOption = DEFAULT_STATE,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Keep Ray up too: an engine then outlives its run, and is there at once.")
+    ] = False,
+) -> None:
     """Start Prefect, MLflow and the deployments, so that the Prefect page can run them, and leave all running."""
     from roundhouse.infra import services
 
     terminal = console()
     started = services.up(
         state / "services",
-        services.STANDING_SERVICES,
+        (*services.STANDING_SERVICES, *(["ray"] if ray else [])),
         on_progress=lambda record: terminal.print(
             f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False
         ),

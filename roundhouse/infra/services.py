@@ -90,7 +90,8 @@ class Services:
 
     def _ready(self, name: str) -> ServiceRecord:
         if not self.is_ready(name):
-            raise InfraError(f"{name} is not running in {self.state.path}. Start it with `roundhouse up`.")
+            command = "roundhouse up --ray" if name == "ray" else "roundhouse up"
+            raise InfraError(f"{name} is not running in {self.state.path}. Start it with `{command}`.")
         return self.records[name]
 
 
