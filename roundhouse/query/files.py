@@ -40,7 +40,7 @@ def dataset_of(stages: Iterable[StageFiles], dataset: str, schema: pa.Schema) ->
         )
         for part in stage.parts(dataset):
             filesystem, path = located(part.uri)
-            fragments.append(_FORMAT.make_fragment(path, filesystem, partition_expression=place))
+            fragments.append(_FORMAT.make_fragment(path, filesystem, partition_expression=place, file_size=part.size))
     return ds.FileSystemDataset(fragments, with_place(schema), _FORMAT, filesystem)
 
 
