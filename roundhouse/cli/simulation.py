@@ -47,8 +47,8 @@ def _print(rows: list[Row]) -> None:
     from rich.table import Table
 
     table = Table(box=None)
-    for name in ("mode", "bound", "repl.", "iter/h", "vs sync", "/GPU-h", "trainer waits", "engine idle", "discarded"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    for name in ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.mode,
@@ -62,8 +62,9 @@ def _print(rows: list[Row]) -> None:
             f"{row.discarded:.1%}",
         )
     console().print(table)
+    out("speed: against the first row; /GPU-h: iterations a GPU hour; waits: the trainer; idle: slots of the engine;")
+    out(f"lost: slot time of attempts that were not trained on. {rows[0].hours:.2f} simulated hours in the first row")
     console().print("\nage of what was trained on, in versions: share of rollouts", highlight=False)
     for row in rows:
         shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
         out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")
-    out(f"speed is told against the first row, {rows[0].hours:.2f} simulated hours")
