@@ -11,11 +11,12 @@ with the defaults of its paper. Formulas: docs/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from roundhouse.config.objectives import MismatchCorrection, PolicyGradient, RewardShaping, Scaling, TokenLoss
+from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveInt
 
 
@@ -179,7 +180,7 @@ class CustomAlgorithm(PolicyGradient):
     kind: Literal["custom"]
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
     """`module:Class` of an `Algorithm` (roundhouse.training.algorithm), made with this section and `parameters`."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Parameters = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
 
 TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
@@ -40,7 +41,7 @@ class GenerationConfig(Section):
     """Share of a GPU's memory that a replica takes. Without a GPU it is not used."""
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0
     """0 runs on CPU."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
+    engine_args: Parameters = Field(default_factory=dict)
     """More arguments of vLLM's engine, by their names. The transformers backend knows `max_num_seqs`."""
     engine_url: str | None = None
     """Base URL of an engine that runs already (`python -m roundhouse.generation.standalone`). Unset: on Ray Serve."""

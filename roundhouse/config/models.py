@@ -98,7 +98,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _no_secrets(self) -> RunConfig:
-        refuse_secrets(self.model_dump(mode="json"))
+        refuse_secrets(self.model_dump(mode="json"), by_name=False)
         return self
 
     @model_validator(mode="after")

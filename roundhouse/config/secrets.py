@@ -76,13 +76,17 @@ def is_secret_name(name: str) -> bool:
     return last[0] not in _PLAIN_WORDS or not _OWNERS.isdisjoint(before)
 
 
-def refuse_secrets(tree: Any, place: str = "") -> None:
+def refuse_secrets(tree: Any, *, by_name: bool) -> None:
     """Refuse a tree of configuration that holds a secret.
+
+    Args:
+        by_name: also a value whose key speaks of a secret; for keys that a person chose. Ours never hold one, and some name
+            the place of one (`infra.secret`, a Kubernetes Secret).
 
     Raises:
         ValueError: names the key and the remedy, and not the value.
     """
-    for key, why in _secrets_in(tree, place):
+    for key, why in _secrets_in(tree, "", by_name):
         raise ValueError(
             f"{key} holds {why}, and the configuration is written to the store, to Prefect and to MLflow. Put the secret into "
             "an environment variable or a file, and name that: {variable: NAME} or {file: PATH} under environment.parameters, "
@@ -91,7 +95,7 @@ def refuse_secrets(tree: Any, place: str = "") -> None:
 
 
 def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
-    refuse_secrets(tree)
+    refuse_secrets(tree, by_name=True)
     return tree
 
 
@@ -126,17 +130,17 @@ def _is_place(node: Any) -> bool:
     return isinstance(node, dict) and len(node) == 1 and isinstance(node.get("variable", node.get("file")), str)
 
 
-def _secrets_in(node: Any, place: str) -> Iterator[tuple[str, str]]:
+def _secrets_in(node: Any, place: str, by_name: bool) -> Iterator[tuple[str, str]]:
     if isinstance(node, dict):
         for name, child in node.items():
             below = f"{place}.{name}" if place else str(name)
-            if is_secret_name(str(name)) and not _is_place(child) and _is_told(child):
+            if by_name and is_secret_name(str(name)) and not _is_place(child) and _is_told(child):
                 yield below, "a secret, by its name"
             else:
-                yield from _secrets_in(child, below)
+                yield from _secrets_in(child, below, by_name)
     elif isinstance(node, list):
         for index, child in enumerate(node):
-            yield from _secrets_in(child, f"{place}[{index}]")
+            yield from _secrets_in(child, f"{place}[{index}]", by_name)
     elif isinstance(node, str) and (why := _secret_in_text(node)) is not None:
         yield place, why
 

@@ -5,7 +5,7 @@ import traceback
 import pytest
 
 from roundhouse.config.loading import load_config, parse_config
-from roundhouse.config.secrets import MASK, masked, read_secret, resolved
+from roundhouse.config.secrets import MASK, masked, read_secret, refuse_secrets, resolved
 from roundhouse.errors import ConfigError
 
 
@@ -91,6 +91,14 @@ def test_what_is_no_secret_is_not_refused():
                   "password": None, "secret_file": "/run/secrets/x", "home": "http://host/a@b?page=2"}  # fmt: skip
     environment = {"kind": "custom", "target": "a:B", "parameters": parameters}
     assert parse_config({"run_id": "r", "environment": environment}).environment.parameters == parameters
+
+
+def test_the_name_of_a_kubernetes_secret_is_none():
+    infra = {"kind": "kubernetes", "secret": "roundhouse-s3", "images": {"roundhouse": "example.org/roundhouse:1"}}
+    held = {"infra": infra, "note": [{"secret": "roundhouse-s3"}]}
+    refuse_secrets(held, by_name=False)
+    with pytest.raises(ValueError, match=r"infra\.secret holds a secret, by its name"):
+        refuse_secrets(held, by_name=True)
 
 
 def test_a_run_that_recorded_no_token_is_still_read():
