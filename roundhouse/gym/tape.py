@@ -105,7 +105,7 @@ class Tape:
 
     async def seed_session(self, environment: ToolEnvironment, row: TaskRow) -> EnvironmentSession:
         """A session of `environment`: a new one, or the one that the tape's newest snapshot shows."""
-        if not self._plays:
+        if not self.plays:
             return await environment.seed_session(row)
         if self._recorded and self._restoration == "snapshot":
             session: EnvironmentSession = await self._restored(environment, row)
@@ -116,7 +116,7 @@ class Tape:
 
     async def reset(self, environment: EpisodeEnvironment, row: TaskRow) -> tuple[EpisodeSession, str | None]:
         """An episode of `environment`, as for a session."""
-        if not self._plays:
+        if not self.plays:
             return await environment.reset(row)
         begun: list[EpisodeSession] = []
 
@@ -151,10 +151,6 @@ class Tape:
             raise self._diverged("other_answer", f"{where} {change}")
         return told
 
-    @property
-    def _plays(self) -> bool:
-        return self._recorder is not None and self._restoration != "none"
-
     def _recorded_answer(self, place: int) -> dict[str, Any] | None:
         if self._next >= len(self._recorded):
             return None
@@ -171,27 +167,15 @@ class Tape:
 
     # -- for the policy ---------------------------------------------------------------------------------------------
 
-    async def reply(
-        self, rollout: Rollout, request: Callable[[], str], ask: Callable[[], Awaitable[Completion]]
-    ) -> Completion:
-        """The policy's reply to the request of that digest: from the tape, or `ask`ed for and recorded."""
-        assert self._recorder is not None, "without a recorder the policy is not taped"
-        digest, snapshot = "", None
-        if self._plays:
-            digest = request()
-            if self._next < len(self._recorded):
-                return self._played_back(digest, self._recorder)
-            snapshot = await self._snapshot()
-        completion = await ask()
-        number = self._next
-        call = RecordedCall(rollout.rollout_id, rollout.seed, number, rollout.turns, number, digest, snapshot=snapshot)
-        if self._plays:
-            call.message, call.answers, self._answers = completion.message, self._answers, []
-        self._next += 1
-        self._recorder.record(call)
-        return completion
+    @property
+    def plays(self) -> bool:
+        """Whether it can hold more than the bare fact of a call."""
+        return self._recorder is not None and self._restoration != "none"
 
-    def _played_back(self, request: str, recorder: Recorder) -> Completion:
+    def played_back(self, request: str) -> Completion | None:
+        """The recorded reply to the request of that digest; None behind the tape's end, where the engine is to be asked."""
+        if self._next >= len(self._recorded):
+            return None
         call = self._recorded[self._next]
         if call.request != request or len(self._answers) != len(call.answers):
             raise self._diverged("other_request", f"call {call.number} is not the one that was recorded")
@@ -199,11 +183,34 @@ class Tape:
         self._tokens = completion.prompt_token_ids + completion.generation_token_ids
         self._answers = []
         self._next += 1
-        if self._next == len(self._recorded):
-            recorder.went_on(Resumption(call.rollout_id, self._next))
+        if self._next == len(self._recorded) and self._recorder is not None:
+            self._recorder.went_on(Resumption(call.rollout_id, self._next))
         return completion
 
-    async def _snapshot(self) -> str | None:
+    def record(
+        self, rollout: Rollout, request: str = "", snapshot: str | None = None, completion: Completion | None = None
+    ) -> None:
+        """The engine has answered. Without its `completion`, only the fact is noted."""
+        assert self._recorder is not None, "without a recorder the policy is not taped"
+        number, message = self._next, None if completion is None else completion.message
+        self._next += 1
+        self._recorder.record(
+            RecordedCall(
+                rollout.rollout_id,
+                rollout.seed,
+                number,
+                rollout.turns,
+                number,
+                request,
+                message,
+                self._answers,
+                snapshot,
+            )
+        )
+        self._answers = []
+
+    async def snapshot(self) -> str | None:
+        """The session as it is now, where it can be written down."""
         if self._restoration != "snapshot" or self._session is None:
             return None
         try:

@@ -32,11 +32,18 @@ class TapedPolicy:
     async def complete(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
     ) -> Completion:
-        return await self._tape.reply(
-            self._rollout,
-            lambda: request_digest(messages, tools, sampling, seed),
-            lambda: self._policy.complete(messages, tools, sampling, seed),
-        )
+        tape = self._tape
+        if not tape.plays:
+            completion = await self._policy.complete(messages, tools, sampling, seed)
+            tape.record(self._rollout)
+            return completion
+        request = request_digest(messages, tools, sampling, seed)
+        if (recorded := tape.played_back(request)) is not None:
+            return recorded
+        snapshot = await tape.snapshot()
+        completion = await self._policy.complete(messages, tools, sampling, seed)
+        tape.record(self._rollout, request, snapshot, completion)
+        return completion
 
 
 class TapedSession:
@@ -86,5 +93,5 @@ def request_digest(messages: list[dict[str, Any]], tools: list[dict[str, Any]], 
         else message
         for message in messages
     ]
-    data = orjson.dumps([bare, tools, sampling.model_dump(), seed], option=orjson.OPT_SORT_KEYS)
+    data = orjson.dumps([bare, tools, vars(sampling), seed], option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(data).hexdigest()[:32]
