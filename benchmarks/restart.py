@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        stand(options.directory or Path(scratch), iterations=ITERATION, tracked=True, fresh=True) as ready,
+        stand(options.directory or Path(scratch), iterations=ITERATION, tracked=True) as ready,
     ):
         measured = {stage: _measure(ready, stage, options.repeats) for stage in ACTS if stage in options.stages}
     _tell(measured, options.limit)
@@ -78,7 +78,7 @@ def _measure(ready: Stand, stage: str, repeats: int) -> list[dict[str, Any]]:
     for number in range(repeats):
         times = ready.directory / f"{stage}-{number}.json"
         timed = {TIMES_VARIABLE: str(times), STAGE_VARIABLE: stage}
-        ready.train(configuration, timed, module="benchmarks.restart_timed").wait(TIME_LIMIT)
+        ready.train(configuration, timed, module="benchmarks.restart_timed", fresh=True).wait(TIME_LIMIT)
         if not times.exists():
             raise SystemExit(
                 f"The start after a kill in {stage} came to no act; see {ready.directory / f'{RUN_ID}.log'}"

@@ -130,14 +130,18 @@ class Stand:
         return path
 
     def train(
-        self, configuration: Path, environment: dict[str, str] | None = None, module: str | None = None
+        self,
+        configuration: Path,
+        environment: dict[str, str] | None = None,
+        module: str | None = None,
+        fresh: bool = False,
     ) -> subprocess.Popen[bytes] | Child:
         """Start `roundhouse train`; with a plan in the environment, the same command with kills planted; else a module that
-        runs the command."""
+        runs the command. `fresh` starts an interpreter even where there is a nursery."""
         if module is None and PLAN_VARIABLE in (environment or {}):
             module = "tests.chaos.planted"
         path, variables = self.directory / f"{configuration.stem}.log", os.environ | (environment or {})
-        if self.nursery is not None:
+        if self.nursery is not None and not fresh:
             return self.nursery.start(module or "roundhouse.cli", ["train", str(configuration)], path, variables)
         command = [str(ROUNDHOUSE)] if module is None else [sys.executable, "-m", module]
         with path.open("ab") as log:
