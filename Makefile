@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-delta reference format lock clean
+.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-delta reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ bench-restart: setup ## from a killed run's new start to its next useful act, by
 
 bench-gym: setup ## CPU of a rollout, against a running NeMo Gym (BENCH_ARGS="--peer-head URL --peer-gym PATH")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/rollouts.py $(BENCH_ARGS)
+
+bench-journal: setup ## CPU of the journal of unfinished rollouts (BENCH_ARGS="--rollouts 400 --repeats 7")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/journal.py $(BENCH_ARGS)
 
 bench-train: setup ## seconds and tokens of a training step: packed, padded, naive
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/train_step.py
