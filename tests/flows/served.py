@@ -50,9 +50,13 @@ class Served:
         return load_run(self.store, run_id)
 
     def call(self, method: str, path: str, **body: Any) -> Any:
-        """Prefect's API."""
+        """Prefect's API. It says 503 while its database is busy, and wants to be asked again."""
         url = f"{self.services.prefect_ui_url}/api/{path}"
-        reply = httpx.request(method, url, json=body if method == "POST" else None, timeout=30)
+        for _ in range(20):
+            reply = httpx.request(method, url, json=body if method == "POST" else None, timeout=30)
+            if reply.status_code != 503:
+                break
+            time.sleep(0.5)
         assert reply.status_code < 400, f"{method} {path}: {reply.status_code} {reply.text}"
         return reply.json() if reply.content else None
 
