@@ -51,9 +51,9 @@ def _emit(run: Run, error: ErrorInfo) -> None:
 
 
 def _tag(run: Run, error: ErrorInfo, health: Health) -> None:
-    from tasks.report import tracker_of
+    from tasks.report import opened_tracker
 
-    if error.severity is Severity.INFO or (tracker := tracker_of(run)) is None:
+    if error.severity is Severity.INFO or (tracker := opened_tracker(run)) is None:
         return
     said = f"{error.severity} in {error.module_name} ({error.work_context}): {error.message}"
     tracker.tag({"roundhouse.health": health.status, "roundhouse.last_error": said[:_TAG_CHARACTERS]})
@@ -63,10 +63,10 @@ def _gauges(run: Run) -> Callable[[Beat], None]:
     told_at = time.monotonic()
 
     def on_beat(beat: Beat) -> None:
-        from tasks.report import tracker_of
+        from tasks.report import opened_tracker
 
         nonlocal told_at
-        if (not beat.ended and time.monotonic() - told_at < GAUGE_SECONDS) or (tracker := tracker_of(run)) is None:
+        if (not beat.ended and time.monotonic() - told_at < GAUGE_SECONDS) or (tracker := opened_tracker(run)) is None:
             return
         told_at = time.monotonic()
         tracker.tag({"roundhouse.health": beat.health.status})

@@ -94,6 +94,11 @@ def finish_run(run: Run) -> dict[str, Any]:
     return summary
 
 
+def opened_tracker(run: Run) -> Tracker | None:
+    """The run's page in MLflow where this process has opened it already: for those who must not open a second one."""
+    return _trackers.get(run.uid)
+
+
 def tracker_of(run: Run) -> Tracker | None:
     """The run's page in MLflow; None where there is none."""
     with _opening:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import queue
 import sys
 import threading
 import time
@@ -63,8 +64,8 @@ def supervised(
         Stalled: nothing in it moved for `limit` seconds.
     """
     with activity.track(stage, "stage", about) as token:
-        supervision = _Supervision(work, token)
-        supervision.thread.start()
+        supervision = _Supervision(work)
+        supervision.start()
         try:
             while not supervision.done.wait(max(0.01, min(1.0, limit / 5))):
                 if activity.is_stalled(token, limit):
@@ -84,14 +85,22 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
 class _Supervision(Generic[T]):
     """Work in a thread, and the means to end it."""
 
-    def __init__(self, work: Callable[[], T], token: str) -> None:
+    def __init__(self, work: Callable[[], T]) -> None:
         self.done = threading.Event()
         self._work = work
         self._result: T | None = None
         self._error: BaseException | None = None
         self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        context = contextvars.copy_context()
-        self.thread = threading.Thread(target=context.run, args=(self._run,), name=f"stage {token}", daemon=True)
+        self._context = contextvars.copy_context()
+        self.given_up = False
+        self.thread = _free_worker()
+
+    def start(self) -> None:
+        self.thread.works.put(self)
+
+    def run(self) -> None:
+        """Do the work, in the context of who asked for it."""
+        self._context.run(self._run)
 
     def outcome(self) -> T:
         if self._error is not None:
@@ -113,6 +122,7 @@ class _Supervision(Generic[T]):
 
     def interrupt(self, grace: float) -> None:
         """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself."""
+        self.given_up = True
         if (main := self._main) is not None:
             loop, task = main
             if not loop.is_closed():
@@ -134,6 +144,40 @@ class _Supervision(Generic[T]):
             self._error = error
         finally:
             self.done.set()
+
+
+class _Worker(threading.Thread):
+    """A thread that does one supervised work after another, and lives as long as the process.
+
+    Linux ends a child that asked to die with its parent (Ray's do) when the *thread* that started it ends. One whose work was
+    given up takes no other work, since an interruption may still be on its way to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="stage worker", daemon=True)
+        self.works: queue.SimpleQueue[_Supervision[Any]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            try:
+                supervision = self.works.get()
+                supervision.run()
+                if not supervision.given_up:
+                    _free.append(self)
+            except Interrupted:
+                continue
+
+
+_free: list[_Worker] = []
+
+
+def _free_worker() -> _Worker:
+    try:
+        return _free.pop()
+    except IndexError:
+        worker = _Worker()
+        worker.start()
+        return worker
 
 
 _supervision: contextvars.ContextVar[_Supervision[Any] | None] = contextvars.ContextVar("supervision", default=None)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -24,6 +25,16 @@ def test_work_gives_its_result_its_error_and_its_context_to_the_caller() -> None
     assert supervised(variable.get, "train", "iteration 1", LIMIT, Activity()) == 7
     with pytest.raises(KeyError, match="defect"):
         supervised(_defect, "train", "iteration 1", LIMIT, Activity())
+
+
+def test_stages_share_a_thread_which_outlives_them_so_that_their_children_do_too() -> None:
+    threads = {supervised(threading.get_ident, "train", f"iteration {k}", LIMIT, Activity()) for k in range(3)}
+    assert len(threads) == 1
+    assert threads < {thread.ident for thread in threading.enumerate()}
+    with pytest.raises(Stalled):
+        supervised(lambda: time.sleep(1), "train", "iteration 3", LIMIT / 3, Activity(), grace=0.1)
+    after = supervised(threading.get_ident, "train", "iteration 3", LIMIT, Activity())
+    assert after not in threads, "a thread whose work was given up takes no other"
 
 
 def test_work_that_moves_may_take_longer_than_the_limit() -> None:
@@ -69,7 +80,7 @@ def test_a_loop_blocked_by_an_environment_is_given_up_and_the_line_is_named() ->
     assert time.monotonic() - begun < 10
     assert "in blocks" in str(raised.value)
     assert "time.sleep" in raised.value.stack
-    assert _ends("stage collect")
+    assert _left(", in blocks\n")
 
 
 def test_a_call_that_cannot_be_interrupted_is_left_behind() -> None:
@@ -124,9 +135,10 @@ class _Interrupting(Activity):
         raise KeyboardInterrupt
 
 
-def _ends(name: str, seconds: float = 5) -> bool:
+def _left(line: str, seconds: float = 5) -> bool:
+    """Whether no thread stands in this line any more."""
     deadline = time.monotonic() + seconds
-    while any(thread.name.startswith(name) for thread in threading.enumerate()):
+    while any(line in "".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
