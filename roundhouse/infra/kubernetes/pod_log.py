@@ -57,7 +57,8 @@ class PodLog:
                 if over:  # the container had ended before this connection began: it gave all there is
                     return
             except Refused as refused:
-                if refused.status in (403, 404):
+                # 400 and 404 pass: a container that has just started has no log for a moment
+                if refused.status == 403 or over:
                     logger.warning("%s cannot be read: %s", self._path, refused.message)
                     return
             except (HTTPError, OSError, AttributeError) as error:
