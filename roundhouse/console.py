@@ -82,7 +82,13 @@ class RunView(logging.Handler):
         self.activity(f"iteration {iteration}: rollouts", finished, planned)
 
     def _on_recovery(self, iteration: int, step: str, code: str, seconds: float) -> None:
-        then = f"again in {seconds:.0f} s" if step == "wait" else "skipped, on record" if step == "skip" else "the run ends"
+        then = (
+            f"again in {seconds:.0f} s"
+            if step == "wait"
+            else "skipped, on record"
+            if step == "skip"
+            else "the run ends"
+        )
         self.say(f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs activity`")
 
     def _on_evaluate(self, version: int, finished: int, planned: int) -> None:
