@@ -8,7 +8,7 @@ milliseconds. An iteration of a real run is taken for 30 s, so a day is 2,880 it
 
 Every few seconds memory, threads, open descriptors and CPU seconds of the flow's process and of both servers, and the sizes of
 both databases and of Prefect's directory are written down beside the number of finished iterations. At the end a line is
-fitted through each (`trend.py`), the first fifth left out. Exits with 1 when memory or descriptors grow beyond their limits, a
+fitted through each (`trend.py`), the first half left out. Exits with 1 when memory or descriptors grow beyond their limits, a
 database grows faster than linearly, or an iteration gets dearer. The last line is JSON.
 """
 
@@ -45,8 +45,8 @@ from roundhouse.store.verification import verify
 
 ITERATION_SECONDS = 30.0
 A_DAY = int(24 * 3600 / ITERATION_SECONDS)
-WARM_UP = 0.2
-"""Share of the iterations at the start that no trend is taken from."""
+WARM_UP = 0.5
+"""Share of the iterations at the start that no trend is taken from: caches of servers and allocators fill for hundreds."""
 MEMORY_A_DAY = 0.10
 """A process may grow by this share of itself in a day of iterations, the slope's upper limit counted."""
 DESCRIPTORS_A_DAY = 5.0
