@@ -126,9 +126,9 @@ class ApiState:
                     yield {"type": "ERROR", "object": _status(410, "Expired", "too old resource version")}
                     return
                 fresh = [entry for entry in self.history if entry[0] > since]
+                at = self.version  # before the wait: a bookmark must not pass what comes in it
                 if not fresh:
                     self.changed.wait(0.1)
-                at = self.version
             for version, kind, what, item in fresh:
                 since = version
                 if kind == plural and item["metadata"]["namespace"] == namespace and _matches(item, query):
