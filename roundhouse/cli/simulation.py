@@ -18,7 +18,9 @@ app = typer.Typer()
 
 @app.command()
 def simulate(
-    config: Annotated[Path | None, typer.Option("--config", help="Scenario (YAML), see configs/simulate.yaml.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Scenario, see configs/simulation/example.yaml.")
+    ] = None,
     from_run: Annotated[str | None, typer.Option("--from-run", help="Take plan and durations from this run.")] = None,
     store: StoreOption = DEFAULT_STORE,
     mode: Annotated[list[str] | None, typer.Option("--mode", help="sync, batch-async, fully-async, windowed.")] = None,

@@ -137,11 +137,11 @@ def scenario_tree(file: Path | None, overrides: Sequence[str], base: dict[str, A
             read = yaml.safe_load(file.read_text()) or {}
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(
-                f"The scenario {file} cannot be read: {error}. Examples: configs/simulate.yaml."
+                f"The scenario {file} cannot be read: {error}. Examples: configs/simulation/example.yaml."
             ) from None
         if not isinstance(read, dict):
             raise ConfigError(
-                f"{file} holds a {type(read).__name__}, not a mapping of keys. See configs/simulate.yaml."
+                f"{file} holds a {type(read).__name__}, not a mapping of keys. See configs/simulation/example.yaml."
             )
         tree |= read
     for override in overrides:
