@@ -2,6 +2,8 @@
 
 * Before a tagged task starts, its server is asked for a concurrency slot of each tag: a fifth of an iteration's wall time in
   the quickstart. So flow runs carry tags and task runs none; a flow run's tags find its tasks just as well.
+* When it is first imported, it imports pandas where there is one, half a second, for cache keys of data frames: no task here
+  has either. Who starts a process imports this module first.
 * At the end of a flow run its heartbeat thread is waited for, half a second on average. An iteration's flow run beats with its
   parent's heart: both are one process.
 """
@@ -11,6 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
+
+from roundhouse.spared_imports import spared
+
+with spared("pandas"):
+    import prefect.cache_policies  # noqa: F401
 
 from prefect import tags
 from prefect.context import TagsContext

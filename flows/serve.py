@@ -45,17 +45,12 @@ async def _serve(limit: int) -> None:
 
     from flows.deployments import deployments
     from flows.orphans import settle_orphans
-    from flows.planning import keep_planning
 
     runner = Runner(name="roundhouse", query_seconds=POLL_SECONDS, limit=limit, pause_on_shutdown=False, webserver=True)
     served = [await runner.aadd_deployment(deployment) for deployment in await deployments()]
     await settle_orphans(served)
     runner.last_polled = now("UTC")  # its health page is asked before its first poll
-    planning = asyncio.create_task(keep_planning(served))
-    try:
-        await runner.start()
-    finally:
-        planning.cancel()
+    await runner.start()
 
 
 def _with_prefect(state: Path) -> Services:

@@ -132,6 +132,7 @@ def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
     from roundhouse.infra.for_run import services_of
 
     with services_of(config):
+        import flows.economy  # noqa: F401 - before all else of Prefect
         from flows.delivery import deliver_queued_records
 
         try:
