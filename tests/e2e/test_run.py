@@ -23,8 +23,10 @@ import pytest
 import yaml
 
 from roundhouse.config.loading import load_config
+from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.tracking.catalogue import meaning_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -176,6 +178,23 @@ def test_mlflow_has_one_run_with_each_iteration_once(story: Story) -> None:
     assert {"rollouts-000001", "sequences-000004"} <= inputs
     artifacts = {each.path for each in client.list_artifacts(run.info.run_id)}
     assert {"learning-curve.png", "config.yaml", "conversations"} <= artifacts
+    unknown = [name for name in run.data.metrics if meaning_of(name) is None and not name.startswith("system/")]
+    assert unknown == [], "docs/metrics.md does not say what they mean"
+
+
+def test_mlflow_has_traces_of_evaluated_rollouts_and_a_version_of_each_evaluated_checkpoint(story: Story) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(story.mlflow_uri)
+    experiment = client.get_experiment_by_name("roundhouse")
+    traces = client.search_traces(locations=[experiment.experiment_id], max_results=100)
+    shown = [(trace.info.tags["roundhouse.iteration"], trace.info.tags["roundhouse.rollout"]) for trace in traces]
+    assert len(shown) == len(set(shown)) == 4 * story.run.config.tracking.conversations
+    assert {span.span_type for trace in traces for span in trace.data.spans} >= {"AGENT", "CHAT_MODEL", "EVALUATOR"}
+    versions = client.search_model_versions("name = 'story'")
+    assert sorted(int(each.tags["roundhouse.policy_version"]) for each in versions) == [0, 2, 4, 6]
+    promoted = client.get_model_version_by_alias("story", "promoted")
+    assert int(promoted.tags["roundhouse.policy_version"]) == promoted_version(story.run)
 
 
 def test_prefect_shows_named_runs_and_artifacts(story: Story) -> None:
