@@ -248,6 +248,7 @@ def stand(
         "policy": {"kind": "pretrained", "path": str(policy)},
         "environment": {
             "kind": "remote",
+            "restore": "replay",
             "url": environment.url,
             "train_tasks": str(directory / "tasks.jsonl"),
             "heldout_tasks": str(directory / "tasks.jsonl"),
