@@ -4,6 +4,8 @@
   the quickstart. So flow runs carry tags and task runs none; a flow run's tags find its tasks just as well.
 * When it is first imported, it imports pandas where there is one, half a second, for cache keys of data frames: no task here
   has either. Who starts a process imports this module first.
+* Until a flow run ends, it keeps a state of everything that its sub-flows returned, to tell what depends on what: three KiB an
+  iteration. No iteration takes what an earlier one returned; it asks the store.
 * At the end of a flow run its heartbeat thread is waited for, half a second on average. An iteration's flow run beats with its
   parent's heart: both are one process.
 """
@@ -20,7 +22,7 @@ with spared("pandas"):
     import prefect.cache_policies  # noqa: F401
 
 from prefect import tags
-from prefect.context import TagsContext
+from prefect.context import FlowRunContext, TagsContext
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 P = ParamSpec("P")
@@ -49,3 +51,10 @@ def without_heartbeats() -> Iterator[None]:
     """Flow runs that start in the block have no heartbeat of their own."""
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield
+
+
+def forget_results() -> None:
+    """Let go of the states of what this flow run's sub-flows and tasks have returned."""
+    context = FlowRunContext.get()
+    if context is not None:
+        context.run_results.clear()

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.economy import untagged_tasks, without_heartbeats
+from flows.economy import forget_results, untagged_tasks, without_heartbeats
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
 from roundhouse.config.models import RunConfig
@@ -40,6 +40,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         for k in range(next_iteration(run), config.iterations + 1):
             refuse_over_budget(run, k)
             carry_out(run, k)
+            forget_results()
         return finish_run(run)
 
 
