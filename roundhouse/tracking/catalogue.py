@@ -132,9 +132,12 @@ CATALOGUE = (
         "Training",
         "Mismatch metrics compare the trainer before its first update with the engine, over the trained tokens; over all "
         "generated ones when no group had spread. Tokens are the trained ones, once an epoch.",
-        tuple(
-            Entry(f"train/{name}", _over(metric.denominator), metric.meaning, metric.healthy)
-            for name, metric in METRICS.items()
+        (
+            Entry("train/skipped", "(state)", "1 where the iteration was skipped ([failures](failures.md))", "absent"),
+            *(
+                Entry(f"train/{name}", _over(metric.denominator), metric.meaning, metric.healthy)
+                for name, metric in METRICS.items()
+            ),
         ),
     ),
     Section(
@@ -182,6 +185,15 @@ CATALOGUE = (
                 "all of these",
                 "< 0.5; above, tasks are too easy or too hard",
             ),
+        ),
+    ),
+    Section(
+        "Health",
+        "Of the run's process, once in a while; not in a manifest.",
+        (
+            Entry("activity/*_in_flight", "(state)", "pieces of this work that are under way"),
+            Entry("activity/*_oldest_seconds", "(state)", "how long the oldest of them has been", "< its time limit"),
+            Entry("health/recent_errors", "(count)", "errors of the last five minutes", "0"),
         ),
     ),
     Section(
