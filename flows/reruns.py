@@ -1,6 +1,6 @@
 """A flow run that runs again: after Retry, after a pause, after its machine was lost.
 
-Prefect keeps the same flow run then, raises its `run_count`, and starts the flow's function from the top. What is complete is
+Prefect keeps the same flow run then and starts the flow's function from the top. What is complete is
 known by the store alone; these two functions keep Prefect's own memory from getting in the way.
 """
 
@@ -13,9 +13,11 @@ from prefect.context import FlowRunContext
 
 
 def is_first_start() -> bool:
-    """Whether this flow run runs for the first time."""
+    """Whether this flow run runs for the first time. A resumed one does not count as another run: it has run for a time."""
     context = FlowRunContext.get()
-    return context is None or context.flow_run is None or context.flow_run.run_count <= 1
+    if context is None or context.flow_run is None:
+        return True
+    return context.flow_run.run_count <= 1 and not context.flow_run.total_run_time
 
 
 def take_place(sub_flow: Flow[..., Any], number: int) -> None:
