@@ -23,9 +23,11 @@ from tests.training.service.serving import free_port
 
 PATIENCE = 240.0
 """Seconds for anything; a busy machine starts a process of Prefect in half a minute."""
+ITERATIONS = 16
+"""So many that a person has time for what the story does between two of them, on a fast machine too."""
 PRESET = {
     "run_id": "small",
-    "iterations": 5,
+    "iterations": ITERATIONS,
     "policy": {"kind": "warm_start", "steps": 20, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
     "rollout": {"tasks": 2, "group_size": 2, "max_turns": 2},
     "train": {"updates": 1, "threads": 1, "device": "cpu"},
