@@ -21,7 +21,7 @@ setup: ## virtual environment with the pinned packages (GPU=1: with CUDA; PYTHON
 quickstart: setup ## train a small policy to use a tool, from nothing, and show what it learnt
 	@exec $(BIN)/roundhouse quickstart
 
-up: setup ## start Prefect, MLflow and Ray on this machine
+up: setup ## start Prefect, MLflow and the deployments on this machine
 	@exec $(BIN)/roundhouse up
 
 down: setup ## end them and everything they started
