@@ -176,7 +176,8 @@ def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, flo
     for manifests in iterations:
         if "report" in manifests:
             for name, value in manifests["report"].metrics.items():
-                values.setdefault(name, []).append(value)
+                if name.startswith(("overhead/", "seconds/")):
+                    values.setdefault(name, []).append(value)
     return {name: round(statistics.median(found), 3) for name, found in values.items()}
 
 

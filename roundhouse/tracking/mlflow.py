@@ -165,6 +165,7 @@ def open_tracker(run: Run) -> Tracker | None:
     from mlflow.tracking import MlflowClient
 
     mlflow.set_tracking_uri(uri)  # traces know no other way
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each version and each monitor
     client = MlflowClient(uri)
     try:
         experiment_id = _experiment(client, tracking.experiment)
