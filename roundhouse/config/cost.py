@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ class PriceTable(Section):
 
 
 class Budget(Section):
-    """Limits of a whole run. One that is reached pauses it before the next iteration; raised, it goes on."""
+    """Limits of a whole run. One that is reached holds it before the next iteration; raised, it goes on."""
 
     wall_hours: PositiveFloat | None = None
     """Sum of the iterations' wall time; waiting in between is not counted."""
@@ -38,3 +38,7 @@ class CostConfig(Section):
     The engine's are `generation.replicas` × `generation.gpus_per_replica`, held all the time."""
     prices: PriceTable = PriceTable()
     budget: Budget = Budget()
+    on_reached: Literal["pause", "stop"] = "pause"
+    """When a limit of the budget is reached. `pause` lets a flow run of a deployment wait, without a process, for a person who
+    raises it in Prefect's form or by `roundhouse runs resume --budget`; a run in a terminal ends, and goes on so too. `stop`
+    fails the flow run."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.algorithms import GRPO
 from roundhouse.config.cost import CostConfig
 from roundhouse.config.environments import (
@@ -94,6 +95,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     cost: CostConfig = CostConfig()
     failures: FailuresConfig = FailuresConfig()
+    alerts: AlertsConfig = AlertsConfig()
     infra: InfraConfig = LocalInfra()
 
     @model_validator(mode="after")

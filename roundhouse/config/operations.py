@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from roundhouse.config.approval import ApprovalConfig
 from roundhouse.config.section import PositiveInt, Section
 
 
@@ -24,6 +25,7 @@ class EvaluationConfig(Section):
     promotion_confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = 0.95
     """After each evaluation, promote the version when it is better than the promoted one beyond noise: when the interval of
     this confidence around the difference, task by task, lies above 0. null promotes nothing."""
+    approval: ApprovalConfig = ApprovalConfig()
 
 
 class CheckpointConfig(Section):
