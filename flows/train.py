@@ -6,11 +6,11 @@ from typing import Any
 
 from prefect import flow
 
+from flows.borders import at_border
 from flows.economy import forget_results, untagged_tasks, without_heartbeats
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
 from roundhouse.config.models import RunConfig
-from roundhouse.stages.cost import refuse_over_budget
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate, promote
 from tasks.health import heartbeat
@@ -38,7 +38,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 promote(run, run.first_version)
             report_iteration(run, run.first_version)
         for k in range(next_iteration(run), config.iterations + 1):
-            refuse_over_budget(run, k)
+            at_border(run, k)
             carry_out(run, k)
             forget_results()
         return finish_run(run)
