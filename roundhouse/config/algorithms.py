@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from roundhouse.config.objectives import MismatchCorrection, PolicyGradient, RewardShaping, Scaling, TokenLoss
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import PositiveInt
+from roundhouse.config.section import PositiveInt, Target
 
 
 class GroupBaseline(PolicyGradient):
@@ -178,8 +178,9 @@ class CustomAlgorithm(PolicyGradient):
     """An algorithm of your own, imported by name; docs/algorithms.md has an example."""
 
     kind: Literal["custom"]
-    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`module:Class` of an `Algorithm` (roundhouse.training.algorithm), made with this section and `parameters`."""
+    target: Target
+    """`module:Class` or `path/to/file.py:Class` of an `Algorithm` (roundhouse.training.algorithm), made with this section and
+    `parameters`."""
     parameters: Parameters = Field(default_factory=dict)
     """Keyword arguments of the class."""
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from roundhouse.config.remote_environments import AgentEnvironment, McpServers, RemoteEnvironment
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Fraction, PositiveInt, ProperFraction, Section
+from roundhouse.config.section import Fraction, PositiveInt, ProperFraction, Section, Target
 
 
 class CalculatorEnvironment(Section):
@@ -174,8 +174,10 @@ class CustomEnvironment(Section):
     """An environment of your own, imported by name."""
 
     kind: Literal["custom"]
-    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`module:Class` of a `roundhouse.gym.environment.Environment` or `roundhouse.gym.gymnasium.GymnasiumEnvironment`."""
+    target: Target
+    """`module:Class` or `path/to/file.py:Class` of a `roundhouse.gym.environment.Environment` or
+    `roundhouse.gym.gymnasium.GymnasiumEnvironment`. A relative path begins where you are; `${CONFIG_DIR}` is the directory of
+    the configuration file."""
     parameters: Parameters = Field(default_factory=dict)
     """Keyword arguments of the class. A secret is named, as `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
     mcp_servers: McpServers = Field(default_factory=dict)

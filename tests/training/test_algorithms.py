@@ -357,7 +357,7 @@ def test_an_algorithm_of_ones_own_is_imported_by_name_with_its_parameters() -> N
     ("target", "parameters", "says"),
     [
         ("no_such_module:A", {}, "importing no_such_module failed"),
-        (f"{__name__}:Nothing", {}, "has no class Nothing"),
+        (f"{__name__}:Nothing", {}, "has no Nothing"),
         ("pathlib:Path", {}, "has no loss, needs_reference, needs_log_probs, stamp"),
         (f"{__name__}:SignOnly", {"colour": 1}, "cannot be made with train.algorithm.parameters"),
     ],

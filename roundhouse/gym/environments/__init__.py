@@ -8,7 +8,6 @@ fields are the class's keyword arguments. Its module is imported when it is firs
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 from roundhouse.config.environments import (
@@ -36,6 +35,7 @@ from roundhouse.gym.environments.calculator import Calculator
 from roundhouse.gym.environments.guess_number import GuessNumber
 from roundhouse.gym.environments.sort import Sort
 from roundhouse.gym.gymnasium import GymnasiumEnvironment
+from roundhouse.symbols import load_symbol
 
 __all__ = ["BUILT_IN", "Calculator", "GuessNumber", "Sort", "load", "load_any"]
 
@@ -54,6 +54,7 @@ BUILT_IN: dict[type[Section], str] = {
     FrozenLakeEnvironment: "frozen_lake:FrozenLake",
 }
 """From a kind's configuration to its class in this package."""
+_KINDS: tuple[type[Environment], type[GymnasiumEnvironment]] = (Environment, GymnasiumEnvironment)
 
 
 def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
@@ -63,7 +64,7 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
         ConfigError: it cannot be imported or made, or it lives in another process.
     """
     if isinstance(config, CustomEnvironment):
-        return _made(_imported(config.target), config)
+        return _made(load_symbol(config.target, _KINDS, "environment.target"), config)
     if type(config) not in BUILT_IN:
         raise ConfigError(_elsewhere(config))
     return built_in(config)
@@ -72,8 +73,9 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
 @functools.lru_cache(maxsize=8)
 def built_in(config: Section) -> Environment | GymnasiumEnvironment:
     """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
-    found: Environment | GymnasiumEnvironment = _imported(f"{__name__}.{BUILT_IN[type(config)]}")(**_fields(config))
-    return found
+    found: Any = load_symbol(f"{__name__}.{BUILT_IN[type(config)]}", _KINDS, "environment.kind")
+    made: Environment | GymnasiumEnvironment = found(**_fields(config))
+    return made
 
 
 def load(config: EnvironmentConfig) -> Environment:
@@ -109,34 +111,12 @@ def _elsewhere(config: EnvironmentConfig) -> str:
     )
 
 
-def _imported(target: str) -> type[Environment] | type[GymnasiumEnvironment]:
-    module_name, _, class_name = target.partition(":")
-    key = f"environment.target is {target!r}"
+def _made(found: Any, config: CustomEnvironment) -> Environment | GymnasiumEnvironment:
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}: importing {module_name} failed ({error}). Install the package, or put its directory on PYTHONPATH."
-        ) from error
-    found: object = module
-    for part in class_name.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Environment | GymnasiumEnvironment)):
-        what = f"{module_name} has no {class_name}" if found is None else f"{class_name} is not an environment class"
-        raise ConfigError(
-            f"{key}: {what}. Name a subclass of roundhouse.gym.environment.Environment or "
-            "roundhouse.gym.gymnasium.GymnasiumEnvironment."
-        )
-    return found
-
-
-def _made(
-    found: type[Environment] | type[GymnasiumEnvironment], config: CustomEnvironment
-) -> Environment | GymnasiumEnvironment:
-    try:
-        return found(**resolved(config.parameters))
+        made: Environment | GymnasiumEnvironment = found(**resolved(config.parameters))
     except TypeError as error:
         raise ConfigError(
             f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
             "They are the keyword arguments of the class."
         ) from error
+    return made

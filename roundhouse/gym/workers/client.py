@@ -21,8 +21,8 @@ from roundhouse.gym.verdicts import checked_verdict
 from roundhouse.gym.workers.data import Item, read_items
 from roundhouse.gym.workers.evaluation import Evaluator
 from roundhouse.gym.workers.llm import LlmClient, RolloutLimit
-from roundhouse.gym.workers.loading import add_import_path, load_symbol
 from roundhouse.gym.workers.worker import BaseRolloutWorker, NoTrajectory, ReRollout, StepResult, WorkerFailed
+from roundhouse.symbols import add_import_path, load_symbol
 from roundhouse.trajectories.records import Status
 
 WORKERS = {

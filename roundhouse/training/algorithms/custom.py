@@ -1,4 +1,4 @@
-"""An algorithm of your own, named as `module:Class`.
+"""An algorithm of your own, named as `module:Class` or `path/to/file.py:Class`.
 
 Invariant: what comes out has the members that the trainer uses; whatever is wrong with the name, the class or its parameters is
 said with the key and its value.
@@ -6,10 +6,11 @@ said with the key and its value.
 
 from __future__ import annotations
 
-import importlib
+from typing import Any
 
 from roundhouse.config.algorithms import CustomAlgorithm
 from roundhouse.errors import ConfigError
+from roundhouse.symbols import load_symbol
 from roundhouse.training.algorithm import Algorithm
 
 MEMBERS = ("loss", "needs_reference", "needs_log_probs", "stamp")
@@ -21,18 +22,8 @@ def load_custom(config: CustomAlgorithm) -> Algorithm:
     Raises:
         ConfigError: it cannot be imported or made, or is no `Algorithm`.
     """
-    module_name, _, class_name = config.target.partition(":")
     key = f"train.algorithm.target is {config.target!r}"
-    try:
-        found: object = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}: importing {module_name} failed ({error}). Install the package, or put its directory on PYTHONPATH."
-        ) from error
-    for part in class_name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type):
-        raise ConfigError(f"{key}: {module_name} has no class {class_name}.")
+    found: type[Any] = load_symbol(config.target, object, "train.algorithm.target")
     lacking = [name for name in MEMBERS if not hasattr(found, name)]
     if lacking:
         raise ConfigError(

@@ -1,6 +1,10 @@
+from pathlib import Path
+
 import pytest
+from playing import rewards_of
 from pydantic import TypeAdapter, ValidationError
 
+from roundhouse.config.loading import load_config
 from roundhouse.config.models import (
     CalculatorEnvironment,
     CustomEnvironment,
@@ -11,6 +15,9 @@ from roundhouse.config.models import (
 )
 from roundhouse.errors import ConfigError
 from roundhouse.gym.environments import Calculator, load
+from roundhouse.gym.environments.generated import GeneratedEnvironment
+
+EXAMPLES = Path(__file__).parents[3] / "docs/examples"
 
 ADAPTER: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
@@ -36,12 +43,23 @@ def test_a_custom_environment_is_imported_by_name_with_its_parameters() -> None:
     assert 380 < len(environment.tasks("heldout")) < 500
 
 
+async def test_the_tutorials_environment_is_loaded_from_its_file_and_its_right_demonstrations_are_right() -> None:
+    environment = load(CustomEnvironment(kind="custom", target=f"{EXAMPLES / 'stockroom.py'}:Stockroom"))
+    assert isinstance(environment, GeneratedEnvironment)
+    assert await rewards_of(environment, True, 40) == [1.0] * 40
+    assert 0 < sum(await rewards_of(environment, False, 40)) < 40
+    settings = load_config(EXAMPLES / "stockroom.yaml").environment
+    assert isinstance(settings, CustomEnvironment)
+    assert Path(settings.target.split(":")[0]) == EXAMPLES / "stockroom.py"
+
+
 @pytest.mark.parametrize(
     ("target", "parameters", "said"),
     [
+        ("no_such_file.py:Weather", {}, "no file no_such_file.py"),
         ("no_such_package.weather:Weather", {}, "importing no_such_package.weather failed"),
         ("roundhouse.gym.environments:Weather", {}, "has no Weather"),
-        ("roundhouse.errors:ConfigError", {}, "not an environment class"),
+        ("roundhouse.errors:ConfigError", {}, "that is no Environment or GymnasiumEnvironment"),
         ("roundhouse.gym.environments:Calculator", {"holdout": 1}, "environment.parameters"),
     ],
 )

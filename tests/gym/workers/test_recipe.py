@@ -16,7 +16,7 @@ from roundhouse.gym.environments import load_any
 from roundhouse.gym.plan import plan_rollouts
 from roundhouse.gym.sessions import open_environment
 from roundhouse.gym.workers import Evaluator
-from roundhouse.gym.workers.loading import load_symbol
+from roundhouse.symbols import load_symbol
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, turns_of
 
 RECIPE = Path(__file__).parent / "recipe" / "quiz"

@@ -26,11 +26,13 @@ from roundhouse.errors import ConfigError
 T = TypeVar("T")
 
 
-def load_symbol(target: str, kind: type[T], key: str, bases: Sequence[str | Path] = ()) -> type[T]:
+def load_symbol(
+    target: str, kind: type[T] | tuple[type[T], ...], key: str, bases: Sequence[str | Path] = ()
+) -> type[T]:
     """The class that `target` names.
 
     Args:
-        kind: what it must be a subclass of.
+        kind: what it must be a subclass of; of one of them, if there are several.
         key: the configuration key, for the error.
 
     Raises:
@@ -40,12 +42,19 @@ def load_symbol(target: str, kind: type[T], key: str, bases: Sequence[str | Path
     if not separator or not where or not name:
         raise ConfigError(f"{key} is {target!r}: write path/to/file.py:Class or package.module:Class.")
     module = _file_module(where, key, bases) if where.endswith(".py") else _module(where, key)
-    found = getattr(module, name, None)
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if isinstance(found, type) and issubclass(found, kind):
         return found
-    there = sorted(each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind))
-    what = f"has no {name}" if found is None else f"has a {name} that is no {kind.__name__}"
-    raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(there) or f'no {kind.__name__}'}.")
+    wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+    there = sorted(
+        each
+        for each, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, kind) and not each.startswith("_")
+    )
+    what = f"has no {name}" if found is None else f"has a {name} that is no {wanted}"
+    raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(there) or f'no {wanted}'}.")
 
 
 def add_import_path(directory: str | Path) -> None:
@@ -67,7 +76,7 @@ def _module(name: str, key: str) -> ModuleType:
 
 def _file_module(path: str, key: str, bases: Sequence[str | Path]) -> ModuleType:
     file = _found(path, key, bases)
-    name = f"roundhouse_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    name = f"roundhouse_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
