@@ -23,7 +23,8 @@ from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from roundhouse.training.service.one_shot import StepResult, StepSpec, read_error, read_result
+from roundhouse.training.service.border import read_error
+from roundhouse.training.service.one_shot import StepResult, StepSpec, read_result
 
 
 def run_in_job(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +19,11 @@ from roundhouse.errors import InfraError
 from roundhouse.gym.environment import Environment
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, supervised
-from roundhouse.stages import train_process
+from roundhouse.stages.child_process import ChildProcess
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.training.service.border import error_of
 from tests.stages.test_collect import ScriptedEngine, engine  # noqa: F401 - a fixture
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def test_a_hanging_environment_server_is_named_and_a_new_attempt_finds_the_store
 
 
 def test_a_hanging_trainer_process_is_ended_with_its_attempt_and_one_that_speaks_is_left_alone(tmp_path: Path) -> None:
-    hangs = [sys.executable, "-c", "import time; print('started', flush=True); time.sleep(600)"]
+    hangs = step_process(tmp_path / "log", "import time; print('started', flush=True); time.sleep(600)")
     pids: list[int] = []
 
     def watch() -> None:
@@ -114,22 +114,20 @@ def test_a_hanging_trainer_process_is_ended_with_its_attempt_and_one_that_speaks
             time.sleep(0.01)
 
     threading.Thread(target=watch, daemon=True).start()
-    stall = stall_of(lambda: train_process._run(hangs, tmp_path / "log", 600))
+    stall = stall_of(lambda: hangs.run("train"))
     assert "train: process at pid" in str(stall)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
-    speaks = [sys.executable, "-uc", "import time\nfor k in range(12): print('update', k); time.sleep(0.25)"]
-    log = tmp_path / "speaking"
-    assert supervised(lambda: train_process._run(speaks, log, 600), "train", "iteration 1", 2 * LIMIT) == 0
+    script = "import time\nfor k in range(12): print('update', k, flush=True); time.sleep(0.25)"
+    speaks = step_process(tmp_path / "speaking", script)
+    assert supervised(lambda: speaks.run("train"), "train", "iteration 1", 2 * LIMIT) == 0
+
+
+def step_process(log: Path, script: str) -> ChildProcess:
+    return ChildProcess("The training step", ["-c", script], log, 600, "train.service.timeout_seconds")
 
 
 def test_a_trainer_process_that_the_kernel_killed_says_so(tmp_path: Path) -> None:
-    error = train_process._error_of(-signal.SIGKILL, _log(tmp_path))
+    error = error_of(-signal.SIGKILL, "The training step's process", "update 1 of 4")
     assert isinstance(error, InfraError)
     assert "when its memory was full" in str(error)
-
-
-def _log(tmp_path: Path) -> Path:
-    log = tmp_path / "log"
-    log.write_text("update 1 of 4\n")
-    return log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
 from roundhouse.stages import train as stage
-from roundhouse.stages import train_process
 from roundhouse.stages.checkpoint import publish
+from roundhouse.stages.child_process import ChildProcess
 from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
 from roundhouse.stages.train import train_iteration
 from roundhouse.stages.train_process import run_in_process
@@ -25,7 +24,8 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.training.service import one_shot
-from roundhouse.training.service.one_shot import StepSpec, exit_code
+from roundhouse.training.service.border import error_of, exit_code, read_error
+from roundhouse.training.service.one_shot import StepSpec
 from roundhouse.training.service.server import build_app
 from roundhouse.trajectories.schemas import SEQUENCES
 from tests.training.service.serving import free_port, listening, make_service, train_server
@@ -224,7 +224,7 @@ def test_the_errors_of_a_step_are_told_by_exit_code_and_error_file(tmp_path: Pat
         changed = spec.model_copy(update={"report": report.uri, **change})
         (tmp_path / "spec.json").write_text(changed.model_dump_json())
         assert one_shot.main(["--spec", str(tmp_path / "spec.json")]) == code
-        error = one_shot.read_error(report)
+        error = read_error(report)
         assert type(error) is kind
         assert message in str(error)
     with pytest.raises(InfraError, match="no whole report"):
@@ -240,10 +240,10 @@ def test_a_step_beyond_its_time_is_ended(tmp_path: Path) -> None:
 
 def test_a_step_that_was_killed_is_an_infrastructure_error(tmp_path: Path) -> None:
     script = "import os, signal; print('reading'); os.kill(os.getpid(), signal.SIGKILL)"
-    log = tmp_path / "log"
-    code = train_process._run([sys.executable, "-uc", script], log, 60)
+    process = ChildProcess("The training step", ["-uc", script], tmp_path / "log", 60, "train.service.timeout_seconds")
+    code = process.run("train")
     assert code == -9
-    error = train_process._error_of(code, log)
+    error = process.error_of(code)
     assert isinstance(error, InfraError)
     assert "killed by signal 9" in str(error)
     assert "reading" in str(error)
@@ -252,7 +252,6 @@ def test_a_step_that_was_killed_is_an_infrastructure_error(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("error", "code"), [(DataError("x"), 65), (StoreError("x"), 74), (InfraError("x"), 75), (ConfigError("x"), 78)]
 )
-def test_exit_codes_tell_whether_repeating_can_help(error: RoundhouseError, code: int, tmp_path: Path) -> None:
+def test_exit_codes_tell_whether_repeating_can_help(error: RoundhouseError, code: int) -> None:
     assert exit_code(error) == code
-    (tmp_path / "log").write_text("")
-    assert type(train_process._error_of(code, tmp_path / "log")) is type(error)
+    assert type(error_of(code, "The step", "")) is type(error)

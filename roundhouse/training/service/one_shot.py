@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
+from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.taxonomy import typed
 from roundhouse.store.directories import local_directory, plain_directory, upload_directory
 from roundhouse.store.location import Location, NotFound
@@ -35,11 +34,11 @@ from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY
 from roundhouse.training.parallel import Ranks, join, leave
 from roundhouse.training.report import StepReport
+from roundhouse.training.service.border import exit_code, read_spec, tell_error
 from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.exit_codes import EXIT_CODES
 from roundhouse.training.trainer import Trainer
 
-REPORT, COLUMNS, ERROR = "report.json", "columns.parquet", "error.json"
+REPORT, COLUMNS = "report.json", "columns.parquet"
 
 
 class StepSpec(BaseModel):
@@ -116,24 +115,6 @@ def read_result(location: Location) -> tuple[StepResult, pa.Table]:
         raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
 
 
-def read_error(location: Location) -> RoundhouseError | None:
-    """The error that a process left, as it was raised there."""
-    try:
-        told = json.loads(location.read(ERROR))
-    except (NotFound, ValueError):
-        return None
-    kinds = {kind.__name__: kind for kind in EXIT_CODES}
-    return kinds.get(told.get("kind"), InfraError)(str(told.get("message")))
-
-
-def exit_code(error: RoundhouseError) -> int:
-    return EXIT_CODES[_kind(error)]
-
-
-def _kind(error: RoundhouseError) -> type[RoundhouseError]:
-    return next((kind for kind in EXIT_CODES if isinstance(error, kind)), InfraError)
-
-
 def _reference(spec: StepSpec, cache: Path) -> Path | None:
     if isinstance(spec.reference, Reference):
         return local_directory(spec.reference, cache)
@@ -156,27 +137,6 @@ def _write(spec: StepSpec, sequences: int, report: StepReport, files: list[FileE
     location.write(REPORT, result.model_dump_json(indent=1).encode())
 
 
-def _read_spec(path: str) -> StepSpec:
-    directory, _, name = path.rpartition("/")
-    try:
-        data = Location(directory).read(name) if "://" in path else Path(path).read_bytes()
-        return StepSpec.model_validate_json(data)
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"--spec {path} is no training step: {error}") from error
-
-
-def _tell(report: str | None, error: RoundhouseError) -> None:
-    """Leave the error for whoever started the process."""
-    sys.stderr.write(f"{error}\n")
-    if report is not None:
-        told = {"kind": _kind(error).__name__, "message": str(error)}
-        try:
-            # of several ranks the first to fail is the cause: the others lost their peer
-            Location(report).create(ERROR, json.dumps(told).encode())
-        except StoreError as unwritten:
-            sys.stderr.write(f"{unwritten}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.one_shot")
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see StepSpec")
@@ -184,14 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO)
     report: str | None = None
     try:
-        spec = _read_spec(options.spec)
+        spec = read_spec(StepSpec, options.spec, "training step")
         report = spec.report
         run_step(spec, join(_device_kind(spec.train)))
     except Exception as error:  # the process's border
         known = typed(error)
         if not isinstance(known, RoundhouseError):
             raise
-        _tell(report, known)
+        tell_error(report, known)
         return exit_code(known)
     finally:
         leave()

@@ -1,0 +1,78 @@
+"""The border of a process that does one piece of work for another: its spec comes in, its error goes out.
+
+Invariant: what was raised behind the border is raised before it as the same kind of error, by `error.json` where the process
+could still write, else by its exit code. Imports nothing heavy: whoever waits for the process reads it too.
+
+    0 done; 65 a data error and 78 a configuration error (repeating does not help); 74 a store error; 75 machines or networks
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
+from roundhouse.store.location import Location, NotFound
+from roundhouse.training.service.exit_codes import EXIT_CODES
+
+ERROR = "error.json"
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
+    """The spec in a file, or at a URI of the store.
+
+    Raises:
+        ConfigError: there is none; `what` names what it should describe.
+    """
+    directory, _, name = path.rpartition("/")
+    try:
+        data = Location(directory).read(name) if "://" in path else Path(path).read_bytes()
+        return kind.model_validate_json(data)
+    except (OSError, NotFound, ValidationError) as error:
+        raise ConfigError(f"--spec {path} is no {what}: {error}") from error
+
+
+def tell_error(place: str | None, error: RoundhouseError) -> None:
+    """Leave the error for whoever started the process, in the directory at this URI."""
+    sys.stderr.write(f"{error}\n")
+    if place is None:
+        return
+    told = {"kind": _kind(error).__name__, "message": str(error)}
+    try:
+        # of several ranks the first to fail is the cause: the others lost their peer
+        Location(place).create(ERROR, json.dumps(told).encode())
+    except StoreError as unwritten:
+        sys.stderr.write(f"{unwritten}\n")
+
+
+def read_error(location: Location) -> RoundhouseError | None:
+    """The error that a process left, as it was raised there."""
+    try:
+        told = json.loads(location.read(ERROR))
+    except (NotFound, ValueError):
+        return None
+    kinds = {kind.__name__: kind for kind in EXIT_CODES}
+    return kinds.get(told.get("kind"), InfraError)(str(told.get("message")))
+
+
+def exit_code(error: RoundhouseError) -> int:
+    return EXIT_CODES[_kind(error)]
+
+
+def error_of(code: int, what: str, said: str) -> RoundhouseError:
+    """The error of a process that left none. `what` names it; `said` is the end of its log."""
+    kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
+    memory = " (by the kernel, when its memory was full?)" if code == -signal.SIGKILL else ""
+    ended = f"was killed by signal {-code}{memory}" if code < 0 else f"ended with exit code {code}"
+    return kind(f"{what} {ended}. The last it said: {said}")
+
+
+def _kind(error: RoundhouseError) -> type[RoundhouseError]:
+    return next((kind for kind in EXIT_CODES if isinstance(error, kind)), InfraError)
