@@ -2,7 +2,8 @@
 
 Invariants, in every mode and whatever fails:
 * no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.asynchrony.terms`);
-* each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed;
+* each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed, or its iteration is
+  on record as skipped;
 * an iteration trains on exactly the groups that were decided when it began, never on those that were merely quick;
 * from every state some event leads on.
 
@@ -47,12 +48,12 @@ class Controller:
         self.terms = terms
         self.rollouts = Rollouts(terms)
         self.replicas = {name: Replica() for name in replicas}
-        self.version = 0
+        self.version = terms.first_version
         """The newest version in the store."""
         self.batch: tuple[int, ...] | None = None
         """Positions of the groups that the next version is made of, from when its training first began until it is there."""
         self.in_training = False
-        self.evaluated = -1
+        self.evaluated = terms.first_version - int(terms.evaluates_first)
         self.evaluating: int | None = None
 
     # Decisions
@@ -209,6 +210,15 @@ class Controller:
             raise DataError(f"Version {event.version} was not being evaluated.")
         self.evaluated, self.evaluating = event.version, None
 
+    def _iteration_skipped(self, event: happened.IterationSkipped) -> None:
+        if event.iteration != self.version + 1 or self.finished:
+            raise DataError(f"Iteration {event.iteration} was not next; the newest version is {self.version}.")
+        positions = self.batch or self.rollouts.oldest()
+        for place in self.replicas.values():
+            place.running = {key for key in place.running if key[0] not in positions}
+        self.rollouts.drop(positions)
+        self.batch, self.in_training, self.version = None, False, self.version + 1
+
     def _restarted(self, event: happened.Restarted) -> None:
         if event.version not in (self.version, self.version + 1) or (event.version > self.version and not self.batch):
             raise DataError(
@@ -222,6 +232,8 @@ class Controller:
         for position, sample, version in event.finished:
             if self.terms.may_begin(position, version):  # else it stays among those to begin again
                 self.rollouts.adopt((position, sample), version)
+        for position, sample in event.failed:
+            self.rollouts.adopt((position, sample), None)
         self.in_training, self.evaluating = False, None
         self.replicas = {name: self._joining(version) for name, version in event.replicas}
 
@@ -280,6 +292,7 @@ _HANDLERS: dict[type, Any] = {
     happened.ReplicaLost: Controller._replica_lost,
     happened.ValidationStarted: Controller._validation_started,
     happened.ValidationEnded: Controller._validation_ended,
+    happened.IterationSkipped: Controller._iteration_skipped,
     happened.Restarted: Controller._restarted,
 }
 

@@ -70,6 +70,13 @@ class TrainingFailed(NamedTuple):
     reason: str
 
 
+class IterationSkipped(NamedTuple):
+    """The iteration's version is in the store and is the one before; its groups are trained on by nobody."""
+
+    iteration: int
+    reason: str
+
+
 class TransferStarted(NamedTuple):
     """A replica is being given a version."""
 
@@ -121,12 +128,14 @@ class Restarted(NamedTuple):
     """The process that held the rollouts in memory died and is back.
 
     `version`: the newest complete checkpoint. `finished`: (position, sample, oldest version) of rollouts in the store that no
-    event told of. `replicas`: (name, version or None) of the replicas that are there now.
+    event told of. `replicas`: (name, version or None) of the replicas that are there now. `failed`: (position, sample) of
+    rollouts that are on record as failed for good.
     """
 
     version: int
     finished: tuple[tuple[int, int, int], ...] = ()
     replicas: tuple[tuple[str, int | None], ...] = ()
+    failed: tuple[tuple[int, int], ...] = ()
 
 
 Event = (
@@ -137,6 +146,7 @@ Event = (
     | TrainingStarted
     | TrainingFinished
     | TrainingFailed
+    | IterationSkipped
     | TransferStarted
     | TransferFinished
     | TransferFailed

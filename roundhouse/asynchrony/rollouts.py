@@ -46,7 +46,7 @@ class Rollouts:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
-        self.cursor = 0
+        self.cursor = terms.first_version * terms.groups * terms.group_size
         self.again: list[Key] = []
         """A heap: what is to be begun again, oldest group first."""
         self.attempts: dict[Key, int] = {}
@@ -58,7 +58,7 @@ class Rollouts:
         """Positions of groups whose every rollout has an outcome."""
         self.complete_of: dict[int, int] = {}
         """The same, counted by the iteration they belong to."""
-        self.head = 0
+        self.head = terms.first_version * terms.groups
         """The oldest untrained position."""
         self.trained_ahead: set[int] = set()
         """Trained positions above `head`."""
@@ -125,8 +125,8 @@ class Rollouts:
         del self.running[key]
         self._repeat(key)
 
-    def adopt(self, key: Key, version: int) -> None:
-        """Count a rollout as finished that lies in the store although no event told of it."""
+    def adopt(self, key: Key, version: int | None) -> None:
+        """Count a rollout as finished, or without a version as failed, that is in the store although no event told of it."""
         index = key[0] * self.terms.group_size + key[1]
         while self.cursor <= index:
             begun = divmod(self.cursor, self.terms.group_size)
@@ -138,7 +138,10 @@ class Rollouts:
             return  # its event was not lost after all
         self.again.remove(key)
         heapq.heapify(self.again)
-        group.versions[key[1]] = version
+        if version is None:
+            group.failed.add(key[1])
+        else:
+            group.versions[key[1]] = version
         self._count(key[0])
 
     def train(self, positions: tuple[int, ...]) -> None:
@@ -149,11 +152,39 @@ class Rollouts:
                 self.attempts.pop((position, sample), None)
             self.complete.discard(position)
             self.complete_of[position // self.terms.groups] -= 1
-            self.trained_ahead.add(position)
+        self._leave(positions)
+
+    def _leave(self, positions: tuple[int, ...]) -> None:
+        self.trained_ahead.update(positions)
         while self.head in self.trained_ahead:
             self.trained_ahead.discard(self.head)
             self.head += 1
         self.complete_of = {iteration: count for iteration, count in self.complete_of.items() if count}
+
+    def oldest(self) -> tuple[int, ...]:
+        """The positions of the oldest untrained groups, as many as a step trains on."""
+        found: list[int] = []
+        position = self.head
+        while len(found) < self.terms.groups:
+            if position not in self.trained_ahead:
+                found.append(position)
+            position += 1
+        return tuple(found)
+
+    def drop(self, positions: tuple[int, ...]) -> None:
+        """These groups will not be trained on, whatever has become of them: the oldest ones, or complete ones."""
+        dropped = set(positions)
+        self.cursor = max(self.cursor, (max(positions) + 1) * self.terms.group_size)
+        self.again = [key for key in self.again if key[0] not in dropped]
+        heapq.heapify(self.again)
+        self.running = {key: running for key, running in self.running.items() if key[0] not in dropped}
+        self.attempts = {key: count for key, count in self.attempts.items() if key[0] not in dropped}
+        for position in positions:
+            if position in self.complete:
+                self.complete.discard(position)
+                self.complete_of[position // self.terms.groups] -= 1
+            self.groups.pop(position, None)
+        self._leave(positions)
 
     def batch(self) -> tuple[int, ...] | None:
         """The positions that the next step trains on, by the rule of `terms.py`; None while they are not complete."""

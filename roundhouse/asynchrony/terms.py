@@ -37,6 +37,10 @@ class Terms:
     iterations: int
     validate_every: int = 0
     """Versions between evaluations, version 0 first; 0 for none."""
+    first_version: int = 0
+    """That the plan begins with: a fork's is its parent's. What lies before it counts as trained and evaluated."""
+    evaluates_first: bool = True
+    """Whether `first_version` is evaluated by the plan, not before it begins."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "group_size", "iterations"):
@@ -83,5 +87,5 @@ class Terms:
         """The version that is to be evaluated next, if it exists already."""
         if self.validate_every == 0:
             return None
-        following = 0 if evaluated < 0 else evaluated + self.validate_every
+        following = (evaluated // self.validate_every + 1) * self.validate_every
         return following if following <= version else None

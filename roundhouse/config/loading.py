@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
+from roundhouse.config.soundness import refuse_unsound, with_correction
 from roundhouse.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -52,9 +53,12 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 def parse_config(tree: dict[str, Any], origin: str = "the configuration") -> RunConfig:
     """Validate a plain tree of keys."""
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{origin}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
+    config = with_correction(config.asynchrony, config)
+    refuse_unsound(config.asynchrony, config)
+    return config
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.algorithms import GRPO
+from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.cost import CostConfig
 from roundhouse.config.environments import (
     CalculatorEnvironment,
@@ -87,6 +88,7 @@ class RunConfig(Section):
     environment: EnvironmentConfig = CalculatorEnvironment()
     generation: GenerationConfig = GenerationConfig()
     rollout: RolloutConfig = RolloutConfig()
+    asynchrony: Asynchrony = Asynchrony()
     validation: ValidationConfig = ValidationConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -132,6 +134,11 @@ class RunConfig(Section):
         if self.generation.engine_url is not None and self.generation.replicas != 1:
             raise ValueError(
                 f"generation.engine_url names one engine, but generation.replicas is {self.generation.replicas}. Set it to 1."
+            )
+        if self.asynchrony.window > 1:
+            raise ValueError(
+                f"asynchrony.window is {self.asynchrony.window}: a run trains on an iteration's own groups; windows are for "
+                "`roundhouse simulate` so far. Set it to 1 (mode batch-async)."
             )
         sampling = self.generation.sampling
         if sampling.temperature == 0:

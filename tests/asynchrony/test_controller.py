@@ -249,7 +249,7 @@ class AnyOrder(RuleBasedStateMachine):
     def tell(self, event) -> None:
         line = event_to_json(event)
         assert event_from_json(line) == event
-        batch, version = self.controller.batch, self.controller.version
+        batch, version = self.controller.batch or self.controller.rollouts.oldest(), self.controller.version
         self.controller.apply(event)
         self.journal.append(line)
         if self.controller.version > version:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from roundhouse.asynchrony.soundness import refuse_unsound, unsound, with_correction
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.loading import parse_config
+from roundhouse.config.soundness import refuse_unsound, unsound, with_correction
 from roundhouse.errors import ConfigError
 
 STALE = Asynchrony(mode="batch-async", staleness=1)
@@ -68,3 +68,13 @@ def test_what_cannot_be_right_is_named_with_key_value_and_remedy(algorithm, sett
 )
 def test_what_can_be_right_is_let_through(algorithm):
     refuse_unsound(STALE, config(algorithm))
+
+
+def test_a_loaded_configuration_that_may_be_stale_is_corrected_or_refused():
+    asynchrony = {"mode": "batch-async", "staleness": 2}
+    assert config(asynchrony=asynchrony).train.algorithm.mismatch_correction == "tis"
+    assert config(asynchrony={"mode": "batch-async"}).train.algorithm.mismatch_correction == "none"
+    with pytest.raises(ConfigError, match=r"mismatch_correction is none: asynchrony.staleness is 2.*Set it to tis"):
+        config({"mismatch_correction": "none"}, asynchrony=asynchrony)
+    with pytest.raises(ConfigError, match=r"asynchrony.window is 3: a run trains on .* Set it to 1"):
+        config(asynchrony={"mode": "windowed", "staleness": 2, "window": 3})

@@ -46,6 +46,8 @@ def faults(controller: Controller) -> Iterator[Event]:
     """What can go wrong."""
     if controller.in_training:
         yield happened.TrainingFailed(controller.version + 1, "out of memory")
+    if not controller.finished:
+        yield happened.IterationSkipped(controller.version + 1, "too few rollouts")
     for name, place in controller.replicas.items():
         if place.incoming is not None:
             yield happened.TransferFailed(name, "checksum")
@@ -68,6 +70,7 @@ def crashes(controller: Controller) -> Iterator[happened.Restarted]:
     untold = tuple((*key, running.version) for key, running in controller.rollouts.running.items())
     yield happened.Restarted(controller.version, (), kept)
     yield happened.Restarted(controller.version, untold, lost)
+    yield happened.Restarted(controller.version, (), lost, tuple(controller.rollouts.running))
     if controller.in_training:
         yield happened.Restarted(controller.version + 1, (), kept)
 
@@ -82,7 +85,7 @@ def check(controller: Controller) -> None:
     """What must hold of every state."""
     limits, rollouts = controller.terms, controller.rollouts
     begun = {divmod(index, limits.group_size) for index in range(rollouts.cursor)}
-    trained = set(range(rollouts.head)) | rollouts.trained_ahead
+    trained = set(range(rollouts.head)) | rollouts.trained_ahead  # or skipped
     assert len(trained) == controller.version * limits.groups, "each group is trained once"
     places = Counter(rollouts.again) + Counter(list(rollouts.running))
     for position, group in rollouts.groups.items():
