@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
@@ -25,7 +26,7 @@ from roundhouse.health.activity import ACTIVITY
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import derive_seed
 
-__all__ = ["ReorderError", "RolloutSpec", "collect", "plan_rollouts", "reorder", "retry_delay"]
+__all__ = ["Collection", "ReorderError", "RolloutSpec", "collect", "plan_rollouts", "reorder", "retry_delay"]
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +56,17 @@ async def collect(
 
     Failures are outcomes and do not raise; what `on_rollout` raises does, and ends the collection.
     """
-    play = partial(
-        run_rollout,
-        policy=policy,
-        environment=environment,
-        config=config,
-        sampling=sampling,
+    given = Collection.of(
+        specs,
+        policy,
+        environment,
+        config,
+        sampling,
         on_policy=on_policy,
         policy_version=policy_version,
+        journal=journal,
     )
-    tape = None if journal is None else partial(journal.tape, restoration=environment.restoration)
-    return await _Collection(specs, play, environment.name, config, on_rollout, tape).run()
+    return await given.run(on_rollout)
 
 
 def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
@@ -75,8 +76,35 @@ def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
     return longest * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
 
 
-class _Collection:
-    """One call of `collect`: workers that take specs from a shared iterator."""
+class Collection:
+    """Rollouts that are made together: what one failure says about the others. `run` makes all of them with workers that take
+    specs from a shared iterator; who has an order of its own makes one after another with `roll_out`."""
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[RolloutSpec],
+        policy: PolicyClient,
+        environment: EnvironmentClient,
+        config: RolloutConfig,
+        sampling: Sampling,
+        *,
+        on_policy: bool = True,
+        policy_version: int | None = None,
+        journal: Journal | None = None,
+    ) -> Collection:
+        """Arguments as of `collect`."""
+        play = partial(
+            run_rollout,
+            policy=policy,
+            environment=environment,
+            config=config,
+            sampling=sampling,
+            on_policy=on_policy,
+            policy_version=policy_version,
+        )
+        tape = None if journal is None else partial(journal.tape, restoration=environment.restoration)
+        return cls(specs, play, environment.name, config, tape)
 
     def __init__(
         self,
@@ -84,14 +112,12 @@ class _Collection:
         play: Callable[..., Awaitable[Rollout]],
         environment_name: str,
         config: RolloutConfig,
-        on_rollout: OnRollout | None,
         tape: Callable[[RolloutSpec], Tape] | None,
     ) -> None:
         self._specs = specs
         self._play = play
         self._environment_name = environment_name
         self._config = config
-        self._on_rollout = on_rollout
         self._tape = tape
         self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
         self._workers = min(config.concurrency, len(specs))
@@ -99,31 +125,37 @@ class _Collection:
         self._budget = RetryBudget(len(specs), config.retry.budget_fraction, config.retry.budget_seconds)
         self._results: list[tuple[int, Rollout]] = []
 
-    async def run(self) -> list[Rollout]:
+    async def run(self, on_rollout: OnRollout | None = None) -> list[Rollout]:
+        """All of them, in the order of the specs."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._workers):
-                    group.create_task(self._work())
+                    group.create_task(self._work(on_rollout))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return reorder(self._results, len(self._specs))
 
-    async def _work(self) -> None:
-        for index, spec in self._queue:
-            with ACTIVITY.track("collect", "rollout", spec.rollout_id):
-                rollout = self._not_tried(spec) if self._outage.open else await self._try(spec)
-            self._note(rollout)
-            self._results.append((index, rollout))
-            if self._on_rollout is not None:
-                self._on_rollout(rollout)
+    async def roll_out(self, spec: RolloutSpec, **given: Any) -> Rollout:
+        """One of them, to its outcome; `given` overrides what `collect` has for all."""
+        with ACTIVITY.track("collect", "rollout", spec.rollout_id):
+            rollout = self._not_tried(spec) if self._outage.open else await self._try(spec, given)
+        self._note(rollout)
+        return rollout
 
-    async def _try(self, spec: RolloutSpec) -> Rollout:
+    async def _work(self, on_rollout: OnRollout | None) -> None:
+        for index, spec in self._queue:
+            rollout = await self.roll_out(spec)
+            self._results.append((index, rollout))
+            if on_rollout is not None:
+                on_rollout(rollout)
+
+    async def _try(self, spec: RolloutSpec, given: Mapping[str, Any]) -> Rollout:
         """Attempts until one is not an infrastructure failure, or none is left."""
         retry = self._config.retry
         attempt = 1
         while True:
             tape = None if self._tape is None else self._tape(spec)
-            rollout = await self._play(spec, attempt=attempt, tape=tape)
+            rollout = await self._play(spec, attempt=attempt, tape=tape, **given)
             if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
                 return rollout
             if not self._budget.take(time.monotonic()):

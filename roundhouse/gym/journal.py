@@ -32,8 +32,10 @@ log = logging.getLogger(__name__)
 class Journal:
     """Of one stage; see the module's docstring."""
 
-    def __init__(self, policy_version: int | None = None) -> None:
-        """`policy_version`: calls that another one answered are not used; None takes any."""
+    def __init__(self, policy_version: int | None = None, oldest_version: int | None = None) -> None:
+        """`policy_version`: calls that another one answered are not used, but for those from `oldest_version` on where older
+        ones are allowed; None takes any."""
+        self._oldest_version = policy_version if oldest_version is None else oldest_version
         self.resumptions = ResumptionCounts()
         self._policy_version = policy_version
         self._calls: dict[str, list[RecordedCall]] = {}
@@ -120,6 +122,11 @@ class Journal:
         self._calls.pop(rollout_id, None)
         self._gaps.discard(rollout_id)
 
+    def _is_of_the_policy(self, call: RecordedCall) -> bool:
+        if self._policy_version is None or self._oldest_version is None:
+            return True
+        return call.turn is not None and self._oldest_version <= call.turn.policy_version <= self._policy_version
+
     def _unusable(self, calls: Sequence[RecordedCall], spec: RolloutSpec, restoration: Restoration) -> str:
         """Why the recorded calls of a rollout cannot be used; empty when they can, or when there are none."""
         if spec.rollout_id in self._gaps:
@@ -130,9 +137,7 @@ class Journal:
             return "other_seed"
         if restoration == "none" or any(call.message is None for call in calls):
             return "not_restorable"
-        if self._policy_version is not None and any(
-            call.turn is None or call.turn.policy_version != self._policy_version for call in calls
-        ):
+        if any(not self._is_of_the_policy(call) for call in calls):
             return "other_policy_version"
         if restoration == "snapshot" and calls[-1].snapshot is None:
             return "no_snapshot"

@@ -40,11 +40,11 @@ SHORTEST_SECONDS = 0.01
 class Parts:
     """Of the stage of `attempt`, which writes the next ones. Those of earlier attempts are read here, once."""
 
-    def __init__(self, attempt: Attempt, policy_version: int) -> None:
-        """`policy_version` is the one that is collected."""
+    def __init__(self, attempt: Attempt, policy_version: int, oldest_version: int | None = None) -> None:
+        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on."""
         self.attempt = attempt
         self.policy_version = policy_version
-        self.journal = Journal(policy_version)
+        self.journal = Journal(policy_version, oldest_version)
         """Records the model calls of rollouts in flight, and knows those that earlier attempts finished."""
         self._location = attempt.stage.location
         self._earlier: dict[str, Rollout] = {}
