@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
 
 TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 """Environment variable with the token of a standalone engine, which it asks of whoever says what weights are wanted."""
+
+
+RunningGenerations = Literal["finish", "keep", "abort"]
+WeightsWay = Literal["store", "shared-memory", "delta", "adapter"]
+_OF_VLLM = ("nccl", "ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
+
+
+def _no_engine_of_vllm(given: Any) -> Any:
+    if given in _OF_VLLM:
+        raise ValueError(
+            f"{given} is a weight-transfer engine of vLLM between GPUs, to which Roundhouse's trainer is not connected. Set it "
+            "to store, shared-memory (trainer and engine on one node), delta or adapter."
+        )
+    return given
 
 
 class Sampling(Section):
@@ -51,3 +65,16 @@ class GenerationConfig(Section):
     """Time limit of one model call."""
     refit_timeout_seconds: PositiveFloat = 120
     """Time limit until all replicas answer with the new policy version."""
+    weights: Annotated[WeightsWay, BeforeValidator(_no_engine_of_vllm)] = "store"
+    """How new weights travel. store: every node reads the checkpoint. shared-memory: put once into this node's memory, as the
+    engine holds them; replicas must be on it. delta: what changed since the version that the replicas hold, exact. adapter: the
+    adapter of `train.lora` alone. Where a way is barred (a replica that has just started), the checkpoint is read."""
+    weights_cache_gib: PositiveFloat = 32
+    """Bound of a node's cache of weights, in GiB, beyond what is in use."""
+    running: RunningGenerations | None = None
+    """What a refit does with generations that are running. finish: waits for them. keep: they go on with the new weights, and
+    both versions are recorded. abort: they begin again on the new weights. Unset: finish, or keep where `asynchrony.refit` is
+    in-flight and `asynchrony.staleness` above 0."""
+    keep_prefix_cache: bool = False
+    """Keys and values that the old weights computed stay in use after a refit: cheaper, and no longer what the new weights
+    would compute, so log-probabilities differ from the trainer's."""

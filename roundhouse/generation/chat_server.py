@@ -1,8 +1,9 @@
 """The HTTP side of a replica, as a bare ASGI application.
 
 Invariant: every reply of `/v1/chat/completions` names the policy version that drew its tokens, in the body and in the
-`x-policy-version` header, and carries prompt and generation token IDs with log-probabilities in the message. Every failure is a
-JSON `error` with a stable `code`; 4xx means the request cannot be answered, 503 that this replica must not answer now.
+`x-policy-version` header (the oldest, where a refit came in between; `version_spans` then has all), and carries prompt and
+generation token IDs with log-probabilities in the message. Every failure is a JSON `error` with a stable `code`; 4xx means the
+request cannot be answered, 503 that this replica must not answer now.
 """
 
 from __future__ import annotations
@@ -113,8 +114,7 @@ class ChatServer:
         try:
             request = read_request(_json(await read_body(receive)), self.model)
             prompt = self.codec.prompt(request)
-            async with self.policy.answering() as version:
-                generated = await self.policy.engine.generate(prompt.token_ids, prompt.draw)
+            generated = await self.policy.answer(prompt.token_ids, prompt.draw)
         except BadRequest as error:
             await reply_error(send, error.status, error.code, str(error), error.parameter)
         except ContinuationBroken as error:
@@ -125,17 +125,17 @@ class ChatServer:
             logger.exception("a chat completion failed")
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
         else:
-            body = self._completion(request, prompt.token_ids, generated, version)
-            await reply(send, 200, body, (b"x-policy-version", str(version).encode()))
+            body = self._completion(request, prompt.token_ids, generated)
+            await reply(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
 
-    def _completion(
-        self, request: ChatRequest, prompt: list[int], generated: Generated, version: int
-    ) -> dict[str, Any]:
+    def _completion(self, request: ChatRequest, prompt: list[int], generated: Generated) -> dict[str, Any]:
         message, finish_reason = self.codec.message(generated, request.tools)
         message["prompt_token_ids"] = prompt
         message["generation_token_ids"] = generated.token_ids
         message["generation_log_probs"] = generated.log_probs
         drawn = len(generated.token_ids)
+        versions = generated.versions or []
+        spans = [{"version": version, "tokens": tokens} for version, tokens in versions] if len(versions) > 1 else None
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -143,7 +143,8 @@ class ChatServer:
             "model": self.model,
             "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": drawn, "total_tokens": len(prompt) + drawn},
-            "policy_version": version,
+            "policy_version": min(version for version, _ in versions),
+            "version_spans": spans,
         }
 
     async def _status(self, receive: Receive, send: Send) -> None:

@@ -157,6 +157,7 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
             generation_log_probs=log_probs,
             policy_version=reply["policy_version"],
             latency_seconds=latency,
+            version_spans=reply.get("version_spans"),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise EngineUnreachable(

@@ -171,7 +171,9 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     """What an engine is started with, as JSON. Another value of any of it means another engine."""
     # `replicas` and time limits are none of an engine's business: changing them must not restart engines.
     limits = {"start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"}
-    return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits})
+    # These come with each wish.
+    refits = {"weights", "running", "keep_prefix_cache"}
+    return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits, *refits})
 
 
 def _application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Invariant: an engine holds exactly one whole set of weights, or none, or is poisoned. `load_weights` either ends with the new
 weights whole and verified, or raises: `WeightsRefused` when the engine was not touched (it still holds what it held before),
-anything else when the engine may hold a mixture and must be restarted.
+anything else when the engine may hold a mixture and must be restarted. No `generate` outlives its engine's weights unnoticed:
+it ends with the versions that drew its tokens, or with `GenerationAborted`.
 
 Text, chat templates and tools are not an engine's business; see `chat.py`.
 """
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roundhouse.config.generation import RunningGenerations
 from roundhouse.errors import DataError, RoundhouseError
 
 AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
@@ -40,6 +42,12 @@ class Generated:
     """Natural logarithms under the distribution that was sampled from, one a token."""
     finish_reason: str
     """stop or length."""
+    versions: list[tuple[int, int]] | None = None
+    """(policy version, tokens that it drew), in order; None: the engine does not tell, it held one version throughout."""
+
+
+class GenerationAborted(RoundhouseError):
+    """New weights came while the answer was drawn, and running generations were not to be kept: ask again."""
 
 
 class WeightsRefused(DataError):
@@ -64,8 +72,23 @@ class Engine(Protocol):
         """Answer a prompt. Cancelling the call stops the generation."""
         ...
 
-    async def load_weights(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory. The caller lets no request in meanwhile."""
+    async def load_weights(
+        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+    ) -> None:
+        """Replace the weights by those of a Hugging Face directory. The caller lets no request in meanwhile.
+
+        Args:
+            version: what tokens drawn from now on are labelled with.
+            running: finish: the caller has waited, none runs. keep: those that run go on with the new weights, and on what the
+                new weights make of their tokens so far. abort: they end with `GenerationAborted`.
+            keep_prefix_cache: keys and values computed by the old weights stay in use, also those of running generations.
+
+        After a failure no generation of before is running any more.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, each given those before it, at temperature 1."""
         ...
 
     async def check_health(self) -> None:

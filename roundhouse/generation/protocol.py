@@ -29,7 +29,10 @@ class Completion:
     generation_token_ids: list[int]
     generation_log_probs: list[float]
     policy_version: int
+    """The oldest version that drew any of the tokens."""
     latency_seconds: float
+    version_spans: list[dict[str, int]] | None = None
+    """`[{"version": 3, "tokens": 17}, …]` in order, where a refit came in between; None: all tokens are `policy_version`'s."""
 
 
 class PolicyClient(Protocol):

@@ -85,12 +85,14 @@ async def start_policy(
     from roundhouse.generation.chat import ChatCodec
     from roundhouse.generation.chat_server import ChatServer
     from roundhouse.generation.served_policy import ServedPolicy
+    from roundhouse.weights.cache import node_cache
 
     codec = ChatCodec(model_dir, config.max_model_len)
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
     await engine.start()
     codec.parse_tool_calls = make_tool_parser(config, codec.tokenizer)
-    policy = ServedPolicy(engine, model_dir, replica_id, application)
+    cache = node_cache(int(config.weights_cache_gib * 2**30))
+    policy = ServedPolicy(engine, model_dir, replica_id, application, cache)
     return policy, ChatServer(policy, codec, SERVED_MODEL)
 
 

@@ -1,33 +1,41 @@
 """One replica's policy: which weights it answers with, and whether it may answer at all.
 
-Invariant: every answer is labelled with the version whose weights drew all of its tokens. Requests and refits exclude each
-other through the gate: a refit waits for the requests inside, requests that come meanwhile wait for the refit. When the
-wanted weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
+Invariant: every answer is labelled, token by token, with the versions whose weights drew them. The gate keeps requests that
+come during a refit until it is over. Those inside are waited for, go on with the new weights, or begin again (`running`).
+When the wanted weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
 
-    wanted version ──fetch, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
-                  ──load──────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
-                  ──verified──────> ready
+    wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
+                  ──load, probe───────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
+                  ──proved────────────────> ready
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from roundhouse.errors import InfraError
+from roundhouse.config.generation import RunningGenerations
+from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.generation import weights
-from roundhouse.generation.engine import Engine, EnginePoisoned, WeightsRefused
+from roundhouse.generation.engine import Draw, Engine, EnginePoisoned, Generated, GenerationAborted
+from roundhouse.weights.cache import NodeCache, node_cache
+from roundhouse.weights.ways import Weights, bring, parse_way
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 2.0, 60.0
+
+PROBE_TOKENS = 32
+"""Length of the sequence whose log-probabilities every replica tells after a refit."""
 
 
 class PolicyUnavailable(InfraError):
@@ -42,10 +50,15 @@ class Wanted:
     weights: str | None = None
     """Hugging Face directory: a path, file:// or s3:// URI. None: weights will come later."""
     digest: str | None = None
-    """`roundhouse.generation.weights.digest_of` of the weights; checked when given."""
+    """`roundhouse.generation.weights.digest_of` of what the engine is to load; checked when given."""
     request: int | None = None
     """Grows with each wish (nanoseconds since the epoch). A newer wish for the same weights tries them again; an older one that
     arrives late is ignored."""
+    way: dict[str, Any] | None = None
+    """A shorter way to the same weights (`roundhouse.weights.ways`); None: the files at `weights`."""
+    running: RunningGenerations = "finish"
+    """What becomes of generations that are running."""
+    keep_prefix_cache: bool = False
 
     @classmethod
     def parse(cls, user_config: dict[str, Any]) -> Wanted:
@@ -53,16 +66,21 @@ class Wanted:
         if unknown or type(user_config.get("policy_version")) is not int:
             raise ValueError(
                 f"user_config is {user_config!r}; it must hold policy_version (a whole number) and may hold "
-                "weights, digest and request."
+                f"{', '.join(name for name in cls.__slots__ if name != 'policy_version')}."
             )
-        return cls(**user_config)
+        wanted = cls(**user_config)
+        parse_way(wanted.way)
+        if wanted.running not in get_args(RunningGenerations):
+            raise ValueError(f"running is {wanted.running!r}; it is one of {', '.join(get_args(RunningGenerations))}.")
+        return wanted
 
     def same_weights(self, other: Wanted | None) -> bool:
-        return other is not None and replace(self, request=None) == replace(other, request=None)
+        mine = (self.policy_version, self.weights, self.digest)
+        return other is not None and mine == (other.policy_version, other.weights, other.digest)
 
 
 class Gate:
-    """Either requests are inside, or it is closed; never both."""
+    """Requests enter while it is open, and wait in front of it while it is closed."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -83,10 +101,11 @@ class Gate:
             if self._inside == 0:
                 self._empty.set()
 
-    async def close(self) -> None:
-        """Let nobody in any more, and wait until nobody is inside."""
+    async def close(self, until_empty: bool) -> None:
+        """Let nobody in any more, and wait until nobody is inside where that is wanted."""
         self._open.clear()
-        await self._empty.wait()
+        if until_empty:
+            await self._empty.wait()
 
     def open(self) -> None:
         self._open.set()
@@ -95,7 +114,9 @@ class Gate:
 class ServedPolicy:
     """The engine of a replica together with the version it holds."""
 
-    def __init__(self, engine: Engine, model_dir: str, replica_id: str, application: str = "") -> None:
+    def __init__(
+        self, engine: Engine, model_dir: str, replica_id: str, application: str = "", cache: NodeCache | None = None
+    ) -> None:
         self.engine = engine
         self.replica_id = replica_id
         self.application = application
@@ -106,6 +127,9 @@ class ServedPolicy:
         self._changing = asyncio.Lock()
         self._wanted: Wanted | None = None
         self._held: Wanted | None = None
+        self._cache = cache
+        self._weights: Weights | None = None
+        self._probe: list[float] | None = None
         self._error: str | None = "No weights were given yet."
         self._failed_request: int | None = None
         self._poisoned = False
@@ -125,6 +149,22 @@ class ServedPolicy:
                 raise PolicyUnavailable(self._error or "No weights were given yet.")
             yield self._held.policy_version
 
+    async def answer(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        """The engine's answer, with the versions that drew it. What a refit broke off begins again, on the new weights.
+
+        Raises:
+            PolicyUnavailable: the wanted weights are not in.
+        """
+        while True:
+            async with self.answering() as version:
+                try:
+                    generated = await self.engine.generate(prompt_token_ids, draw)
+                except GenerationAborted:
+                    continue
+                if generated.versions is None:
+                    return replace(generated, versions=[(version, len(generated.token_ids))])
+                return generated
+
     async def want(self, wanted: Wanted) -> None:
         """Bring the engine to `wanted`. Never raises for weights that cannot be had: `status` and 503 tell."""
         async with self._changing:
@@ -142,7 +182,7 @@ class ServedPolicy:
             return
         try:
             await self._refit(wanted)
-        except (WeightsRefused, OSError) as error:
+        except (DataError, StoreError, OSError) as error:
             if self._poisoned:
                 self._poison(wanted, error)
                 return
@@ -153,29 +193,57 @@ class ServedPolicy:
     async def _refit(self, wanted: Wanted) -> None:
         assert wanted.weights is not None
         started = time.perf_counter()
-        # Fetching and checking go on beside the requests; only the change itself shuts them out.
-        directory = await asyncio.to_thread(self._fetch, wanted)
-        await self._gate.close()
+        # Bringing, proving and checking go on beside the requests; only the change itself shuts them out.
+        brought = await asyncio.to_thread(self._bring_here, wanted)
+        ready = time.perf_counter()
+        await self._gate.close(until_empty=wanted.running == "finish")
         try:
-            await self.engine.load_weights(str(directory))
+            await self.engine.load_weights(
+                str(brought.directory), wanted.policy_version, wanted.running, wanted.keep_prefix_cache
+            )
+            self._probe = await self._probed()
             self._held, self._error, self._failed_request = wanted, None, None
             self._refits += 1
             self._refit_seconds = time.perf_counter() - started
         except BaseException:
+            brought.release()
             self._poisoned = True
             self._error = f"A refit to version {wanted.policy_version} broke off."
             raise
         finally:
             self._gate.open()
+        brought.seconds["load"] = time.perf_counter() - ready
+        if self._weights is not None:
+            self._weights.release()
+        self._weights = brought
         logger.info("version %d from %s in %.3f s", wanted.policy_version, wanted.weights, self._refit_seconds)
 
-    def _fetch(self, wanted: Wanted) -> Path:
+    def _bring_here(self, wanted: Wanted) -> Weights:
         assert wanted.weights is not None
-        directory = weights.fetch(wanted.weights)
-        if self._expected is None:
-            self._expected = weights.expected_shapes(self._model_dir)
-        weights.check(directory, self._model_dir, self._expected, wanted.digest)
-        return directory
+        if self._cache is None:
+            self._cache = node_cache(weights.DEFAULT_CACHE_BYTES)
+        brought = bring(wanted.weights, parse_way(wanted.way), wanted.digest, self._cache, self._weights)
+        try:
+            if self._expected is None:
+                self._expected = weights.expected_shapes(self._model_dir)
+            weights.check(brought.directory, self._model_dir, self._expected)
+        except BaseException:
+            brought.release()
+            raise
+        return brought
+
+    async def _probed(self) -> list[float]:
+        """Log-probabilities of a sequence that is the same for every replica of the model.
+
+        Raises:
+            EnginePoisoned: one is not a number.
+        """
+        vocabulary = int(json.loads((self._model_dir / "config.json").read_text())["vocab_size"])
+        length = min(PROBE_TOKENS, self.engine.max_model_len - 1)
+        scores = await self.engine.score([(7919 * place + 13) % vocabulary for place in range(length)])
+        if not all(map(math.isfinite, scores)):
+            raise EnginePoisoned("The probe's log-probabilities are not finite: the weights hold NaN or infinity.")
+        return scores
 
     def _refuse(self, wanted: Wanted, error: Exception, pause: float) -> None:
         self._error = f"Version {wanted.policy_version} cannot be loaded from {wanted.weights}: {error}"
@@ -213,7 +281,12 @@ class ServedPolicy:
             "ready": self._error is None,
             "policy_version": None if held is None else held.policy_version,
             "weights": None if held is None else held.weights,
-            "digest": None if held is None else held.digest,
+            "digest": None if self._weights is None else self._weights.digest,
+            "tensors": None if self._weights is None else self._weights.tensors,
+            "probe": self._probe,
+            "way": None if self._weights is None else self._weights.way,
+            "way_note": None if self._weights is None else self._weights.note,
+            "seconds": {} if self._weights is None else self._weights.seconds,
             "wanted": None if self._wanted is None else asdict(self._wanted),
             "error": self._error,
             # The error may be of the wish before, while the newest is being fulfilled.

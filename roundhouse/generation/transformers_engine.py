@@ -1,19 +1,23 @@
 """Plain Hugging Face transformers behind the `Engine` protocol: slow, simple, and a second opinion on vLLM.
 
 Invariant: requests that wait together are answered in one left-padded batch, and a row's tokens and log-probabilities are those
-it would have alone, up to rounding.
+it would have alone, up to rounding. One thread holds the model; what else it is asked while a batch is running (new weights, a
+score) it does between two tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import weights
-from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated
+from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +26,20 @@ if TYPE_CHECKING:
 
 BATCH = 64
 """Requests answered together at most; `engine_args: {max_num_seqs: 1}` answers each alone, bit for bit the same each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """New weights, as the running batch has to know of them."""
+
+    version: int
+    running: RunningGenerations = "keep"
+    recompute: bool = True
+    """Keys and values of the tokens so far are computed anew."""
+
+
+Between = Callable[[], Change | None]
+"""Called before each token; what was done to the model since the one before."""
 
 
 class TransformersEngine:
@@ -40,6 +58,10 @@ class TransformersEngine:
         self._waiting: asyncio.Queue[tuple[list[int], Draw, asyncio.Future[Generated]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
         self._loop: asyncio.Task[None] | None = None
+        self._version = 0
+        self._broken = False
+        """A load failed: nothing more is drawn until one succeeds."""
+        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
     async def start(self) -> None:
         self._model = await self._run(self._build)
@@ -50,8 +72,45 @@ class TransformersEngine:
         await self._waiting.put((list(prompt_token_ids), draw, future))
         return await future
 
-    async def load_weights(self, directory: str) -> None:
-        await self._run(self._load, directory)
+    async def load_weights(
+        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+    ) -> None:
+        def load() -> Change:
+            self._broken = True
+            load_into(self._model, directory)
+            self._version, self._broken = version, False
+            return Change(version, running, recompute=not keep_prefix_cache)
+
+        await self._between(load)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        scores: list[float] = await self._between(lambda: score_tokens(self._model, token_ids))
+        return scores
+
+    async def _between(self, work: Callable[[], Any]) -> Any:
+        """Have the thread do something: between two tokens of the batch that is running, or at once."""
+        done: Future[Any] = Future()
+        self._asked.put((work, done))
+        self._thread.submit(self._do_what_was_asked)
+        return await asyncio.wrap_future(done)
+
+    def _do_what_was_asked(self) -> Change | None:
+        change = None
+        while True:
+            try:
+                work, done = self._asked.get_nowait()
+            except Empty:
+                break
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 (border of a piece of work: who asked for it gets the cause)
+                done.set_exception(error)
+            else:
+                change = result if isinstance(result, Change) else change
+                done.set_result(result)
+        if self._broken:
+            raise GenerationAborted("New weights could not be loaded.")
+        return change
 
     async def check_health(self) -> None:
         if self._loop is None or self._loop.done():
@@ -79,12 +138,19 @@ class TransformersEngine:
 
     async def _answer(self, batch: list[tuple[list[int], Draw, asyncio.Future[Generated]]]) -> None:
         prompts, draws = [item[0] for item in batch], [item[1] for item in batch]
+
+        def answered() -> list[Generated]:
+            between, stops = self._do_what_was_asked, self._codec.stop_token_ids
+            return generate_batch(self._model, prompts, draws, stops, between, lambda: self._version)
+
         try:
-            answers = await self._run(generate_batch, self._model, prompts, draws, self._codec.stop_token_ids)
+            answers = await self._run(answered)
         except Exception as error:  # noqa: BLE001 (border of a batch: each request gets the cause)
+            aborted = isinstance(error, GenerationAborted)
             for *_, future in batch:
                 if not future.done():
-                    future.set_exception(EnginePoisoned(f"The batch failed: {type(error).__name__}: {error}"))
+                    cause = f"The batch failed: {type(error).__name__}: {error}"
+                    future.set_exception(GenerationAborted(str(error)) if aborted else EnginePoisoned(cause))
             return
         for (*_, future), answer in zip(batch, answers, strict=True):
             if not future.done():
@@ -92,9 +158,6 @@ class TransformersEngine:
 
     def _build(self) -> Any:
         return build_model(self._model_dir, self.config)
-
-    def _load(self, directory: str) -> None:
-        load_into(self._model, directory)
 
 
 def build_model(model_dir: str, config: GenerationConfig) -> Any:
@@ -130,41 +193,85 @@ def load_into(model: Any, directory: str) -> None:
         raise RuntimeError(f"{directory} has {leftover[0]}, which the model has not.")
 
 
+def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
+    """Log-probabilities of all tokens but the first, each given those before it."""
+    import torch
+
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        logits_TV = model(input_ids=torch.tensor([list(token_ids)], device=device)).logits[0, :-1].float()
+        chosen_T = torch.tensor(list(token_ids)[1:], device=device)
+        scores: list[float] = torch.log_softmax(logits_TV, dim=-1).gather(1, chosen_T[:, None])[:, 0].tolist()
+    return scores
+
+
 def generate_batch(
-    model: Any, prompts: Sequence[Sequence[int]], draws: Sequence[Draw], stop_token_ids: frozenset[int]
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    draws: Sequence[Draw],
+    stop_token_ids: frozenset[int],
+    between: Between = lambda: None,
+    version: Callable[[], int] | None = None,
 ) -> list[Generated]:
-    """Answer several prompts together; each row ends at a stop token or at its own limit."""
+    """Answer several prompts together; each row ends at a stop token or at its own limit.
+
+    Args:
+        between: may change the model's weights.
+        version: tells which the model holds; without it, the answers say nothing of versions.
+
+    Raises:
+        GenerationAborted: new weights came, and the batch was not to go on with them.
+    """
     import torch
 
     from roundhouse.generation.sampling import draw_row, generators
 
     device = next(model.parameters()).device
-    input_ids, mask = _left_padded(prompts, device)
-    rows, made = len(prompts), generators(draws)
-    ids: list[list[int]] = [[] for _ in range(rows)]
-    log_probs: list[list[float]] = [[] for _ in range(rows)]
-    finished = [""] * rows
+    all_ids, mask = _left_padded(prompts, device)
+    input_ids = all_ids
+    rows, made = [_Row(draw) for draw in draws], generators(draws)
     cache: Any = None
     with torch.inference_mode():
-        while not all(finished):
+        while not all(row.finished for row in rows):
+            if (change := between()) is not None:
+                if change.running == "abort":
+                    raise GenerationAborted(f"Version {change.version} came while the answer was drawn.")
+                if change.recompute:
+                    cache, input_ids = None, all_ids
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
             out = model(
                 input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache, logits_BV = out.past_key_values, out.logits[:, -1].float().cpu()
-            for row in range(rows):
-                if finished[row]:
-                    continue
-                token, log_prob = draw_row(logits_BV[row], draws[row], made[row])
-                ids[row].append(token)
-                log_probs[row].append(log_prob)
-                if token in stop_token_ids:
-                    finished[row] = "stop"
-                elif len(ids[row]) >= draws[row].max_tokens:
-                    finished[row] = "length"
-            input_ids = torch.tensor([[row_ids[-1]] for row_ids in ids], device=device)
-            mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-    return [Generated(*answer) for answer in zip(ids, log_probs, finished, strict=True)]
+            for row, logits_V, generator in zip(rows, logits_BV, made, strict=True):
+                if not row.finished:
+                    row.add(*draw_row(logits_V, row.draw, generator), stop_token_ids, version and version())
+            input_ids = torch.tensor([[row.ids[-1]] for row in rows], device=device)
+            all_ids = torch.cat([all_ids, input_ids], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+    return [Generated(row.ids, row.log_probs, row.finished, row.versions or None) for row in rows]
+
+
+class _Row:
+    """An answer that grows."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[tuple[int, int]] = []
+        self.finished = ""
+
+    def add(self, token: int, log_prob: float, stop_token_ids: frozenset[int], version: int | None) -> None:
+        self.ids.append(token)
+        self.log_probs.append(log_prob)
+        if version is not None:
+            before = self.versions.pop() if self.versions and self.versions[-1][0] == version else (version, 0)
+            self.versions.append((version, before[1] + 1))
+        if token in stop_token_ids:
+            self.finished = "stop"
+        elif len(self.ids) >= self.draw.max_tokens:
+            self.finished = "length"
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:

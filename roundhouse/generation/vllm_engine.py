@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated
+from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
 from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
 
 if TYPE_CHECKING:
@@ -92,13 +93,23 @@ def read_output(output: Any) -> Generated:
 
     Raises:
         EnginePoisoned: a log-probability is not a number, which healthy weights never give.
+        GenerationAborted: the engine ended it before its end, for a refit.
     """
+    if output.finish_reason == "abort":
+        raise GenerationAborted("The answer was broken off by a refit. Ask again.")
     ids, flat = list(output.token_ids), output.logprobs.logprobs
     if not math.isfinite(math.fsum(flat)):
         raise EnginePoisoned(
             "The engine returned a log-probability that is not finite: the weights hold NaN or infinity."
         )
-    return Generated(ids, list(flat), output.finish_reason or "length")
+    return Generated(ids, list(flat), output.finish_reason or "length", _versions(output.weight_versions))
+
+
+def _versions(spans: Any) -> list[tuple[int, int]] | None:
+    """vLLM's spans as (version, tokens); None before the first weights, which vLLM calls `default`."""
+    if not spans or any(not span.version.isdecimal() for span in spans):
+        return None
+    return [(int(span.version), span.end - span.start) for span in spans]
 
 
 class VllmEngine:
@@ -143,12 +154,34 @@ class VllmEngine:
             raise EnginePoisoned("vLLM ended a request without an answer.")
         return read_output(final.outputs[0])
 
-    async def load_weights(self, directory: str) -> None:
-        engine = self.engine
-        await engine.pause_generation(mode="wait", clear_cache=True)
-        await engine.collective_rpc("roundhouse_load", args=(directory,))
-        await engine.reset_prefix_cache()
+    async def load_weights(
+        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+    ) -> None:
+        engine, clear = self.engine, not keep_prefix_cache
+        # With its cache cleared, a kept generation is prefilled anew: by the new weights, from its own tokens so far.
+        await engine.pause_generation(mode="wait" if running == "finish" else running, clear_cache=clear)
+        try:
+            await engine.collective_rpc("roundhouse_load", args=(directory,))
+            await engine.update_weight_version(str(version))
+            if clear:
+                await engine.reset_prefix_cache(reset_running_requests=running == "keep")
+        except BaseException:
+            await engine.pause_generation(mode="abort", clear_cache=False)
+            raise
         await engine.resume_generation()
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        final: RequestOutput | None = None
+        async for output in self.engine.generate(tokens_input(list(token_ids)), params, str(next(self._ids))):
+            final = output
+        if final is None or final.prompt_logprobs is None:
+            raise EnginePoisoned("vLLM gave no log-probabilities of a prompt.")
+        given = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
+        return [entry[token].logprob for entry, token in given if entry is not None]
 
     async def check_health(self) -> None:
         await self.engine.check_health()

@@ -1,28 +1,27 @@
-"""Weights on their way from the store into an engine: found, brought to this node, checked before anything is touched.
+"""Weights that an engine is about to take: found, and checked before anything is touched.
 
-Invariant: what `fetch` returns is a local directory whose safetensors files are complete; a download becomes visible under its
-final name only when it is whole, so a replica that dies half-way leaves nothing that a later one would trust.
+Invariant: what passes `check` has every tensor of the served model in its shape, and no other.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roundhouse.errors import StoreError
+from roundhouse.config.generation import GenerationConfig
+from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.engine import WeightsRefused
-from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest
+from roundhouse.weights import ways
+from roundhouse.weights.cache import NodeCache, node_cache, private_directory
+from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weights.ways import local_path
 
-KEPT_DOWNLOADS = 2
-"""Downloads kept on a node: the current version and the one before, so that a replica that restarts finds it."""
+__all__ = ["check", "digest_of", "expected_shapes", "fetch", "iterate", "local_path", "own_cache", "shapes", "shards"]
+
+DEFAULT_CACHE_BYTES = int(GenerationConfig().weights_cache_gib * 2**30)
 
 _SHAPING_KEYS = (
     "architectures",
@@ -37,11 +36,9 @@ _SHAPING_KEYS = (
 )
 
 
-def local_path(uri: str) -> Path | None:
-    """The path of a local directory (plain or file://), None when the URI is remote."""
-    if uri.startswith("file://"):
-        return Path(uri[len("file://") :])
-    return None if "://" in uri else Path(uri)
+def own_cache(kind: str) -> Path:
+    """A directory of this user's alone, for copies on this node."""
+    return private_directory(Path(tempfile.gettempdir()), f"roundhouse-{kind}")
 
 
 def fetch(uri: str, cache: Path | None = None) -> Path:
@@ -51,89 +48,14 @@ def fetch(uri: str, cache: Path | None = None) -> Path:
         WeightsRefused: there are no safetensors at `uri`.
         OSError: the store cannot be reached; trying again may help.
     """
-    path = local_path(uri)
-    if path is None:
-        return _download(uri, cache or _own_cache())
-    if not path.is_dir():
-        raise WeightsRefused(f"The weights directory {path} does not exist. Name a Hugging Face directory.")
-    return path
-
-
-def _own_cache() -> Path:
-    """A directory of this user's alone: in one that others can write to, they could place weights of theirs."""
-    cache = Path(tempfile.gettempdir()) / f"roundhouse-weights-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    if cache.is_symlink() or cache.stat().st_uid != os.getuid():
-        raise WeightsRefused(f"{cache} belongs to another user. Set TMPDIR to a directory of your own.")
-    cache.chmod(0o700)
-    return cache
-
-
-def _download(uri: str, cache: Path) -> Path:
-    """Where there is a manifest, it tells the files and their digests, since a bucket's listing may be late; and a run that was
-    deleted and begun again under the same id is another one. Elsewhere the listing has to do."""
-    source = Location(uri)
     try:
-        manifest = _manifest(source)
-        final = cache / hashlib.sha256(f"{uri}\n{manifest}".encode()).hexdigest()[:24]
-        if final.is_dir():
-            os.utime(final)
-            return final
-        files = _listed(source) if manifest is None else {entry.path: entry.sha256 for entry in manifest.files}
-        wanted = {name: digest for name, digest in files.items() if _is_weights(name)}
-        if not any(name.endswith(".safetensors") for name in wanted):
-            raise WeightsRefused(f"There are no safetensors files at {uri}.")
-        return _placed(source, wanted, cache, final)
-    except StoreError as error:
-        raise OSError(str(error)) from error
-
-
-def _manifest(source: Location) -> Manifest | None:
-    try:
-        return Manifest.model_validate_json(source.read(MANIFEST))
-    except NotFound:
-        return None
-    except ValueError as error:
-        raise WeightsRefused(f"{source.uri}/{MANIFEST} is not a manifest: {error}") from error
-
-
-def _listed(source: Location) -> dict[str, str | None]:
-    return dict.fromkeys(source.names())
-
-
-def _is_weights(name: str) -> bool:
-    return "/" not in name and name.endswith((".safetensors", ".json"))
-
-
-def _placed(source: Location, wanted: dict[str, str | None], cache: Path, final: Path) -> Path:
-    partial = cache / f".{final.name}.{uuid.uuid4().hex}"
-    partial.mkdir(parents=True)
-    try:
-        source.download(list(wanted), partial)
-        for name, digest in wanted.items():
-            if digest is not None and _sha256(partial / name) != digest:
-                raise WeightsRefused(f"{source.uri}/{name} is not what its manifest says. Restore it.")
-        try:
-            partial.rename(final)
-        except OSError:
-            if not final.is_dir():
-                raise
-            # Another replica of this node was quicker.
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _forget_old_downloads(cache, final)
-    return final
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _forget_old_downloads(cache: Path, newest: Path) -> None:
-    downloads = sorted((d for d in cache.iterdir() if not d.name.startswith(".")), key=lambda d: -d.stat().st_mtime)
-    for old in [d for d in downloads if d != newest][KEPT_DOWNLOADS - 1 :]:
-        shutil.rmtree(old, ignore_errors=True)
+        place = node_cache(DEFAULT_CACHE_BYTES) if cache is None else NodeCache(cache, DEFAULT_CACHE_BYTES)
+        directory, entry = ways.fetch(uri, place)
+    except (DataError, StoreError) as error:
+        raise WeightsRefused(str(error)) from error
+    if entry is not None:
+        entry.release()
+    return directory
 
 
 def shards(directory: Path) -> list[Path]:
@@ -198,7 +120,7 @@ def expected_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=True)}
 
 
-def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]], digest: str | None = None) -> None:
+def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]) -> None:
     """Refuse weights that are not whole or not of the served model, before the engine is touched.
 
     Raises:
@@ -215,8 +137,6 @@ def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]
             raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
     if surplus := sorted(found.keys() - expected.keys() - _tied_names(model_dir)):
         raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
-    if digest is not None and (actual := digest_of(directory)) != digest:
-        raise WeightsRefused(f"The weights in {directory} have digest {actual}, wanted was {digest}.")
 
 
 def _tied_names(model_dir: Path) -> set[str]:
@@ -242,9 +162,5 @@ def _check_config(directory: Path, model_dir: Path) -> None:
 
 
 def digest_of(directory: Path) -> str:
-    """`sha256:` over names and contents of the safetensors files."""
-    whole = hashlib.sha256()
-    for shard in shards(directory):
-        with shard.open("rb") as file:
-            whole.update(f"{shard.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return f"sha256:{whole.hexdigest()}"
+    """`sha256:` over names, dtypes, shapes and contents of all tensors; how they are spread over files does not matter."""
+    return digest_of_tensors(tensor_digests(shards(directory)))

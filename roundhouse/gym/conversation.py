@@ -86,6 +86,7 @@ class Conversation:
                 policy_version=completion.policy_version,
                 finish_reason=completion.finish_reason,
                 latency_seconds=completion.latency_seconds,
+                version_spans=completion.version_spans,
             )
             self.items += assistant_items(completion.message, f"{self._item_id}_{len(self.turns) - 1}")
             calls = completion.message.get("tool_calls") or []

@@ -33,7 +33,7 @@ JOURNAL = pa.schema(
         ("message", pa.string()),  # JSON: the reply; null where the environment cannot be restored
         ("answers", pa.string()),  # JSON: what the environment had answered since the call before
         ("snapshot", pa.string()),  # JSON: the session at this call; only of a part's newest call
-        *((name, TURNS.field(name).type) for name in _TURN_FIELDS if name != "generation_log_probs"),
+        *(TURNS.field(name) for name in _TURN_FIELDS if name != "generation_log_probs"),
         ("generation_log_probs", pa.list_(pa.float64())),  # as the engine said them
     ]
 )
@@ -78,6 +78,7 @@ class RecordedCall:
             generation_log_probs=self.turn.generation_log_probs,
             policy_version=self.turn.policy_version,
             latency_seconds=self.turn.latency_seconds,
+            version_spans=self.turn.version_spans,
         )
 
 

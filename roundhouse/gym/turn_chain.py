@@ -33,6 +33,7 @@ class TurnChain:
         policy_version: int,
         finish_reason: str,
         latency_seconds: float = 0.0,
+        version_spans: list[dict[str, int]] | None = None,
     ) -> Turn:
         """Record a call.
 
@@ -54,6 +55,7 @@ class TurnChain:
             policy_version=policy_version,
             finish_reason=finish_reason,
             latency_seconds=latency_seconds,
+            version_spans=version_spans,
         )
         digest.extend(generated)
         self._digest = digest

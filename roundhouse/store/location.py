@@ -118,6 +118,30 @@ class Location:
                 return self._file(name).read_bytes()
             return self._request("cat_file", self._key(name))
 
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Bytes `begin` to `end` of an object; fewer where it ends before.
+
+        Raises:
+            NotFound: there is none.
+        """
+        with self._reported("read", name):
+            if self.is_local:
+                with self._file(name).open("rb") as stream:
+                    stream.seek(begin)
+                    return stream.read(end - begin)
+            return self._request("cat_file", self._key(name), start=begin, end=end)
+
+    def size(self, name: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+            NotFound: there is none.
+        """
+        with self._reported("look up", name):
+            if self.is_local:
+                return self._file(name).stat().st_size
+            return int(self._request("info", self._key(name))["size"])
+
     def exists(self, name: str) -> bool:
         with self._reported("look up", name):
             return self._file(name).exists() if self.is_local else self._request("exists", self._key(name))

@@ -60,6 +60,8 @@ OPERATIONAL = (
     "generation.start_timeout_seconds",
     "generation.request_timeout_seconds",
     "generation.refit_timeout_seconds",
+    "generation.weights",
+    "generation.weights_cache_gib",
     "train.threads",
 )
 """Keys that may differ between two starts of one run: they change how and how long it runs, not what it is."""

@@ -185,7 +185,7 @@ def read_part(location: Location, name: str, schema: pa.Schema) -> pa.Table | No
         StoreError: the store does not answer.
     """
     try:
-        table = pq.read_table(io.BytesIO(location.read(name)), page_checksum_verification=True)
+        table = _completed(pq.read_table(io.BytesIO(location.read(name)), page_checksum_verification=True), schema)
     except NotFound:
         return None  # listed late, deleted since
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -197,6 +197,18 @@ def read_part(location: Location, name: str, schema: pa.Schema) -> pa.Table | No
     return table
 
 
+def _completed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """With null for what older parts lack: columns that the schema's metadata calls `added_later`."""
+    lacking = [field for field in schema if field.name not in table.schema.names]
+    if not lacking or any(b"added_later" not in (field.metadata or {}) for field in lacking):
+        return table
+    if not set(table.schema.names) <= set(schema.names):
+        return table
+    for field in lacking:
+        table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(schema.names)
+
+
 def read_table(reference: Reference, dataset: str) -> pa.Table:
     """All parts of a dataset of a complete stage as one table, in the order they were written."""
     tables = [
@@ -206,7 +218,7 @@ def read_table(reference: Reference, dataset: str) -> pa.Table:
     ]
     if not tables:
         raise StoreError(f"{reference.uri} holds no dataset {dataset!r}.")
-    return pa.concat_tables(tables)
+    return pa.concat_tables(tables, promote_options="default")  # older parts may lack columns
 
 
 def _load_manifest(location: Location) -> tuple[Manifest, bytes] | None:

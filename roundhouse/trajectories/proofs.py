@@ -59,7 +59,9 @@ class Terms:
     vocabulary_size: int
     """IDs lie in [0, vocabulary_size)."""
     policy_version: int
-    """Version of the weights that must have answered."""
+    """Version of the weights that must have answered, or the newest that may have."""
+    max_age: int = 0
+    """Answers of so many versions before it are allowed too."""
     group_size: int | None = None
     """Samples of a group are numbered from 0 to below this. None: not known."""
     max_new_tokens: int | None = None
@@ -174,13 +176,28 @@ def prove_turn(turn: Turn, terms: Terms) -> None:
     if lowest < 0 or highest >= terms.vocabulary_size:
         token = lowest if lowest < 0 else highest
         raise Refusal("vocabulary", f"token {token} is outside [0, {terms.vocabulary_size})", turn.turn)
-    if turn.policy_version != terms.policy_version:
-        evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}"
+    if not 0 <= terms.policy_version - turn.policy_version <= terms.max_age:
+        older = f" or {terms.max_age} before it" if terms.max_age else ""
+        evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}{older}"
         raise Refusal("policy_version", evidence, turn.turn)
+    if turn.version_spans is not None:
+        _prove_spans(turn, turn.version_spans)
     if turn.finish_reason not in TURN_FINISHES:
         raise Refusal("finish_reason", f"a model call ended with {turn.finish_reason!r}", turn.turn)
     if terms.max_new_tokens is not None and len(tokens) > terms.max_new_tokens:
         raise Refusal("generation_length", f"{len(tokens)} tokens, {terms.max_new_tokens} allowed", turn.turn)
+
+
+def _prove_spans(turn: Turn, spans: Sequence[dict[str, int]]) -> None:
+    """They cover the generated tokens, and the turn's version is their oldest: a rollout's age is that of its oldest token."""
+    counts = [span["tokens"] for span in spans]
+    oldest = min((span["version"] for span in spans), default=None)
+    if min(counts, default=0) < 1 or sum(counts) != len(turn.generation_token_ids) or oldest != turn.policy_version:
+        raise Refusal(
+            "version_spans",
+            f"{list(spans)} over {len(turn.generation_token_ids)} tokens, answered by version {turn.policy_version}",
+            turn.turn,
+        )
 
 
 def prove_measured(turns: Sequence[Turn]) -> None:

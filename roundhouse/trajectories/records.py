@@ -57,12 +57,15 @@ class Turn:
     generation_log_probs: list[float]
     """Natural logarithms under the distribution sampled from (temperature applied), one a generated token."""
     policy_version: int
-    """Version of the weights that answered."""
+    """Version of the weights that answered; the oldest of them, where a refit came in between."""
     finish_reason: str
     """stop, tool_calls or length."""
     latency_seconds: float
     trained: bool = True
     """False: its tokens stay on record and in later prompts, and the loss skips them."""
+    version_spans: list[dict[str, int]] | None = None
+    """`[{"version": 3, "tokens": 17}, …]`: which version drew which of the generated tokens, in order; None: all are
+    `policy_version`'s."""
 
 
 @dataclass(slots=True)

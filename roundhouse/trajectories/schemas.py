@@ -62,6 +62,12 @@ TURNS = pa.schema(
         ("finish_reason", pa.string()),
         ("latency_seconds", pa.float64()),
         ("trained", pa.bool_()),  # false: the loss skips its tokens
+        # null where one version drew all generated tokens
+        pa.field(
+            "version_spans",
+            pa.list_(pa.struct([("version", pa.int32()), ("tokens", pa.int32())])),
+            metadata={"added_later": "in-flight refit"},  # older datasets lack it; it reads as null
+        ),
     ]
 )
 """One row a model call."""
@@ -155,6 +161,11 @@ def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
     return found
 
 
+def turn_versions(turn: Turn) -> list[int]:
+    """Versions that drew the turn's tokens, in order."""
+    return [turn.policy_version] if not turn.version_spans else [span["version"] for span in turn.version_spans]
+
+
 def rebuild_prompts(turns: Sequence[Turn]) -> list[list[int]]:
     """The whole prompt of each turn, from the stored parts.
 
@@ -196,7 +207,9 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "failure_code": rollout.failure_code,
         "failure_detail": rollout.failure_detail,
         "policy_version_first": min((turn.policy_version for turn in rollout.turns), default=None),
-        "policy_version_last": max((turn.policy_version for turn in rollout.turns), default=None),
+        "policy_version_last": max(
+            (version for turn in rollout.turns for version in turn_versions(turn)), default=None
+        ),
         "turns": len(rollout.turns),
         "generated_tokens": generated,
         "total_tokens": generated + added,

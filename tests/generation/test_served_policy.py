@@ -21,6 +21,7 @@ class FaultyEngine:
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.fault: Exception | None = None
+        self.score_of_all = -1.0
         self.slow = asyncio.Event()
         self.slow.set()
 
@@ -30,10 +31,13 @@ class FaultyEngine:
         await self.slow.wait()
         return Generated([1], [-0.1], "stop")
 
-    async def load_weights(self, directory: str) -> None:
+    async def load_weights(self, directory, version=0, running="finish", keep_prefix_cache=False) -> None:
         if self.fault is not None:
             raise self.fault
         self.loaded.append(directory)
+
+    async def score(self, token_ids) -> list[float]:
+        return [self.score_of_all] * (len(token_ids) - 1)
 
     async def check_health(self) -> None: ...
 

@@ -35,15 +35,6 @@ def test_weights_come_from_an_object_store_once_a_node(policies, bucket, s3_serv
     assert (fetched / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-def test_only_the_newest_downloads_are_kept(policies, bucket, s3_server, tmp_path):
-    for version in range(4):
-        upload(policies["first"], f"{bucket}/v{version}", s3_server)
-        newest = weights.fetch(f"{bucket}/v{version}", tmp_path)
-    kept = list(tmp_path.iterdir())
-    assert newest in kept
-    assert len(kept) == weights.KEPT_DOWNLOADS
-
-
 def test_an_empty_prefix_is_refused_by_name(bucket, tmp_path):
     with pytest.raises((WeightsRefused, FileNotFoundError), match="nothing-here"):
         weights.fetch(f"{bucket}/nothing-here", tmp_path)

@@ -1,0 +1,200 @@
+"""A node's cache of weights: directories by key, made once for all processes of the node, bounded in size.
+
+Invariants: what stands under an entry's name is whole, since it is made aside and renamed; of several processes that want an
+entry one makes it, the others wait for it; an entry that somebody holds is never deleted; what is held by nobody is at most
+`max_bytes`, the newest used. Locks are the kernel's (flock), so of a process that died nothing has to be cleaned up but its
+unfinished directory, which the next one who makes that entry removes.
+
+    cache = NodeCache(directory, max_bytes)
+    entry = cache.entry("a1b2…", fill)     # fill(partial) makes the content; held until entry.release()
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from roundhouse.errors import StoreError
+
+WAIT_SECONDS = 1800.0
+"""Longest wait for another process of the node that makes the same entry."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """A directory of the cache, kept from deletion until `release`."""
+
+    path: Path
+    _lock: int | None
+
+    def release(self) -> None:
+        """May be called again."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class NodeCache:
+    """See the module's docstring. `directory` must be writable by this user alone (`private_directory`)."""
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self.directory = directory
+        self.max_bytes = max_bytes
+
+    def entry(self, key: str, fill: Callable[[Path], None]) -> CacheEntry:
+        """The entry, made by `fill` (given an empty directory) where it is not there.
+
+        Raises:
+            StoreError: another process has been making it for `WAIT_SECONDS`. What `fill` raises passes through.
+        """
+        final = self.directory / key
+        while True:
+            if (entry := self.held(key)) is not None:
+                return entry
+            with self._alone(key) as alone:
+                if alone and not final.is_dir():
+                    self._make(key, final, fill)
+            # The lock was let go for a moment, in which the entry can have been evicted: look again.
+
+    def held(self, key: str) -> CacheEntry | None:
+        """The entry, if it is there."""
+        final = self.directory / key
+        if not final.is_dir():
+            return None
+        lock = self._lock(key, fcntl.LOCK_SH)
+        if lock is None:
+            return None
+        if not final.is_dir():
+            os.close(lock)
+            return None
+        os.utime(final)
+        return CacheEntry(final, lock)
+
+    def evict(self) -> None:
+        """Delete what nobody holds, the longest unused first, until the rest is within the bound."""
+        entries = [path for path in self.directory.iterdir() if not path.name.startswith(".")]
+        sized = sorted(((_used(path), _size(path), path) for path in entries), key=lambda found: -found[0])
+        kept = 0
+        for _, size, path in sized:
+            kept += size
+            if kept > self.max_bytes and self._delete(path):
+                kept -= size
+
+    def _make(self, key: str, final: Path, fill: Callable[[Path], None]) -> None:
+        for left in self.directory.glob(f".{key}.partial-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        partial = self.directory / f".{key}.partial-{uuid.uuid4().hex}"
+        partial.mkdir(parents=True)
+        try:
+            fill(partial)
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _delete(self, path: Path) -> bool:
+        lock = self._lock(path.name, fcntl.LOCK_EX)
+        if lock is None:
+            return False
+        try:
+            doomed = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
+            with suppress(FileNotFoundError):
+                path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            self._lock_file(path.name).unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+        return True
+
+    @contextmanager
+    def _alone(self, key: str) -> Iterator[bool]:
+        """Hold the entry's lock alone; False when somebody else made it meanwhile."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while (lock := self._lock(key, fcntl.LOCK_EX)) is None:
+            if (self.directory / key).is_dir():
+                yield False
+                return
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"{self.directory / key} is being made by another process for {WAIT_SECONDS:g} s. Look for a stuck replica."
+                )
+            time.sleep(_POLL_SECONDS)
+        try:
+            yield True
+        finally:
+            os.close(lock)
+            self.evict_beyond(key)
+
+    def evict_beyond(self, key: str) -> None:
+        """Evict, but not the entry that was just made."""
+        if (entry := self.held(key)) is not None:
+            try:
+                self.evict()
+            finally:
+                entry.release()
+
+    def _lock_file(self, key: str) -> Path:
+        return self.directory / f".{key}.lock"
+
+    def _lock(self, key: str, kind: int) -> int | None:
+        """A lock on the entry, or None when it cannot be had now. The lock's file may be deleted with its entry: what counts is
+        a lock on the file that stands under the name."""
+        path = self._lock_file(key)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                here = os.stat(path)
+                if os.path.samestat(here, os.fstat(descriptor)):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except FileNotFoundError:
+                pass
+            os.close(descriptor)
+
+
+def private_directory(parent: Path, name: str) -> Path:
+    """A directory of this user's alone: in one that others can write to, they could place weights of theirs.
+
+    Raises:
+        StoreError: it belongs to another user.
+    """
+    directory = parent / f"{name}-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
+        raise StoreError(f"{directory} belongs to another user. Set TMPDIR to a directory of your own.")
+    directory.chmod(0o700)
+    return directory
+
+
+def node_cache(max_bytes: int) -> NodeCache:
+    """The cache that all replicas of this user on this node share."""
+    return NodeCache(private_directory(Path(tempfile.gettempdir()), "roundhouse-weights"), max_bytes)
+
+
+def _used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for file in path.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += file.lstat().st_size
+    return total
