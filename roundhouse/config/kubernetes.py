@@ -56,6 +56,17 @@ class TrainerPods(Section):
     tolerations: tuple[Toleration, ...] = ()
 
 
+class RayServiceEngine(Section):
+    """A RayService of KubeRay that answers for the policy. What it costs (GPUs, autoscaling bounds) stands in its manifest."""
+
+    ray_service: ObjectName
+    """Its name, in infra.namespace. One run at a time writes to it; several runs have one each."""
+    url: str | None = None
+    """Base URL where it answers, for a flow outside of the cluster. Unset: its Service, <ray_service>-serve-svc."""
+    operator_seconds: PositiveFloat = 180
+    """How long KubeRay may take to notice what is wanted, before it is taken for dead."""
+
+
 class KubernetesInfra(Section):
     """Pods of a cluster. The flow itself runs in one of them, or elsewhere with a kubeconfig."""
 
@@ -66,6 +77,8 @@ class KubernetesInfra(Section):
     context: str | None = None
     """Context of the kubeconfig. Unset: the pod's service account, else the current context."""
     trainer: TrainerPods = TrainerPods()
+    engine: RayServiceEngine | None = None
+    """The engine, where KubeRay runs it. Unset: generation.engine_url names one, or Ray Serve runs beside the flow."""
     service_account: ObjectName = "roundhouse-trainer"
     """Of the trainer's pods. Its token is not mounted; a cloud's workload identity uses its annotations."""
     secret: ObjectName | None = None

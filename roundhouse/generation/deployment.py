@@ -108,10 +108,10 @@ def ensure_deployed(
         serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
         current = client.application()
-        user_config = _user_config(version, weights, digest, current)
+        user_config = wish(version, weights, digest, current)
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
-        application = _application(config, model_dir, user_config)
+        application = wanted_application(config, model_dir, user_config)
         client.put_application(application)
         return client.wait(application, config.start_timeout_seconds) if wait else []
 
@@ -132,7 +132,7 @@ def refit(
             raise DeploymentFailed(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
-        user_config = _user_config(version, weights, digest, application)
+        user_config = wish(version, weights, digest, application)
         application["deployments"][0]["user_config"] = user_config
         client.put_application(application)
         return client.wait(application, config.refit_timeout_seconds)
@@ -150,9 +150,8 @@ def remove(serve: ServeEndpoint) -> None:
         client.put_application(None)
 
 
-def _user_config(
-    version: int, weights: str | None, digest: str | None, current: dict[str, Any] | None
-) -> dict[str, Any]:
+def wish(version: int, weights: str | None, digest: str | None, current: dict[str, Any] | None) -> dict[str, Any]:
+    """The `user_config` that asks for these weights, newer than what the current application wants."""
     before = None if current is None else current["deployments"][0]["user_config"]
     return {"policy_version": version, "weights": weights, "digest": digest, "request": later_than([before])}
 
@@ -176,7 +175,8 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits, *refits})
 
 
-def _application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:
+def wanted_application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:
+    """The application as Serve's schema has it, with what is wanted of it."""
     generation = engine_arguments(config)
     return {
         "name": serve_app.APPLICATION,
@@ -257,7 +257,7 @@ class _Serve:
         found: list[Replica] | None = None
         while time.monotonic() < deadline:
             found = self.replicas()
-            if found is not None and _all_there(found, count, digest, user_config):
+            if found is not None and all_there(found, count, digest, user_config):
                 return found
             if time.monotonic() >= next_look:
                 self._raise_what_serve_says()
@@ -273,10 +273,10 @@ class _Serve:
         if application is None:
             return
         if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise DeploymentFailed(f"The policy deployment failed: {_last_lines(_messages(application))}")
+            raise DeploymentFailed(f"The policy deployment failed: {last_lines(_messages(application))}")
         for deployment in application["deployments"].values():
             if "Error" in (message := deployment.get("message") or ""):
-                raise DeploymentFailed(f"A replica of the policy cannot start: {_last_lines(message)}")
+                raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(message)}")
 
 
 def _client(url: str, headers: dict[str, str]) -> httpx.Client:
@@ -289,12 +289,12 @@ def _messages(application: dict[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _last_lines(text: str) -> str:
+def last_lines(text: str) -> str:
     """The end of a traceback: where the cause stands."""
     return "\n".join(text.strip().splitlines()[-8:])
 
 
-def _all_there(found: list[Replica], count: int, digest: str, user_config: dict[str, Any]) -> bool:
+def all_there(found: list[Replica], count: int, digest: str, user_config: dict[str, Any]) -> bool:
     """True when exactly the wanted replicas hold the wanted weights.
 
     Raises:

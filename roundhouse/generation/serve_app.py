@@ -14,6 +14,7 @@ A raw ASGI callable, no web framework: at a hundred short answers a second the f
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -45,7 +46,6 @@ class PolicyReplica:
         from ray import serve
 
         config = GenerationConfig.model_validate(generation)
-        check_model_directory(model_dir)
         replica_id = serve.get_replica_context().replica_id.unique_id
         application = application_digest({"generation": generation, "model_dir": model_dir})
         self.policy, self.server = await start_policy(config, model_dir, replica_id, application)
@@ -80,13 +80,20 @@ class PolicyReplica:
 async def start_policy(
     config: GenerationConfig, model_dir: str, replica_id: str, application: str = ""
 ) -> tuple[ServedPolicy, ChatServer]:
-    """An engine with its chat server, without weights yet."""
+    """An engine with its chat server, without weights yet.
+
+    Args:
+        model_dir: config and tokenizer: a directory, or the URI of a checkpoint, from which they are brought here.
+    """
     from roundhouse.generation.backends import make_engine, make_tool_parser
     from roundhouse.generation.chat import ChatCodec
     from roundhouse.generation.chat_server import ChatServer
+    from roundhouse.generation.model_files import local_model
     from roundhouse.generation.served_policy import ServedPolicy
     from roundhouse.weights.cache import node_cache
 
+    model_dir = str(await asyncio.to_thread(local_model, model_dir))
+    check_model_directory(model_dir)
     codec = ChatCodec(model_dir, config.max_model_len)
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
     await engine.start()

@@ -32,6 +32,7 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import RoundhouseError
 from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
+from roundhouse.generation.model_files import path_of
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
 
@@ -75,7 +76,8 @@ class StandaloneEngine:
             arguments = {"generation": body["generation"], "model_dir": body["model_dir"]}
             wanted = Wanted.parse(body["wanted"])
             GenerationConfig.model_validate(arguments["generation"])
-            check_model_directory(arguments["model_dir"])
+            if (path := path_of(arguments["model_dir"])) is not None:
+                check_model_directory(str(path))
         except (ValueError, KeyError, TypeError, RoundhouseError) as error:
             await reply_error(send, 400, "bad_request", f"{type(error).__name__}: {error}")
             return

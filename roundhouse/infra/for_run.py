@@ -32,8 +32,9 @@ def services_of(config: RunConfig) -> Iterator[Services]:
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
         os.environ.update(services.environment() | own_tracking)
         _quiet_libraries()
-        pages = {"mlflow": services.mlflow_url} if "mlflow" in wanted else {}
-        announce("pages", prefect=services.prefect_ui_url, **pages)
+        pages = {"prefect": services.prefect_ui_url} if "prefect" in wanted else {}
+        pages |= {"mlflow": services.mlflow_url} if "mlflow" in wanted else {}
+        announce("pages", **pages)
         yield services
 
 

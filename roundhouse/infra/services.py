@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundhouse.config.models import RunConfig
+from roundhouse.config.models import KubernetesInfra, RunConfig
 from roundhouse.errors import InfraError
 from roundhouse.infra import requests
 from roundhouse.infra.ports import LOOPBACK
@@ -161,6 +161,9 @@ def local_services(
     too) all end, except what somebody else holds. Should this process be killed, the supervisor ends them.
     """
     names = tuple(services)
+    if not names:
+        yield Services(StateDirectory(state_dir), {})
+        return
     running = up(
         state_dir,
         names,
@@ -180,11 +183,15 @@ def local_services(
 
 
 def needed_services(config: RunConfig) -> tuple[str, ...]:
-    """The local services that a run uses: no Ray where its engine is named, no MLflow where it tracks elsewhere or nothing."""
+    """The local services that a run uses: no Ray where its engine is named, no MLflow where it tracks elsewhere or nothing, and
+    in a cluster no Prefect where there is a server already."""
     elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
     unused = set()
     if config.generation.engine_url is not None:
         unused.add("ray")
+    if isinstance(config.infra, KubernetesInfra):
+        unused |= {"ray"} if config.infra.engine is not None else set()
+        unused |= {"prefect"} if "PREFECT_API_URL" in os.environ else set()
     if elsewhere or not config.tracking.enabled:
         unused.add("mlflow")
     return tuple(name for name in DEFAULT_SERVICES if name not in unused)

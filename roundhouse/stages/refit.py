@@ -9,11 +9,12 @@ rollouts it is for are complete is there nothing to do.
 
 from __future__ import annotations
 
-from roundhouse.config.models import RunConfig
+from roundhouse.config.models import KubernetesInfra
 from roundhouse.errors import StoreError
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
 from roundhouse.health.activity import ACTIVITY
+from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
 from roundhouse.stages.policy import engine_files
@@ -21,16 +22,30 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 
 
-def engine_service(config: RunConfig) -> EngineService:
+def engine_service(run: Run) -> EngineService:
     """The run's engine: the one that the configuration names, else the local services' Ray Serve.
 
     Raises:
         InfraError: Ray is not running.
     """
+    config = run.config
     if config.generation.engine_url is not None:
         return ProcessEngine(config.generation.engine_url.rstrip("/"))
+    if isinstance(config.infra, KubernetesInfra) and config.infra.engine is not None:
+        holder = Holder(run.run_id, run.uid, run.location.uri)
+        return RayServiceServed(config.infra, config.infra.engine, holder)
     services = status(state_directory(config))
     return ServedEngine(ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token))
+
+
+def engine_model(run: Run) -> str | None:
+    """The policy's config and tokenizer as the engine finds them: a directory beside the flow or, for an engine with a disk of
+    its own, the URI of version 0; None while that is not committed."""
+    infra = run.config.infra
+    if not isinstance(infra, KubernetesInfra) or (infra.engine is None and not run.config.store.startswith("s3://")):
+        return str(engine_files(run))
+    start = run.checkpoint(0).reference()
+    return None if start is None else start.uri
 
 
 def engine_at(run: Run, version: int) -> str:
@@ -38,7 +53,7 @@ def engine_at(run: Run, version: int) -> str:
 
     After a refit that is a matter of one call. When a replica has died since, it waits for the one that takes its place.
     """
-    engine = engine_service(run.config)
+    engine = engine_service(run)
     ready = [replica for replica in engine.replicas() if replica.ready and replica.policy_version == version]
     if len(ready) != run.config.generation.replicas:
         checkpoint = run.checkpoint(version).reference()
@@ -51,17 +66,21 @@ def engine_at(run: Run, version: int) -> str:
 def start_engine(run: Run) -> None:
     """Ask for the engine with the policy's architecture; it loads while the starting policy is still being made."""
     announce("engine", text="starting")
-    engine_service(run.config).start(run.config.generation, str(engine_files(run)))
+    if (model := engine_model(run)) is not None:
+        engine_service(run).start(run.config.generation, model)
 
 
 def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
     """Deploy or refit, until all replicas answer with this checkpoint."""
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
-    engine = engine_service(run.config)
+    engine = engine_service(run)
     generation, version = run.config.generation, checkpoint.policy_version
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
+    model = engine_model(run)
+    if model is None:
+        raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
     with ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience):
-        return engine.ensure(generation, str(engine_files(run)), checkpoint.uri, version)
+        return engine.ensure(generation, model, checkpoint.uri, version)
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:

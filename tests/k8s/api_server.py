@@ -23,7 +23,14 @@ Object = dict[str, Any]
 _PATH = re.compile(
     r"^/(?:api/v1|apis/(?P<group>[^/]+/[^/]+))/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?$"
 )
-_KINDS = {"jobs": "Job", "pods": "Pod", "configmaps": "ConfigMap", "services": "Service", "events": "Event"}
+_KINDS = {
+    "jobs": "Job",
+    "pods": "Pod",
+    "configmaps": "ConfigMap",
+    "services": "Service",
+    "events": "Event",
+    "rayservices": "RayService",
+}
 BOOKMARK_SECONDS = 0.5
 
 
@@ -57,7 +64,7 @@ class ApiState:
             if key in self.objects:
                 return 409, _status(409, "AlreadyExists", f'{plural} "{metadata["name"]}" already exists')
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            metadata |= {"uid": str(uuid.uuid4()), "namespace": namespace, "creationTimestamp": now}
+            metadata |= {"uid": str(uuid.uuid4()), "namespace": namespace, "creationTimestamp": now, "generation": 1}
             body.setdefault("kind", _KINDS[plural])
             self.objects[key] = body
             return 201, self.record(plural, "ADDED", body)
@@ -100,7 +107,12 @@ class ApiState:
             item = self.objects.get((plural, namespace, name))
             if item is None:
                 return 404, _status(404, "NotFound", f'{plural} "{name}" not found')
+            version = change.get("metadata", {}).get("resourceVersion", item["metadata"]["resourceVersion"])
+            if version != item["metadata"]["resourceVersion"]:
+                return 409, _status(409, "Conflict", "the object has been modified; apply to the latest version")
+            spec = json.dumps(item.get("spec"))
             _merge(item, change)
+            item["metadata"]["generation"] += json.dumps(item.get("spec")) != spec
             return 200, self.record(plural, "MODIFIED", item)
 
     def list(self, plural: str, namespace: str, query: dict[str, str]) -> tuple[int, Object]:

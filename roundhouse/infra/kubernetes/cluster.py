@@ -97,6 +97,15 @@ class Cluster:
     def patch(self, path: str, body: Object, content_type: str = "application/merge-patch+json") -> Object:
         return self._json("PATCH", path, {}, body, {"Content-Type": content_type})
 
+    def apply(self, path: str, body: Object, manager: str) -> Object:
+        """Server-side apply: the fields in the body are the manager's from then on, and no others change.
+
+        Raises:
+            Refused: 409 when the body names a resourceVersion that is not the newest.
+        """
+        query = {"fieldManager": manager, "force": "true", "fieldValidation": "Strict"}
+        return self._json("PATCH", path, query, body, {"Content-Type": "application/apply-patch+yaml"})
+
     def stream(self, path: str, query: Mapping[str, str], read_seconds: float) -> urllib3.HTTPResponse:
         """An answer that is read as it comes: a watch, a log. Not repeated.
 

@@ -35,15 +35,19 @@ _SLOWEST = 5.0
 class Watched:
     """A collection of objects, kept up to date by a thread."""
 
-    def __init__(self, cluster: Cluster, path: str, selector: str, changed: Callable[[Object | None], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, path: str, selector: str, changed: Callable[[Object | None], None], *, fields: str = ""
+    ) -> None:
         """Begin to watch.
 
         Args:
+            selector: by labels.
+            fields: by fields, such as metadata.name=x.
             changed: called from the thread with an object that is new, changed or gone; with None when all may have changed.
         """
         self._cluster = cluster
         self._path = path
-        self._selector = selector
+        self._selectors = {"labelSelector": selector, "fieldSelector": fields}
         self._changed = changed
         self._lock = threading.Lock()
         self._present: dict[str, Object] = {}
@@ -63,6 +67,11 @@ class Watched:
         """The object as it is now; None when it is not there."""
         with self._lock:
             return self._present.get(uid)
+
+    def all_present(self) -> list[Object]:
+        """Every object that is there now."""
+        with self._lock:
+            return list(self._present.values())
 
     def is_gone(self, uid: str) -> bool:
         """Whether an object was seen and has vanished since."""
@@ -136,7 +145,7 @@ class Watched:
             pause = min(2 * pause, _SLOWEST)
 
     def _list(self) -> None:
-        found = self._cluster.get(self._path, labelSelector=self._selector)
+        found = self._cluster.get(self._path, **self._selected())
         items = {item["metadata"]["uid"]: item for item in found.get("items") or []}
         with self._lock:
             self._gone |= {uid: item for uid, item in self._present.items() if uid not in items}
@@ -147,6 +156,9 @@ class Watched:
         self.listed.set()
         self._changed(None)
 
+    def _selected(self) -> dict[str, str]:
+        return {name: value for name, value in self._selectors.items() if value}
+
     def _keep_by_owner(self, item: Object) -> None:
         for owner in item["metadata"].get("ownerReferences") or []:
             self._owned.setdefault(owner["uid"], {})[item["metadata"]["uid"]] = item
@@ -154,7 +166,7 @@ class Watched:
     def _events(self) -> Iterator[Object]:
         query = {
             "watch": "1",
-            "labelSelector": self._selector,
+            **self._selected(),
             "resourceVersion": str(self._version),
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SECONDS),

@@ -1,0 +1,84 @@
+"""A model's config and tokenizer on this node, wherever they are kept.
+
+Invariant: what `local_model` returns is a directory of this node with every file that was committed, digests checked, but the
+weights: an engine starts from it, and its weights come by refit. A directory of this node is returned as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, sha256
+
+
+def local_model(uri: str, cache: Path | None = None) -> Path:
+    """A local directory with config and tokenizer of the model at `uri`: a path, file:// or s3://.
+
+    Raises:
+        ConfigError: there is no committed model at `uri`.
+        StoreError: the store cannot be read, or a file is not what its manifest says.
+    """
+    path = path_of(uri)
+    if path is not None:
+        return path
+    source = Location(uri)
+    try:
+        data = source.read(MANIFEST)
+    except NotFound as error:
+        raise ConfigError(
+            f"There is no committed model at {uri}. Name the directory of a checkpoint: <store>/runs/<run>/checkpoints/…"
+        ) from error
+    final = (cache or _own_cache()) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
+    if not final.is_dir():
+        entries = [entry for entry in Manifest.model_validate_json(data).files if _is_model_file(entry.path)]
+        _place(source, entries, final)
+    return final
+
+
+def path_of(uri: str) -> Path | None:
+    """The path of a directory of this node (plain or file://); None when it is elsewhere."""
+    if uri.startswith("file://"):
+        return Path(uri[len("file://") :])
+    return None if "://" in uri else Path(uri)
+
+
+def _own_cache() -> Path:
+    """A directory of this user's alone: in one that others can write to, they could place files of theirs."""
+    cache = Path(tempfile.gettempdir()) / f"roundhouse-models-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    if cache.is_symlink() or cache.stat().st_uid != os.getuid():
+        raise ConfigError(f"{cache} belongs to another user. Set TMPDIR to a directory of your own.")
+    cache.chmod(0o700)
+    return cache
+
+
+def _is_model_file(name: str) -> bool:
+    return "/" not in name and not name.endswith(".safetensors") and name != "model.safetensors.index.json"
+
+
+def _place(source: Location, entries: list[FileEntry], final: Path) -> None:
+    partial = final.parent / f".{final.name}.{uuid.uuid4().hex}"
+    partial.mkdir(parents=True)
+    try:
+        for entry in entries:
+            data = source.read(entry.path)
+            if sha256(data) != entry.sha256:
+                raise StoreError(
+                    f"{source.uri}/{entry.path} is not what its manifest says. Look with `roundhouse store verify`."
+                )
+            (partial / entry.path).write_bytes(data)
+        try:
+            os.rename(partial, final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another replica of this node was quicker.
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

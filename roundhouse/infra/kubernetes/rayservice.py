@@ -1,0 +1,274 @@
+"""The engine as a RayService: what is wanted of it is written to its `serveConfigV2`, and KubeRay hands it to Serve.
+
+Invariant: a refit changes the policy's `user_config` and nothing else of the RayService, so no pod is replaced and no cluster
+is made. `ensure` returns only when KubeRay says that the application runs, and every replica has said itself that it answers
+with the wanted version; what a replica that starts later wants is the same text.
+
+    get ──> whose is it? ──> apply serveConfigV2 ──> watch: KubeRay's word ──┐
+                                 ^      409: somebody was quicker      ask: replicas' own word ──> all there
+                                 └─────────────┘                             └──> failed, refused, no operator: the error
+
+A RayService serves one run. The run's name stands on it, and another one is refused until that run has finished: versions are
+numbers, and a number of another run would be taken for the own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
+from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import ConfigError, InfraError, StoreError
+from roundhouse.generation import deployment, serve_app
+from roundhouse.generation.deployment import DeploymentFailed, Replica
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused, connect, explained
+from roundhouse.infra.kubernetes.names import LABEL, label_value
+from roundhouse.infra.kubernetes.serve_config import (
+    Told,
+    application_in,
+    as_handed_on,
+    exact_request,
+    told,
+    with_application,
+)
+from roundhouse.infra.kubernetes.watching import Watched
+from roundhouse.store.location import Location
+
+Object = dict[str, Any]
+
+API = "ray.io/v1"
+FIELD_MANAGER = "roundhouse"
+ASK_SECONDS = (0.1, 1.0)
+"""Between two questions to the replicas: at first, and after a while."""
+STALE_SECONDS = 8.0
+"""KubeRay reads Serve's status before it hands on a change, so a failure that was there before counts only when it stays."""
+MOST_WRITERS = 5
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The run that a RayService serves."""
+
+    run_id: str
+    run_uid: str
+    location: str
+    """URI of the run in its store."""
+
+    def notes(self) -> dict[str, str]:
+        return {f"{LABEL}run": self.run_id, f"{LABEL}run-uid": self.run_uid, f"{LABEL}location": self.location}
+
+
+@dataclass(frozen=True)
+class RayServiceServed:
+    """The engine of a run, run by KubeRay (`engine_services.EngineService`)."""
+
+    infra: KubernetesInfra
+    engine: RayServiceEngine
+    holder: Holder
+
+    @property
+    def url(self) -> str:
+        inside = f"http://{self.engine.ray_service}-serve-svc.{self.infra.namespace}.svc:8000"
+        return (self.engine.url or inside).rstrip("/")
+
+    def replicas(self) -> list[Replica]:
+        try:
+            reply = httpx.get(f"{self.url}/rh/replicas", timeout=deployment.CALL_TIMEOUT_SECONDS)
+            return [Replica.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+        except (httpx.HTTPError, ValueError, KeyError):
+            return []
+
+    def start(self, config: GenerationConfig, model_dir: str) -> None:
+        cluster = connect(self.infra)
+        try:
+            self._want(cluster, config, model_dir, None, 0)
+        finally:
+            cluster.close()
+
+    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+        cluster = connect(self.infra)
+        try:
+            written, application = self._want(cluster, config, model_dir, weights, version)
+            patience = config.start_timeout_seconds + config.refit_timeout_seconds
+            waiting = _Waiting(self, cluster, application, int(written["metadata"]["generation"]), patience)
+            return waiting.until_all_are_there()
+        finally:
+            cluster.close()
+
+    @property
+    def collection(self) -> str:
+        return f"/apis/{API}/namespaces/{self.infra.namespace}/rayservices"
+
+    def _want(
+        self, cluster: Cluster, config: GenerationConfig, model_dir: str, weights: str | None, version: int
+    ) -> tuple[Object, Object]:
+        """Write what is wanted; the RayService as it is then, and the application in it."""
+        replicas = self.replicas()
+        for _ in range(MOST_WRITERS):
+            service = self._get(cluster)
+            self._require_free(service)
+            text = service["spec"].get("serveConfigV2")
+            application = self._application(config, model_dir, weights, version, application_in(text), replicas)
+            try:
+                return self._apply(cluster, service, with_application(text, application)), application
+            except Refused as refused:
+                if refused.status != 409:
+                    raise explained(refused, f"patch RayService {self.engine.ray_service}") from refused
+        raise InfraError(
+            f"RayService {self.engine.ray_service} was changed by others {MOST_WRITERS} times while the flow wrote to it."
+        )
+
+    def _application(
+        self,
+        config: GenerationConfig,
+        model_dir: str,
+        weights: str | None,
+        version: int,
+        current: Object | None,
+        replicas: list[Replica],
+    ) -> Object:
+        before = None if current is None else current["deployments"][0].get("user_config")
+        wanted = deployment.wish(version, weights, None, current)
+        request = deployment.later_than([wanted, *(replica.wanted for replica in replicas)])
+        wanted["request"] = exact_request(request)
+        if weights is None and before is not None:
+            wanted = before  # engines that have weights keep them
+        return dict(as_handed_on(deployment.wanted_application(config, model_dir, wanted)))
+
+    def _get(self, cluster: Cluster) -> Object:
+        name, namespace = self.engine.ray_service, self.infra.namespace
+        try:
+            return cluster.get(f"{self.collection}/{name}")
+        except Refused as refused:
+            if refused.status != 404:
+                raise explained(refused, f"get RayService {name} in namespace {namespace}") from refused
+            raise ConfigError(
+                f"There is no RayService {name} in namespace {namespace} (infra.engine.ray_service): {refused.message}. Apply "
+                "k8s/overlays/gpu, or one like it; where RayServices are not known at all, install the chart kuberay-operator."
+            ) from refused
+
+    def _apply(self, cluster: Cluster, service: Object, text: str) -> Object:
+        metadata = {
+            "name": self.engine.ray_service,
+            "namespace": self.infra.namespace,
+            "resourceVersion": service["metadata"]["resourceVersion"],
+            "annotations": self.holder.notes(),
+            "labels": {f"{LABEL}run": label_value(self.holder.run_id)},
+        }
+        body = {"apiVersion": API, "kind": "RayService", "metadata": metadata, "spec": {"serveConfigV2": text}}
+        return cluster.apply(f"{self.collection}/{self.engine.ray_service}", body, FIELD_MANAGER)
+
+    def _require_free(self, service: Object) -> None:
+        notes = service["metadata"].get("annotations") or {}
+        uid, run, place = (notes.get(f"{LABEL}{name}") for name in ("run-uid", "run", "location"))
+        if uid in (None, "", self.holder.run_uid) or _is_over(place):
+            return
+        name, namespace = self.engine.ray_service, self.infra.namespace
+        raise ConfigError(
+            f"RayService {name} serves run {run!r} ({place}), which has not finished. Give this run its own "
+            f"(infra.engine.ray_service); if that run is given up: kubectl -n {namespace} annotate rayservice {name} "
+            f"{LABEL}run-uid-"
+        )
+
+
+@dataclass
+class _Waiting:
+    """From the written wish to all replicas' word."""
+
+    served: RayServiceServed
+    cluster: Cluster
+    application: Object
+    generation: int
+    seconds: float
+    began: float = field(default_factory=time.monotonic)
+    changed_since: bool = False
+    """Whether KubeRay has told of another status than at the start."""
+
+    def until_all_are_there(self) -> list[Replica]:
+        import threading
+
+        changed, name = threading.Event(), self.served.engine.ray_service
+        watched = Watched(
+            self.cluster, self.served.collection, "", lambda _: changed.set(), fields=f"metadata.name={name}"
+        )
+        found, pause, first = [], ASK_SECONDS[0], None
+        try:
+            while time.monotonic() - self.began < self.seconds:
+                changed.clear()
+                word = told(self._present(watched))
+                first = first or word
+                self.changed_since |= (word.status, word.message) != (first.status, first.message)
+                found = self.served.replicas()
+                if self._all_there(found) and word.is_running:
+                    return found
+                self._raise_failures(word)
+                changed.wait(pause)
+                pause = min(1.5 * pause, ASK_SECONDS[1])
+        finally:
+            watched.stop()
+        raise DeploymentFailed(
+            f"Not all {self._count} replicas of RayService {name} answered with version {self._wanted['policy_version']} "
+            f"within {self.seconds:g} s (generation.start_timeout_seconds + refit_timeout_seconds). KubeRay: {word.status} "
+            f"{word.message}. They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}. "
+            f"{self._events()}"
+        )
+
+    @property
+    def _count(self) -> int:
+        return int(self.application["deployments"][0]["num_replicas"])
+
+    @property
+    def _wanted(self) -> Object:
+        return dict(self.application["deployments"][0]["user_config"])
+
+    def _all_there(self, found: list[Replica]) -> bool:
+        digest = serve_app.application_digest(self.application["args"])
+        return deployment.all_there(found, self._count, digest, self._wanted)
+
+    def _present(self, watched: Watched) -> Object:
+        """The RayService as it is now."""
+        if watched.failure is not None:
+            raise watched.failure
+        watched.listed.wait(self.cluster.patience_seconds)
+        there = watched.all_present()
+        if watched.failure is None and not there:
+            raise InfraError(f"RayService {self.served.engine.ray_service} was deleted while the flow waited for it.")
+        return there[0] if there else {}
+
+    def _raise_failures(self, word: Told) -> None:
+        waited = time.monotonic() - self.began
+        name = self.served.engine.ray_service
+        if word.generation < self.generation:
+            if waited > self.served.engine.operator_seconds:
+                raise InfraError(
+                    f"KubeRay has not looked at RayService {name} for {waited:.0f} s. Does its operator run, and does it "
+                    f"reach port 8265 of the head (NetworkPolicy)? {self._events()}"
+                )
+            return
+        if word.failure is not None and (self.changed_since or waited > STALE_SECONDS):
+            raise DeploymentFailed(f"The policy on RayService {name} failed. {word.failure}")
+
+    def _events(self) -> str:
+        """What the cluster says of the RayService; empty where it says nothing or may not be asked."""
+        namespace, name = self.served.infra.namespace, self.served.engine.ray_service
+        selector = f"involvedObject.kind=RayService,involvedObject.name={name},type=Warning"
+        try:
+            events = self.cluster.get(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector).get("items")
+        except (Refused, InfraError):
+            return ""
+        return f"The cluster says: {events[-1].get('message')}" if events else ""
+
+
+def _is_over(place: str | None) -> bool:
+    """Whether the run at this place has finished, or is there no more."""
+    if place is None:
+        return False
+    try:
+        location = Location(place)
+        return location.exists("summary.json") or not location.exists("run.json")
+    except (StoreError, ValueError, OSError):
+        return False

@@ -1,0 +1,226 @@
+"""Who acts on RayServices in a cluster without nodes: KubeRay's operator as far as the flow sees it, and Serves to hand on to.
+
+The operator does what KubeRay 1.6 does (rayservice_controller.go): reads Serve's status, then hands on `serveConfigV2` when it
+changed, through Go's values (each number a float64), and writes down what it read: one look behind.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+import httpx
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from roundhouse.generation.deployment import ServeEndpoint
+from roundhouse.generation.serve_app import application_digest
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+
+Object = dict[str, Any]
+
+LOOK_SECONDS = 0.2
+"""KubeRay: 2 s."""
+
+
+class Serve(Protocol):
+    """What the operator talks to: the dashboard of a Ray cluster."""
+
+    def statuses(self) -> Object: ...
+    def put(self, config: Object) -> None: ...
+
+
+class FakeServe:
+    """Serve's answers without Ray: replicas that take every wish at once, or as a test says."""
+
+    def __init__(self) -> None:
+        self.config: Object = {"applications": []}
+        self.puts: list[Object] = []
+        self.error = ""
+        """The application cannot be deployed, for this reason."""
+        self.refusal: str | None = None
+        """Replicas refuse the weights, for this reason."""
+        self.holding = threading.Event()
+        """Set: replicas do not take wishes."""
+        self.held: Object | None = None
+
+    def put(self, config: Object) -> None:
+        ServeDeploySchema.model_validate(config)
+        self.puts.append(config)
+        self.config = config
+
+    def statuses(self) -> Object:
+        status = ("DEPLOY_FAILED", self.error) if self.error else ("RUNNING", "")
+        return {
+            each["name"]: {"status": status[0], "message": status[1], "serveDeploymentStatuses": {}}
+            for each in self.config["applications"]
+        }
+
+    def replicas(self) -> list[Object]:
+        found = [each for each in self.config["applications"] if each["name"] == "policy"]
+        if not found or self.error:
+            return []
+        deployment, digest = found[0]["deployments"][0], application_digest(found[0]["args"])
+        wanted = deployment["user_config"]
+        if not self.holding.is_set() and not self.refusal:
+            self.held = wanted
+        held = self.held or {}
+        return [
+            {
+                "replica_id": f"replica-{index}",
+                "pid": 1,
+                "application": digest,
+                "ready": not self.refusal,
+                "policy_version": held.get("policy_version"),
+                "weights": held.get("weights"),
+                "refit_seconds": 0.1,
+                "error": self.refusal,
+                "failed_request": wanted["request"] if self.refusal else None,
+                "wanted": wanted,
+            }
+            for index in range(deployment["num_replicas"])
+        ]
+
+
+@contextmanager
+def answering(serve: FakeServe) -> Iterator[str]:
+    """The URL of `<name>-serve-svc`."""
+
+    class Requests(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = json.dumps({"replicas": serve.replicas()}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class RealServe:
+    """The dashboard of a running Ray cluster."""
+
+    def __init__(self, endpoint: ServeEndpoint) -> None:
+        self._endpoint = endpoint
+        headers = {"Authorization": f"Bearer {endpoint.token}"}
+        self._dashboard = httpx.Client(base_url=endpoint.dashboard_url, headers=headers, timeout=30)
+
+    def put(self, config: Object) -> None:
+        url = httpx.URL(self._endpoint.http_url)
+        # on a cluster, pods have addresses of their own; here Serve has to be told its port
+        config = config | {"http_options": {"host": url.host, "port": url.port}}
+        reply = self._dashboard.put("/api/serve/applications/", json=config)
+        if reply.status_code >= 400:
+            raise ValueError(reply.text)
+
+    def statuses(self) -> Object:
+        found = self._dashboard.get("/api/serve/applications/").json()["applications"]
+        return {
+            name: {
+                "status": each["status"],
+                "message": each.get("message") or "",
+                "serveDeploymentStatuses": {
+                    deployment: {"status": one["status"], "message": one.get("message") or ""}
+                    for deployment, one in each["deployments"].items()
+                },
+            }
+            for name, each in found.items()
+        }
+
+
+class Operator:
+    """Looks at the RayServices of a namespace, one after the other, again and again."""
+
+    def __init__(self, cluster: Cluster, namespace: str, serve: Serve) -> None:
+        self._cluster, self._serve = cluster, serve
+        self._path = f"/apis/ray.io/v1/namespaces/{namespace}/rayservices"
+        self._handed_on: dict[str, str] = {}
+        self.specs: list[Object] = []
+        """`rayClusterConfig` of each look that saw another one: more than one would be a new cluster."""
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(LOOK_SECONDS):
+            for service in self._cluster.get(self._path).get("items") or []:
+                try:
+                    self._look(service)
+                except (Refused, httpx.HTTPError):
+                    continue  # as the operator: again at the next look
+
+    def _look(self, service: Object) -> None:
+        spec, metadata = service["spec"], service["metadata"]
+        if self.specs[-1:] != [spec["rayClusterConfig"]]:
+            self.specs.append(spec["rayClusterConfig"])
+        text = spec.get("serveConfigV2") or ""
+        statuses = self._serve.statuses()
+        if self._handed_on.get(metadata["uid"]) != text:
+            try:
+                self._serve.put(through_go(yaml.safe_load(text) or {}))
+            except ValueError as error:
+                self._warn(metadata, f"fail to create / update Serve applications: {error}")
+                return
+            self._handed_on[metadata["uid"]] = text
+        status = {
+            "observedGeneration": metadata["generation"],
+            "activeServiceStatus": {"rayClusterName": f"{metadata['name']}-1", "applicationStatuses": statuses},
+        }
+        if status != service.get("status"):
+            self._cluster.patch(f"{self._path}/{metadata['name']}/status", {"status": status})
+
+    def _warn(self, metadata: Object, message: str) -> None:
+        involved = {"kind": "RayService", "name": metadata["name"], "namespace": metadata["namespace"]}
+        involved |= {"apiVersion": "ray.io/v1", "uid": metadata["uid"]}
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": "rayservice-"},
+            "involvedObject": involved,
+            "type": "Warning",
+            "reason": "FailedToUpdateServeApplications",
+            "message": message,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+        }
+        self._cluster.create(f"/api/v1/namespaces/{metadata['namespace']}/events", event)
+
+
+def through_go(value: Any) -> Any:
+    """What Go's encoding/json writes of what it has read into `map[string]any`: the shortest digits of a float64."""
+    if isinstance(value, dict):
+        return {key: through_go(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [through_go(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    shortest = Decimal(repr(float(value)))
+    return int(shortest) if shortest == shortest.to_integral_value() else float(value)
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not within its time"
+        time.sleep(0.02)

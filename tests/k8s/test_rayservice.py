@@ -1,0 +1,272 @@
+"""The engine as a RayService: refits in place, by KubeRay's word and the replicas' own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.infra.kubernetes import rayservice
+from roundhouse.infra.kubernetes.cluster import Cluster
+from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
+from roundhouse.infra.kubernetes.serve_config import (
+    application_in,
+    as_handed_on,
+    exact_request,
+    told,
+    with_application,
+)
+from tests.k8s.kuberay import FakeServe, Operator, answering, through_go
+from tests.k8s.stand import Stand
+
+Object = dict[str, Any]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = GenerationConfig(replicas=2, start_timeout_seconds=10, refit_timeout_seconds=5)
+MODEL = "s3://bucket/runs/a/checkpoints/000000"
+
+
+def manifest(name: str, namespace: str) -> Object:
+    """The engine of the overlay `gpu`."""
+    [service] = yaml.safe_load_all((ROOT / "k8s/overlays/gpu/rayservice.yaml").read_text())
+    service["metadata"] |= {"name": name, "namespace": namespace}
+    return dict(service)
+
+
+@dataclass
+class Scene:
+    """A RayService, its operator, and the Serve behind it."""
+
+    stand: Stand
+    serve: FakeServe
+    operator: Operator
+    url: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"/apis/ray.io/v1/namespaces/{self.stand.namespace}/rayservices/{self.name}"
+
+    def engine(self, run: str = "mine", location: str = "/nowhere", **engine: Any) -> RayServiceServed:
+        settings = {"ray_service": self.name, "url": self.url} | engine
+        infra = KubernetesInfra.model_validate(
+            {"namespace": self.stand.namespace, "engine": settings, "patience_seconds": 5}
+        )
+        assert infra.engine is not None
+        return RayServiceServed(infra, infra.engine, Holder(run, f"uid-of-{run}", location))
+
+    def service(self) -> Object:
+        return self.stand.admin.get(self.path)
+
+
+@pytest.fixture
+def scene(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
+    if stand.plane is not None:
+        install_crd(stand.admin)
+    serve, name = FakeServe(), f"engine-{uuid.uuid4().hex[:6]}"
+    path = f"/apis/ray.io/v1/namespaces/{stand.namespace}/rayservices"
+    stand.admin.create(path, manifest(name, stand.namespace))
+    operator = Operator(stand.admin, stand.namespace, serve)
+    try:
+        with answering(serve) as url:
+            yield Scene(stand, serve, operator, url, name)
+    finally:
+        operator.stop()
+
+
+def install_crd(admin: Cluster) -> None:
+    from roundhouse.infra.kubernetes.cluster import Refused
+    from tests.k8s.kuberay import until
+    from tests.k8s.validation import CRDS, crd_of
+
+    if not CRDS.is_dir():
+        pytest.skip("the CRDs of KubeRay are not beside the repository")
+
+    def known() -> bool:
+        try:
+            return bool(admin.get("/apis/ray.io/v1/namespaces/default/rayservices"))
+        except Refused:
+            return False
+
+    if not known():
+        admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("RayService"))
+        until(known, 60)
+
+
+def test_a_refit_writes_the_version_to_the_rayservice_and_changes_no_cluster(scene: Scene) -> None:
+    engine = scene.engine()
+    assert engine.replicas() == []
+    first = engine.ensure(CONFIG, MODEL, "s3://bucket/runs/a/checkpoints/000000", 0)
+    assert [replica.policy_version for replica in first] == [0, 0]
+    before = scene.service()
+    second = engine.ensure(CONFIG, MODEL, "s3://bucket/runs/a/checkpoints/000001", 1)
+    assert [replica.policy_version for replica in second] == [1, 1]
+
+    after = scene.service()
+    assert len(scene.operator.specs) == 1, "one rayClusterConfig from beginning to end"
+    assert {**after["spec"], "serveConfigV2": ""} == {**before["spec"], "serveConfigV2": ""}
+    one, two = (application_in(item["spec"]["serveConfigV2"]) for item in (before, after))
+    assert one is not None
+    assert two is not None
+    asked = two["deployments"][0].pop("user_config")
+    assert asked["request"] > one["deployments"][0].pop("user_config")["request"]
+    assert one == two, "user_config alone, so that Serve replaces no replica"
+    assert after["metadata"]["annotations"]["roundhouse/run"] == "mine"
+
+
+def test_what_kuberay_hands_on_is_what_was_written(scene: Scene) -> None:
+    """Go reads each number as a float64: 0.0 arrives as 0, and a number of 19 digits as another."""
+    engine = scene.engine()
+    engine.ensure(CONFIG, MODEL, "s3://bucket/one", 1)
+    written = yaml.safe_load(scene.service()["spec"]["serveConfigV2"])
+    assert scene.serve.puts[-1] == written
+    assert written["applications"][0]["args"]["generation"]["gpus_per_replica"] == 0
+
+
+@given(st.integers(min_value=10**18, max_value=2 * 10**18))
+def test_a_request_number_survives_go(number: int) -> None:
+    assert number <= through_go(exact_request(number)) == exact_request(number)
+
+
+@given(st.recursive(st.floats(allow_nan=False, allow_infinity=False) | st.text() | st.booleans(), st.lists))
+def test_a_value_that_was_made_ready_survives_go(value: object) -> None:
+    small = as_handed_on(value)
+    if _largest(small) < 2**53:
+        assert through_go(small) == small
+        assert repr(through_go(small)) == repr(small).replace("-0.0", "0")
+
+
+def _largest(value: Any) -> float:
+    if isinstance(value, list):
+        return max(map(_largest, value), default=0)
+    return abs(value) if isinstance(value, int | float) else 0
+
+
+def test_other_applications_and_options_of_the_rayservice_stay() -> None:
+    text = "http_options: {port: 8000}\napplications:\n- {name: judge, import_path: a:b}\n- {name: policy, old: 1}\n"
+    tree = yaml.safe_load(with_application(text, {"name": "policy", "new": 1}))
+    assert tree == {
+        "http_options": {"port": 8000},
+        "applications": [{"name": "judge", "import_path": "a:b"}, {"name": "policy", "new": 1}],
+    }
+    assert yaml.safe_load(with_application(None, {"name": "policy"})) == {"applications": [{"name": "policy"}]}
+    for bad in ("[1, 2]", "applications: [a]", "a: [", "applications: 3"):
+        with pytest.raises(ConfigError, match="serveConfigV2"):
+            with_application(bad, {})
+
+
+def test_the_engine_can_be_asked_for_before_there_are_weights_and_keeps_those_that_it_has(scene: Scene) -> None:
+    engine = scene.engine()
+    engine.start(CONFIG, MODEL)
+    wanted = _wanted(scene)
+    assert wanted["weights"] is None
+    engine.ensure(CONFIG, MODEL, "s3://bucket/three", 3)
+    engine.start(CONFIG, MODEL)
+    assert _wanted(scene)["policy_version"] == 3
+
+
+def test_replicas_that_hold_another_version_are_waited_for(scene: Scene) -> None:
+    engine = scene.engine()
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    scene.serve.holding.set()
+    short = CONFIG.model_copy(update={"start_timeout_seconds": 1, "refit_timeout_seconds": 0.5})
+    with pytest.raises(DeploymentFailed, match=r"Not all 2 replicas .* version 2 within 1.5 s .*replica-0: version 1"):
+        engine.ensure(short, MODEL, "s3://bucket/2", 2)
+
+
+def test_a_replica_that_refuses_the_weights_ends_the_refit_with_its_words(scene: Scene) -> None:
+    engine = scene.engine()
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    scene.serve.refusal = "s3://bucket/2 lacks the tensor lm_head.weight."
+    with pytest.raises(DeploymentFailed, match="lacks the tensor"):
+        engine.ensure(CONFIG, MODEL, "s3://bucket/2", 2)
+
+
+def test_a_failed_deployment_is_told_in_serves_words_and_a_failure_of_before_is_not(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rayservice, "STALE_SECONDS", 1.5)
+    scene.serve.error = "Traceback …\nConfigError: engine_args: unknown key 'tensor_paralel_size'"
+    with pytest.raises(DeploymentFailed, match=r"DEPLOY_FAILED: .*\n.*tensor_paralel_size"):
+        scene.engine().ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    scene.serve.error = ""
+    assert len(scene.engine().ensure(CONFIG, MODEL, "s3://bucket/1", 1)) == 2
+
+
+def test_without_an_operator_the_refit_says_so(scene: Scene) -> None:
+    scene.operator.stop()
+    with pytest.raises(InfraError, match=r"KubeRay has not looked at RayService .* Does its operator run"):
+        scene.engine(operator_seconds=0.5).ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+
+
+def test_what_serve_refuses_is_told_by_the_operators_event(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Object) -> None:
+        raise ValueError("ray.serve says 400: no such runtime_env")
+
+    monkeypatch.setattr(scene.serve, "put", refuse)
+    with pytest.raises(InfraError, match="no such runtime_env"):
+        scene.engine(operator_seconds=1).ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+
+
+def test_a_missing_rayservice_names_the_key_and_what_to_apply(scene: Scene) -> None:
+    with pytest.raises(ConfigError, match=r"infra.engine.ray_service.*k8s/overlays/gpu"):
+        scene.engine(ray_service="other").ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+
+
+def test_a_rayservice_serves_one_run_until_that_has_finished(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    scene.engine("first", str(tmp_path)).ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    with pytest.raises(ConfigError, match=r"serves run 'first'.*annotate rayservice"):
+        scene.engine("second").ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    assert _wanted(scene)["weights"] == "s3://bucket/1"
+    (tmp_path / "summary.json").write_text("{}")
+    scene.engine("second").ensure(CONFIG, MODEL, "s3://bucket/other/1", 1)
+    assert scene.service()["metadata"]["annotations"]["roundhouse/run"] == "second"
+
+
+def test_a_refit_survives_an_api_server_with_faults(scene: Scene) -> None:
+    engine = scene.engine()
+    for status in (429, 503, 500):
+        scene.stand.faults.plant(status)
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    assert _wanted(scene)["policy_version"] == 1
+
+
+def test_the_cluster_that_is_made_ready_is_looked_at_before_the_one_that_serves() -> None:
+    def part(status: str) -> Object:
+        return {"applicationStatuses": {"policy": {"status": status, "message": status.lower()}}}
+
+    both = {"activeServiceStatus": part("RUNNING"), "pendingServiceStatus": part("DEPLOYING")}
+    assert told({"status": both}).status == "DEPLOYING"
+    assert told({"status": {"activeServiceStatus": part("RUNNING")}}).is_running
+    assert not told({}).is_running
+
+
+def test_two_engines_cannot_be_named() -> None:
+    tree = {
+        "run_id": "a",
+        "store": "s3://bucket/x",
+        "infra": {"kind": "kubernetes", "engine": {"ray_service": "e"}},
+        "generation": {"engine_url": "http://e:9000"},
+    }
+    with pytest.raises(ConfigError, match=r"generation.engine_url .* infra.engine.ray_service"):
+        parse_config(tree)
+
+
+def _wanted(scene: Scene) -> Object:
+    application = application_in(scene.service()["spec"]["serveConfigV2"])
+    assert application is not None
+    return dict(application["deployments"][0]["user_config"])
