@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Literal
 
 from prefect import flow
 
 from flows.economy import untagged_tasks
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
-from roundhouse.stages.datasets import Draw, dataset_stage, retain_versions, version_for
+from roundhouse.stages.datasets import Draw, dataset_stage, open_to_collect, retain_versions, version_for
+from roundhouse.stages.offline_fork import version_named
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import Run, open_run
+from roundhouse.store.run import Run
 from tasks.collect import collect_dataset
 from tasks.policy import starting_policy
 from tasks.refit import refit_to
@@ -25,27 +27,33 @@ def collect(
     version: int | None = None,
     moment: datetime | None = None,
     keep_last: int | None = None,
+    checkpoint: Literal["newest", "promoted"] = "newest",
+    keep_days: float | None = None,
 ) -> Reference:
     """Collect rollouts into `datasets/<name>/<version>` without training on them.
 
     Args:
         iteration: the draw of tasks, where no moment is given.
-        version: of the policy; the newest when left out.
+        version: of the policy; as `checkpoint` says when left out.
         moment: that this collection is for. It names the dataset's version, which is collected once.
-        keep_last: delete all but so many newest versions of the dataset afterwards.
+        keep_last, keep_days: delete the versions of the dataset that neither keeps afterwards (`retain_versions`).
+        checkpoint: the newest, or the promoted one; decided when the collection begins, not again when it is tried again.
     """
-    run = open_run(config)
+    run = open_to_collect(config)
     draw = Draw(iteration) if moment is None else Draw.of_moment(moment)
     with untagged_tasks():
         start = starting_policy(run)
-        collected = _collect(run, name, draw, version, start)
-    if keep_last is not None:
-        retain_versions(config.store, name, keep_last)
+        collected = _collect(run, name, draw, version, start, checkpoint)
+    retain_versions(config.store, name, keep_last, keep_days)
     return collected
 
 
-def _collect(run: Run, name: str, draw: Draw, wanted: int | None, start: Reference) -> Reference:
+def _collect(
+    run: Run, name: str, draw: Draw, wanted: int | None, start: Reference, named: Literal["newest", "promoted"]
+) -> Reference:
     version = version_for(run, name, draw, wanted)
+    if version is None and named == "promoted":
+        version = version_named(run, named)
     if version is not None and (done := dataset_stage(run, name, draw.label(version), draw).reference()) is not None:
         return done
     checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()

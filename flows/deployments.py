@@ -19,10 +19,10 @@ from prefect.runtime import flow_run
 
 from flows import collect as collecting
 from flows import evaluate as evaluating
-from flows import train as training
 from flows.moments import moment_of
 from flows.reruns import is_first_start
-from roundhouse.config.forms import CollectForm, EvaluateForm, ForkForm, TrainForm
+from flows.train_offline import training_flow
+from roundhouse.config.forms import CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
 from roundhouse.config.models import ResumeConfig, RunConfig
 from roundhouse.infra.for_run import services_of
 from roundhouse.stages.fork import fork_run
@@ -51,6 +51,14 @@ def train(settings: TrainForm) -> dict[str, Any]:
     return _train(config)
 
 
+@flow(name="train-offline", flow_run_name="train-offline {settings.new_run_id}", **DURABLE)
+def train_offline(settings: TrainOfflineForm) -> dict[str, Any]:
+    """A new run that starts from a checkpoint of another and learns from collected datasets instead of fresh rollouts."""
+    config = settings.resolve(_state())
+    fork_run(config)
+    return _train(config)
+
+
 @flow(name="fork", flow_run_name="fork {settings.run_id} as {settings.new_run_id}", **DURABLE)
 def fork(settings: ForkForm) -> dict[str, Any]:
     """A new run from an iteration of another: weights, trainer state, and its configuration but for what you change."""
@@ -70,6 +78,8 @@ def collect(settings: CollectForm) -> Reference:
             version=settings.version,
             moment=moment_of(settings.moment),
             keep_last=settings.keep_last,
+            checkpoint=settings.checkpoint,
+            keep_days=settings.keep_days,
         )
 
 
@@ -81,7 +91,7 @@ def evaluate(settings: EvaluateForm) -> Reference:
         return evaluating.evaluate.fn(config, settings.version)
 
 
-DEPLOYED = (train, collect, evaluate, fork)
+DEPLOYED = (train, train_offline, collect, evaluate, fork)
 
 
 async def deployments() -> list[RunnerDeployment]:
@@ -100,7 +110,7 @@ async def deployments() -> list[RunnerDeployment]:
 def _train(config: RunConfig) -> dict[str, Any]:
     config = config.model_copy(update={"resume": ResumeConfig()})
     with _labelled(f"run:{config.run_id}"), services_of(config):
-        return training.train.fn(config)
+        return training_flow(config).fn(config)
 
 
 def _state() -> str | None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flows.economy import tagged
 from flows.iteration import iteration
 from flows.reruns import take_place
+from roundhouse.config.models import RunConfig
 from roundhouse.health.errors import Severity
 from roundhouse.health.policy import Course, Past, Step, after_failure
 from roundhouse.health.taxonomy import code_of, kind_of
@@ -22,18 +24,21 @@ from tasks.health import reporter_of
 from tasks.report import report_iteration
 from tasks.skip import skip_iteration
 
+if TYPE_CHECKING:
+    from prefect import Flow
+
 TRY = 1_000_000
 """Between the places of two tries of one iteration: more iterations than any run has."""
 
 
-def carry_out(run: Run, k: int) -> Reference:
+def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteration) -> Reference:
     """Iteration k, by its sub-flow, under `failures.policy`."""
     config = run.config
     past = Past(skipped_in_a_row(run, k))
     while True:
-        take_place(iteration, k + past.waits * TRY)
+        take_place(by, k + past.waits * TRY)
         try:
-            return tagged(iteration, f"run:{run.run_id}", f"iteration:{k}")(config, k)
+            return tagged(by, f"run:{run.run_id}", f"iteration:{k}")(config, k)
         except Exception as error:
             course = after_failure(error, config.failures, past)
             _tell(run, k, error, course)

@@ -12,6 +12,7 @@ from roundhouse.cli import (
     gym,
     gym_data,
     lineage,
+    offline,
     query,
     runs,
     schedules,
@@ -38,6 +39,8 @@ app.add_typer(services.app)
 runs.app.add_typer(cost.app)
 app.add_typer(runs.app, name="runs")
 runs.app.command("activity")(activity.runs_activity)
+app.add_typer(offline.app)
+app.add_typer(offline.datasets_app, name="datasets")
 app.add_typer(schedules.app, name="schedule")
 runs.app.add_typer(lineage.app)
 app.add_typer(store.app, name="store")

@@ -88,7 +88,8 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
             str(entry["rollouts"]),
             f"{entry['trained_tokens']:,}",
             _number(entry["reward"]),
-            f"version {', '.join(map(str, entry['policy_versions']))}",
+            f"version {', '.join(map(str, entry['policy_versions']))}"
+            + (f" ({entry['dataset']})" if entry["dataset"] else ""),
             str(entry["seed"]),
             ", ".join(digest[:8] for digest in entry["config_digests"]),
             ", ".join(entry["code_versions"]),
@@ -131,7 +132,7 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
         table.add_column(name, justify="left" if name in ("run", "went into") else "right")
     for entry in found:
         table.add_row(
-            Text(entry["run_id"]),
+            Text(entry["run_id"] + (f" ({entry['dataset']})" if entry["dataset"] else "")),
             str(entry["iteration"]),
             str(entry["rollouts"]),
             str(entry["trained"]),

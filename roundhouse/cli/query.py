@@ -58,10 +58,15 @@ def query(
 
 
 def _show_tables(as_json: bool) -> None:
-    from roundhouse.query.files import with_place
+    from roundhouse.query.files import DATASET_PLACE, PLACE, with_place
     from roundhouse.query.tables import TABLES
 
-    schemas = {name: with_place(kind.schema) if kind.partitioned else kind.schema for name, kind in TABLES.items()}
+    schemas = {
+        name: with_place(kind.schema, PLACE if kind.of_datasets is None else DATASET_PLACE)
+        if kind.partitioned
+        else kind.schema
+        for name, kind in TABLES.items()
+    }
     if as_json:
         out(
             json.dumps(

@@ -24,9 +24,13 @@ def schedule_collect(
     name: Annotated[str, typer.Option(help="Name of the dataset.")],
     run: Annotated[str, typer.Option(help="The run whose checkpoint plays.")],
     version: Annotated[int | None, typer.Option(help="Policy version; the newest when left out.", min=0)] = None,
+    promoted: Annotated[
+        bool, typer.Option("--promoted", help="With the checkpoint that is promoted at that moment.")
+    ] = False,
     keep_last: Annotated[
         int | None, typer.Option(help="Versions of the dataset to keep; all when left out.", min=1)
     ] = None,
+    keep_days: Annotated[float | None, typer.Option(help="Days for which a version is kept at least.")] = None,
     timezone: Annotated[str, typer.Option(help="In whose hours: UTC, Europe/Berlin, …")] = "UTC",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the run's configuration.")
@@ -41,12 +45,19 @@ def schedule_collect(
     from roundhouse.errors import ConfigError
     from roundhouse.store.location import Location
 
-    given = {"version": version, "keep_last": keep_last, "overrides": overrides or []}
+    given = {
+        "version": version,
+        "checkpoint": "promoted" if promoted else "newest",
+        "keep_last": keep_last,
+        "keep_days": keep_days,
+        "overrides": overrides or [],
+    }
     try:
         form = CollectForm.model_validate({"run_id": run, "store": Location(store).uri, "name": name} | given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"--{first['loc'][0]} {first['input']!r}: {first['msg']}") from None
+        named = f"--{first['loc'][0]} {first['input']!r}: " if first["loc"] else ""
+        raise ConfigError(f"{named}{first['msg']}") from None
     form.resolve()  # an unknown run or override is told now, not at two in the morning
     at_prefect(state)
     from flows.schedules import add_schedule
@@ -111,11 +122,12 @@ def _facts(schedule: Scheduled) -> dict[str, object]:
         "name": schedule.name,
         "run": form.run_id,
         "store": form.store,
-        "version": "newest" if form.version is None else form.version,
+        "version": form.checkpoint if form.version is None else form.version,
         "cron": schedule.cron,
         "timezone": schedule.timezone,
         "next": _moment(schedule.next_moment),
         "keep_last": "all" if form.keep_last is None else form.keep_last,
+        "keep_days": form.keep_days,
         "active": schedule.active,
     }
 

@@ -52,8 +52,13 @@ def collect(
         int, typer.Option(help="Which draw of tasks: the same number gives the same tasks.", min=1)
     ] = 1,
     version: Annotated[int | None, typer.Option(help="Policy version; the newest when left out.", min=0)] = None,
+    promoted: Annotated[bool, typer.Option("--promoted", help="With the promoted checkpoint.")] = False,
     keep_last: Annotated[
         int | None, typer.Option(help="Delete all but so many newest versions of the dataset afterwards.", min=1)
+    ] = None,
+    keep_days: Annotated[
+        float | None,
+        typer.Option(help="Delete versions older than this afterwards; with both, what either keeps stays."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -61,13 +66,21 @@ def collect(
     from roundhouse.store.stage import read_manifest
 
     resolved = load(config, overrides)
+    if promoted and version is not None:
+        raise typer.BadParameter("--version and --promoted both name a checkpoint: give one.")
 
     def work() -> None:
         from flows.collect import collect as flow
         from flows.economy import tagged
 
         reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(
-            resolved, name, iteration, version, keep_last=keep_last
+            resolved,
+            name,
+            iteration,
+            version,
+            keep_last=keep_last,
+            checkpoint="promoted" if promoted else "newest",
+            keep_days=keep_days,
         )
         out(f"{reference.uri}\n{json.dumps(read_manifest(reference).metrics, indent=1)}")
 
@@ -108,23 +121,32 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     run = open_run(config, first_start=True)
     # Whether it may be continued was decided right here; the flow only goes on.
     config = config.model_copy(update={"resume": type(config.resume)()})
-    summary = run.summary()
-    if summary is None or summary["iterations"] < config.iterations:
-        with RunView(terminal, config.iterations) as view:
-            view.say(f"[bold]{config.run_id}[/]: {config.iterations} iterations, store {run.location.uri}")
+    summary, iterations = run.summary(), iterations_of(run)
+    if summary is None or summary["iterations"] < iterations:
+        with RunView(terminal, iterations) as view:
+            view.say(f"[bold]{config.run_id}[/]: {iterations} iterations, store {run.location.uri}")
             if run.parent is not None:
                 view.say(f"  forked from run {run.parent.run_id} at version {run.parent.version}")
 
             def work() -> dict[str, Any]:
                 from flows.economy import tagged
-                from flows.train import train as flow
+                from flows.train_offline import training_flow
 
-                return tagged(flow, f"run:{config.run_id}")(config)
+                return tagged(training_flow(config), f"run:{config.run_id}")(config)
 
             summary = _with_services(config, work)
     else:
         terminal.print(f"Run {config.run_id} is finished. A new one: --set run_id=<name>", highlight=False)
     print_summary(terminal, summary, links(run), hints)
+
+
+def iterations_of(run: Run) -> int:
+    """How many the run has in all; of an offline run, as many as its epochs have batches."""
+    if run.config.offline is None:
+        return run.config.iterations
+    from roundhouse.stages.offline import with_iterations
+
+    return with_iterations(run).config.iterations
 
 
 def _with_services(config: RunConfig, work: Callable[[], T]) -> T:

@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from roundhouse.config.loading import apply_override, load_config, parse_config
@@ -63,11 +63,14 @@ def _in_order(schema: dict[str, Any]) -> None:
 
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+DatasetChoice = Annotated[str, Field(pattern=r"^[A-Za-z0-9:/._@=-]+$")]
 Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?Z$")]
 Count = Annotated[int, Field(ge=1)]
 Few = Annotated[int, Field(ge=1, le=1024)]
 Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Days = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(gt=0, le=4)]
 
@@ -169,7 +172,9 @@ class CollectForm(RunForm):
 
     name: DatasetName = "offline"
     """Of the dataset: <store>/datasets/<name>/<version>."""
-    version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: the newest.")
+    checkpoint: Literal["newest", "promoted"] = "newest"
+    """Which of the run's checkpoints plays: the newest, or the one that evaluations promoted."""
+    version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: as checkpoint says.")
     tasks: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
     moment: Moment | SkipJsonSchema[None] = _optional(
@@ -177,8 +182,81 @@ class CollectForm(RunForm):
         "Empty: the moment that a schedule planned, else draw 1."
     )
     keep_last: Count | SkipJsonSchema[None] = _optional(
-        "Keep this many newest versions of the dataset and delete older ones. Empty: keep all."
+        "Keep this many newest versions of the dataset and delete older ones; never one that a run trains from. Empty: all."
     )
+    keep_days: Days | SkipJsonSchema[None] = _optional(
+        "Keep versions younger than so many days; with both, what either keeps stays. Empty: whatever their age."
+    )
+
+    @model_validator(mode="after")
+    def _one_checkpoint(self) -> Self:
+        if self.version is not None and self.checkpoint == "promoted":
+            raise ValueError(f"version is {self.version} and checkpoint is promoted: name one of them.")
+        return self
+
+
+class TrainOfflineForm(RunForm):
+    """A new run that starts from a checkpoint of another and learns from collected datasets."""
+
+    KEYS: ClassVar[dict[str, str]] = {
+        "epochs": "offline.epochs",
+        "groups": "offline.groups",
+        "learning_rate": "train.optimizer.learning_rate",
+        "updates": "train.updates",
+        "seed": "seed",
+        "max_age": "offline.max_age",
+        "min_effective_sample": "offline.min_effective_sample_fraction",
+        "on_stale": "offline.on_stale",
+        "evaluate": "offline.evaluate",
+    }
+
+    new_run_id: RunId
+    """Id of the new run: the same id goes on with it."""
+    datasets: list[DatasetChoice] = Field(
+        default=["offline"],
+        min_length=1,
+        description="Of the same store: nightly is its newest version, nightly@all every version, nightly@<version> one. "
+        "Or the path or URI of a version's directory.",
+    )
+    method: Literal["grpo", "rejection", "distillation"] = "grpo"
+    """grpo: policy gradient with truncated importance weights. rejection: likelihood of the best rollout of each group.
+    distillation: towards a teacher."""
+    at: Annotated[str, Field(pattern=r"^(newest|promoted|\d+)$")] = "newest"
+    """Checkpoint of the run to start from: newest, promoted or a version."""
+    teacher: str | SkipJsonSchema[None] = _optional("Directory of the teacher's model; for distillation.")
+    reward_threshold: float | SkipJsonSchema[None] = _optional(
+        "The least reward of a rollout that is learnt; for rejection. Empty: 1."
+    )
+    epochs: Few | SkipJsonSchema[None] = _optional("Passes over the data. Empty: 1.")
+    groups: Count | SkipJsonSchema[None] = _optional("Groups (tasks) an iteration. Empty: as the run collects.")
+    learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's. Empty: as the run has it.")
+    updates: Few | SkipJsonSchema[None] = _optional("Optimizer steps an iteration. Empty: as the run has it.")
+    seed: Seed | SkipJsonSchema[None] = _optional("Of shuffling. Empty: the run's.")
+    max_age: Natural | SkipJsonSchema[None] = _optional("Policy versions that the data may be old. Empty: 20.")
+    min_effective_sample: Share | SkipJsonSchema[None] = _optional(
+        "Least effective sample of the importance weights, as a share of the tokens. Empty: 0.5."
+    )
+    on_stale: Literal["refuse", "warn"] = "refuse"
+    """What happens when the data is too old."""
+    evaluate: bool = True
+    """Evaluate on held-out tasks, which needs an engine."""
+
+    def resolve(self, state: str | None = None) -> RunConfig:
+        """The new run's configuration; of a run that exists, with what may change of it."""
+        from roundhouse.stages.offline_fork import offline_config
+
+        config = offline_config(
+            self.store,
+            self.run_id,
+            self.new_run_id,
+            self.datasets,
+            self.method,
+            self.at,
+            teacher=self.teacher,
+            reward_threshold=self.reward_threshold,
+            overrides=self.changes(),
+        )
+        return _at(config, state)
 
 
 class ForkForm(RunForm):

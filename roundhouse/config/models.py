@@ -24,6 +24,7 @@ from roundhouse.config.environments import (
 from roundhouse.config.failures import FailuresConfig
 from roundhouse.config.generation import GenerationConfig, Sampling
 from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.offline import OfflineConfig, unsound_for_old_samples
 from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
 from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
@@ -46,6 +47,7 @@ __all__ = [
     "InfraConfig",
     "KubernetesInfra",
     "LocalInfra",
+    "OfflineConfig",
     "OptimizerConfig",
     "PolicyConfig",
     "PretrainedPolicy",
@@ -92,6 +94,8 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    offline: OfflineConfig | None = None
+    """Train from collected datasets instead of fresh rollouts (docs/offline-training.md). Unset: from fresh ones."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -156,6 +160,8 @@ class RunConfig(Section):
                 "generation.sampling.top_p and top_k filter the distribution that the trainer cannot reproduce, so the "
                 "policy ratio would be wrong. Leave top_p at 1.0 and top_k unset for training."
             )
+        if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
+            raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
         self._reachable_store()
         return self
 

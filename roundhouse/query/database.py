@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 
 from roundhouse.errors import RoundhouseError
-from roundhouse.query.parts import runs_stages
-from roundhouse.query.tables import TABLES, build_table
+from roundhouse.query.parts import datasets_stages, runs_stages
+from roundhouse.query.tables import TABLES, build_dataset_table, build_table
 from roundhouse.store.location import Location
 
 if TYPE_CHECKING:
@@ -98,7 +98,14 @@ def load_tables(
             wanted=lambda stage: everything or stage.stage in wanted,
             unfinished=unfinished,
         )
-    return {name: build_table(name, store, chosen, stages) for name in names}
+    about_datasets = {name for name in names if TABLES[name].of_datasets is not None}
+    versions = datasets_stages(store, runs=runs, unfinished=unfinished) if about_datasets else []
+    return {
+        name: build_dataset_table(name, versions)
+        if name in about_datasets
+        else build_table(name, store, chosen, stages)
+        for name in names
+    }
 
 
 def execute(
@@ -130,12 +137,13 @@ def execute(
 
 def describe(names: set[str]) -> str:
     """The columns of tables, a line each."""
-    from roundhouse.query.files import with_place
+    from roundhouse.query.files import DATASET_PLACE, PLACE, with_place
 
     lines = []
     for name in sorted(names):
         kind = TABLES[name]
-        schema = with_place(kind.schema) if kind.partitioned else kind.schema
+        place = PLACE if kind.of_datasets is None else DATASET_PLACE
+        schema = with_place(kind.schema, place) if kind.partitioned else kind.schema
         lines.append(f"  {name}: {', '.join(schema.names)}")
     return "\n".join(lines)
 

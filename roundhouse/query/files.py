@@ -7,6 +7,7 @@ condition on these skips whole files without opening them.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Iterable, Sequence
 
@@ -21,31 +22,37 @@ PLACE = pa.schema(
     [("run_id", pa.string()), ("iteration", pa.int32()), ("stage", pa.string()), ("complete", pa.bool_())]
 )
 """The columns that say where a row lies."""
+DATASET_PLACE = pa.schema(
+    [("dataset", pa.string()), ("version", pa.string()), ("run_id", pa.string()), ("complete", pa.bool_())]
+)
+"""Those of a row of a dataset; `run_id` is the run that collected it."""
 
 _FORMAT = ds.ParquetFileFormat(
     default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True, use_buffered_stream=False)
 )
 
 
-def dataset_of(stages: Iterable[StageFiles], dataset: str, schema: pa.Schema) -> ds.Dataset:
-    """The rows of a dataset in these stages; columns that an older file lacks are null."""
+def dataset_of(stages: Iterable[StageFiles], dataset: str, schema: pa.Schema, columns: pa.Schema = PLACE) -> ds.Dataset:
+    """The rows of a dataset in these stages; columns that an older file lacks are null.
+
+    Args:
+        columns: attributes of a stage that every row of it carries.
+    """
     fragments = []
     filesystem: fs.FileSystem = fs.LocalFileSystem()
     for stage in stages:
-        place = (
-            (ds.field("run_id") == stage.run_id)
-            & (ds.field("iteration") == pa.scalar(stage.iteration, pa.int32()))
-            & (ds.field("stage") == stage.stage)
-            & (ds.field("complete") == stage.complete)
+        place = functools.reduce(
+            operator.and_,
+            (ds.field(name) == pa.scalar(getattr(stage, name), columns.field(name).type) for name in columns.names),
         )
         for part in stage.parts(dataset):
             filesystem, path = located(part.uri)
             fragments.append(_FORMAT.make_fragment(path, filesystem, partition_expression=place, file_size=part.size))
-    return ds.FileSystemDataset(fragments, with_place(schema), _FORMAT, filesystem)
+    return ds.FileSystemDataset(fragments, with_place(schema, columns), _FORMAT, filesystem)
 
 
-def with_place(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([*PLACE, *(field for field in schema if field.name not in PLACE.names)])
+def with_place(schema: pa.Schema, columns: pa.Schema = PLACE) -> pa.Schema:
+    return pa.schema([*columns, *(field for field in schema if field.name not in columns.names)])
 
 
 def columns_found(stages: Sequence[StageFiles], dataset: str, known: pa.Schema) -> pa.Schema:

@@ -47,8 +47,12 @@ _PROMPTS = """
 SELECT regexp_replace(group_id, '#[0-9]+$', '') AS row, any_value(task) AS task
 FROM rollouts WHERE stage = 'collect' AND iteration BETWEEN ? AND ? AND sample = 0 GROUP BY 1
 """
+_DATASET_PROMPTS = """
+SELECT regexp_replace(group_id, '#[0-9]+$', '') AS row, any_value(task) AS task
+FROM dataset_rollouts WHERE dataset = ? AND version = ? AND sample = 0 GROUP BY 1
+"""
 _STAGES = """
-SELECT iteration, stage, seed, code_version, config_digest, policy_version, attempt FROM stages
+SELECT iteration, stage, seed, code_version, config_digest, policy_version, attempt, inputs['dataset'] AS dataset FROM stages
 WHERE iteration BETWEEN ? AND ? AND stage IN ('collect', 'validate', 'train') ORDER BY iteration, stage
 """
 _OF_ROW = """
@@ -58,6 +62,15 @@ SELECT r.run_id, r.iteration, count(DISTINCT r.rollout_id) AS rollouts,
 FROM (SELECT * FROM rollouts WHERE stage = 'collect' AND (group_id = ? OR starts_with(group_id, ?))) r
 LEFT JOIN columns c USING (run_id, iteration, rollout_id)
 LEFT JOIN quarantine q USING (run_id, iteration, rollout_id)
+GROUP BY 1, 2 ORDER BY 1, 2
+"""
+_OF_ROW_OFFLINE = """
+SELECT s.run_id, s.iteration, count(DISTINCT s.rollout_id) AS rollouts,
+       count(DISTINCT s.rollout_id) FILTER (c.trained) AS trained, sum(c.trained_tokens)::BIGINT AS trained_tokens,
+       avg(s.reward) AS reward, []::VARCHAR[] AS refused, any_value(t.inputs['dataset']) AS dataset
+FROM (SELECT * FROM sequences WHERE group_id = ? OR starts_with(group_id, ?)) s
+JOIN (SELECT run_id, iteration, inputs FROM stages WHERE stage = 'validate') t USING (run_id, iteration)
+JOIN columns c USING (run_id, iteration, sequence_id)
 GROUP BY 1, 2 ORDER BY 1, 2
 """
 
@@ -83,7 +96,8 @@ class TrainedOn:
     """URI; None when retention has deleted it."""
     segments: list[Segment]
     iterations: list[dict[str, Any]] = field(default_factory=list)
-    """One entry an iteration: what was trained on, with which seed, code and configuration, sampled by which versions."""
+    """One entry an iteration: what was trained on, with which seed, code and configuration, sampled by which versions, and from
+    which dataset where it was not collected by the run itself."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """One entry a task row, with its prompt."""
 
@@ -110,6 +124,8 @@ def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
             {"run_id": segment.run_id, **row, **_circumstances(row["iteration"], stages)} for row in iterations
         ]
         prompts = {row["row"]: prompt_of(row["task"]) for row in _rows(store, segment.run_id, _PROMPTS, *span)}
+        for uri in sorted({stage["dataset"] for stage in stages if stage["dataset"] is not None}):
+            prompts |= _dataset_prompts(store, uri)
         for row in _rows(store, segment.run_id, _ROWS, *span):
             _add_row(by_row, row, prompts.get(row["row"]))
     found.rows = [by_row[name] for name in sorted(by_row)]
@@ -153,7 +169,11 @@ def row_history(store: str, row: str, runs: list[str] | None = None) -> list[dic
     Raises:
         QueryError: no iteration collected it.
     """
-    found = run_query(store, _OF_ROW, runs=runs, values=[row, f"{row}#"]).to_pylist()
+    values = [row, f"{row}#"]
+    found = [entry | {"dataset": None} for entry in run_query(store, _OF_ROW, runs=runs, values=values).to_pylist()]
+    if offline := _offline_runs(store, runs):
+        learnt = run_query(store, _OF_ROW_OFFLINE, runs=offline, values=values).to_pylist()
+        found += [entry | {"dataset": dataset_label(entry["dataset"])} for entry in learnt]
     if not found:
         raise QueryError(
             f"No iteration collected the row {row!r}. Ids of rows: "
@@ -170,6 +190,11 @@ def row_history(store: str, row: str, runs: list[str] | None = None) -> list[dic
             fork for origin, at, fork in forks if went_in and origin == entry["run_id"] and at >= entry["iteration"]
         ]
     return found
+
+
+def dataset_label(uri: str | None) -> str | None:
+    """`nightly@20261121T020000Z-v000012` of a dataset's version, by its URI."""
+    return None if uri is None else "@".join(uri.rsplit("/", 2)[-2:])
 
 
 def identity_of(store: str, run_id: str) -> dict[str, Any]:
@@ -217,6 +242,7 @@ def _circumstances(iteration: int, stages: list[dict[str, Any]]) -> dict[str, An
     return {
         "seed": own[0]["seed"] if own else None,
         "base_version": next((stage["policy_version"] for stage in own if stage["stage"] == "train"), None),
+        "dataset": next((dataset_label(stage["dataset"]) for stage in own if stage["dataset"] is not None), None),
         "code_versions": sorted({stage["code_version"] for stage in own}),
         "config_digests": sorted({stage["config_digest"] for stage in own}),
         "attempts": {stage["stage"]: stage["attempt"] for stage in own},
@@ -225,6 +251,19 @@ def _circumstances(iteration: int, stages: list[dict[str, Any]]) -> dict[str, An
 
 def _rows(store: str, run_id: str, sql: str, *values: Any) -> list[dict[str, Any]]:
     return run_query(store, sql, runs=[run_id], values=values).to_pylist()
+
+
+def _dataset_prompts(store: str, uri: str) -> dict[str, str | None]:
+    """Prompts of a dataset's rows; none where it lies in another store, or is gone."""
+    if not uri.startswith(f"{Location(store).uri}/datasets/"):
+        return {}
+    found = run_query(store, _DATASET_PROMPTS, values=uri.rsplit("/", 2)[-2:]).to_pylist()
+    return {row["row"]: prompt_of(row["task"]) for row in found}
+
+
+def _offline_runs(store: str, runs: list[str] | None) -> list[str]:
+    found = run_query(store, "SELECT run_id, config FROM runs", runs=runs).to_pylist()
+    return [row["run_id"] for row in found if json.loads(row["config"]).get("offline")]
 
 
 def _checkpoint(store: str, run_id: str, version: int) -> str | None:

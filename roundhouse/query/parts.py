@@ -21,6 +21,7 @@ READERS = 16
 
 _STAGE_FILE = re.compile(r"(?P<run>[^/]+)/iterations/(?P<iteration>\d+)/(?P<stage>[^/]+)/(?P<file>[^/]+)")
 _CHECKPOINT = re.compile(r"(?P<run>[^/]+)/checkpoints/(?P<version>\d+)/" + re.escape(MANIFEST))
+_DATASET_FILE = re.compile(r"(?P<dataset>[^/]+)/(?P<version>[^/]+)/(?P<file>[^/]+)")
 _PART = re.compile(r"(?P<dataset>[a-z_]+)-a(?P<attempt>\d+)-\d+\.parquet")
 
 
@@ -48,6 +49,9 @@ class StageFiles:
     names: tuple[str, ...]
     """Files that lie in it."""
     manifest: Manifest | None = None
+    dataset: str = ""
+    """Name of the dataset that this stage is a version of; empty for a run's stages."""
+    version: str = ""
 
     @property
     def complete(self) -> bool:
@@ -102,6 +106,37 @@ def stages_in(root: str, names: Iterable[str]) -> Iterator[StageFiles]:
             files[(match["run"], int(match["version"]), "checkpoint", place)] = [MANIFEST]
     for (run_id, iteration, stage, place), own in files.items():
         yield StageFiles(run_id, iteration, stage, place, tuple(sorted(own)))
+
+
+def datasets_stages(
+    store: str, *, runs: Sequence[str] | None = None, names: Sequence[str] | None = None, unfinished: bool = False
+) -> list[StageFiles]:
+    """The versions of a store's datasets, in order, each with its manifest.
+
+    Args:
+        runs: only what these collected.
+        names: only these datasets.
+        unfinished: versions without a manifest too; who collects them is not known.
+
+    Raises:
+        StoreError: a manifest cannot be read.
+    """
+    root = Location(store) / "datasets"
+    files: dict[tuple[str, str], list[str]] = {}
+    for name in root.tree():
+        if (match := _DATASET_FILE.fullmatch(name)) is not None and (names is None or match["dataset"] in names):
+            files.setdefault((match["dataset"], match["version"]), []).append(match["file"])
+    found = [
+        StageFiles("", 0, "collect", f"{root.uri}/{dataset}/{version}", tuple(sorted(own)), None, dataset, version)
+        for (dataset, version), own in files.items()
+    ]
+    opened = [
+        replace(stage, run_id=stage.manifest.run_id, iteration=stage.manifest.iteration)
+        for stage in open_stages([stage for stage in found if MANIFEST in stage.names])
+        if stage.manifest is not None and (runs is None or stage.manifest.run_id in runs)
+    ]
+    rest = [stage for stage in found if MANIFEST not in stage.names] if unfinished and runs is None else []
+    return sorted([*opened, *rest], key=lambda stage: (stage.dataset, stage.version))
 
 
 def open_stages(stages: Sequence[StageFiles]) -> list[StageFiles]:

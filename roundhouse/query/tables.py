@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from roundhouse.query.files import columns_found, dataset_of
+from roundhouse.query.files import DATASET_PLACE, columns_found, dataset_of
 from roundhouse.query.parts import StageFiles
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Manifest
@@ -69,6 +69,7 @@ STAGES = pa.schema(
         ("code_version", pa.string()),
         ("counts", _NUMBERS),
         ("metrics", _NUMBERS),
+        ("inputs", pa.map_(pa.string(), pa.string())),  # the directories that it was made from
     ]
 )
 
@@ -96,6 +97,25 @@ CHECKPOINTS = pa.schema(
 )
 
 
+DATASETS = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("version", pa.string()),
+        ("uri", pa.string()),
+        ("run_id", pa.string()),  # that collected it
+        ("policy_version", pa.int32()),
+        ("draw", pa.int32()),
+        ("rollouts", pa.int64()),
+        ("bytes", pa.int64()),
+        ("started_at", pa.float64()),
+        ("finished_at", pa.float64()),
+        ("code_version", pa.string()),
+        ("config_digest", pa.string()),
+        ("metrics", _NUMBERS),
+    ]
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TableKind:
     """A table before anything is read."""
@@ -106,6 +126,8 @@ class TableKind:
     """Stages whose datasets it is made of; None: the table is made of manifests of all stages, or of run.json."""
     partitioned: bool = False
     """Whether its rows lie in Parquet."""
+    of_datasets: str | None = None
+    """For a table about `datasets/`: the part files that it is made of, or `manifests`."""
 
 
 TABLES: dict[str, TableKind] = {
@@ -118,7 +140,38 @@ TABLES: dict[str, TableKind] = {
     "stages": TableKind("one row a complete stage", STAGES, None),
     "checkpoints": TableKind("one row a checkpoint that is there", CHECKPOINTS, ("checkpoint",)),
     "runs": TableKind("one row a run, with its configuration", RUNS, ()),
+    "datasets": TableKind("one row a version of a collected dataset", DATASETS, (), False, "manifests"),
+    "dataset_rollouts": TableKind("one row a rollout of these", ROLLOUTS, (), True, "rollouts"),
+    "dataset_turns": TableKind("one row a model call of these", TURNS, (), True, "turns"),
 }
+
+
+def build_dataset_table(name: str, versions: Sequence[StageFiles]) -> Any:
+    """The same of a table about `datasets/`."""
+    kind = TABLES[name]
+    if kind.partitioned:
+        assert kind.of_datasets is not None
+        return dataset_of(versions, kind.of_datasets, kind.schema, DATASET_PLACE)
+    rows = [_dataset_row(stage, stage.manifest) for stage in versions if stage.manifest is not None]
+    return pa.Table.from_pylist(rows, schema=kind.schema)
+
+
+def _dataset_row(stage: StageFiles, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "dataset": stage.dataset,
+        "version": stage.version,
+        "uri": stage.uri,
+        "run_id": manifest.run_id,
+        "policy_version": manifest.provenance.policy_version,
+        "draw": manifest.iteration,
+        "rollouts": manifest.counts.get("requested"),
+        "bytes": sum(entry.size for entry in manifest.files),
+        "started_at": manifest.started_at,
+        "finished_at": manifest.finished_at,
+        "code_version": manifest.provenance.code_version,
+        "config_digest": manifest.provenance.config_digest,
+        "metrics": list(manifest.metrics.items()),
+    }
 
 
 def build_table(name: str, store: str, run_ids: Sequence[str], stages: Sequence[StageFiles]) -> Any:
@@ -174,6 +227,7 @@ def _stage_row(manifest: Manifest) -> dict[str, Any]:
         "code_version": provenance.code_version,
         "counts": [(name, float(count)) for name, count in manifest.counts.items()],
         "metrics": list(manifest.metrics.items()),
+        "inputs": [(name, reference.uri) for name, reference in manifest.inputs.items()],
     }
 
 

@@ -91,7 +91,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
         inputs={"weights": weights},
         counts=ledger.counts(),
         metrics=collected.metrics() | parts.journal.resumptions.metrics() | sampled.metrics(),
-        details={"failures": ledger.failures} | sampled.details(),
+        details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()} | sampled.details(),
     )
 
 

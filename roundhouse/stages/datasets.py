@@ -4,20 +4,28 @@
     datasets/offline/v000012-i000001/              collected by hand: version 12, draw 1
 
 Invariants: a moment has at most one complete version of a dataset, however often its collection is started; all rollouts of a
-version are of one policy version; retention takes the manifest away before any file.
+version are of one policy version; retention takes the manifest away before any file, and takes nothing that a run of the store
+trains from.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from roundhouse.store.location import Location
+from roundhouse.config.loading import differences
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError
+from roundhouse.store.lineage import FIXED_BY_CHECKPOINT
+from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
-from roundhouse.store.run import Run
+from roundhouse.store.run import Run, load_run, open_run, run_exists
 from roundhouse.store.stage import Stage, read_manifest
 
+DAY = 86400.0
 _MOMENT = re.compile(r"(?P<stamp>\d{8}T\d{6}Z)-v(?P<version>\d{6,})")
 
 
@@ -40,6 +48,30 @@ class Draw:
         if self.moment is None:
             return f"v{version:06d}-i{self.iteration:06d}"
         return f"{stamp(self.moment)}-v{version:06d}"
+
+
+def open_to_collect(config: RunConfig) -> Run:
+    """The run, to collect a dataset with one of its checkpoints; a new one where there is none of that id.
+
+    What is collected outside of training is no part of the run, so tasks, sampling, environment and limits may differ from the
+    run's own.
+
+    Raises:
+        ConfigError: the policy is another.
+    """
+    if not run_exists(config.store, config.run_id):
+        return open_run(config)
+    run = load_run(config.store, config.run_id)
+    changed = {
+        key: pair for key, pair in differences(run.config, config).items() if key.startswith(FIXED_BY_CHECKPOINT)
+    }
+    if changed:
+        lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
+        raise ConfigError(
+            f"Run {config.run_id!r} exists with another policy, which cannot collect for this configuration:\n{lines}\n"
+            "Take these changes back; every other key may differ."
+        )
+    return replace(run, config=config)
 
 
 def stamp(moment: datetime) -> str:
@@ -85,12 +117,66 @@ def dataset_stage(run: Run, name: str, label: str, draw: Draw) -> Stage:
     return Stage(place, kind="collect", run_id=run.run_id, iteration=draw.iteration)
 
 
-def retain_versions(store: str, name: str, keep_last: int) -> list[str]:
-    """Delete all but the newest complete versions; their URIs. What is unfinished stays."""
-    deleted = []
-    for reference in dataset_versions(store, name)[:-keep_last]:
-        location = Location(reference.uri)
+def dataset_names(store: str) -> list[str]:
+    """Names of all datasets of a store."""
+    return (Location(store) / "datasets").names()
+
+
+def users_of_datasets(store: str) -> dict[str, list[str]]:
+    """Runs of the store that train, or trained, from a dataset's version, by the version's URI."""
+    users: dict[str, list[str]] = {}
+    runs = Location(store) / "runs"
+    for run_id in runs.names():
+        for reference in _trained_from(runs / run_id):
+            users.setdefault(reference.uri, []).append(run_id)
+    return users
+
+
+def retain_versions(
+    store: str,
+    name: str,
+    keep_last: int | None = None,
+    keep_days: float | None = None,
+    *,
+    now: float | None = None,
+    dry_run: bool = False,
+) -> list[str]:
+    """Delete complete versions that nothing keeps; their URIs. What is unfinished stays.
+
+    A version is kept when it is among the `keep_last` newest, when it is younger than `keep_days`, or when a run of the store
+    trains from it. The newest one always is; with neither number, all are.
+
+    Args:
+        now: seconds since the epoch; this moment when left out.
+        dry_run: only say what would be deleted.
+    """
+    if keep_last is None and keep_days is None:
+        return []
+    versions = dataset_versions(store, name)
+    oldest = None if keep_days is None else (time.time() if now is None else now) - keep_days * DAY
+    candidates = [
+        reference
+        for reference in versions[: -(keep_last or 1)]
+        if oldest is None or read_manifest(reference).finished_at < oldest
+    ]
+    used = users_of_datasets(store) if candidates else {}
+    deleted = [reference.uri for reference in candidates if reference.uri not in used]
+    for uri in [] if dry_run else deleted:
+        location = Location(uri)
         location.delete(MANIFEST)
         location.delete_tree()
-        deleted.append(reference.uri)
     return deleted
+
+
+def _trained_from(run: Location) -> list[Reference]:
+    """The dataset versions that a run has fixed; none for a run that collects its own."""
+    try:
+        identity = json.loads(run.read("run.json"))
+    except NotFound:
+        return []
+    if not identity["config"].get("offline"):
+        return []
+    first = 0 if identity.get("parent") is None else int(identity["parent"]["version"])
+    stage = Stage(run / f"iterations/{first:06d}/offline", kind="offline", run_id=identity["run_id"], iteration=first)
+    fixed = stage.reference()
+    return [] if fixed is None else list(read_manifest(fixed).inputs.values())

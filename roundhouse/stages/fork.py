@@ -6,7 +6,8 @@ changes makes the very versions that the parent made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from roundhouse.config.loading import apply_override, parse_config
 from roundhouse.config.models import RunConfig
@@ -16,12 +17,18 @@ from roundhouse.store.run import Run, load_run, open_run
 
 
 def fork_config(
-    store: str, run_id: str, new_id: str, at: int | None = None, overrides: Sequence[str] = ()
+    store: str,
+    run_id: str,
+    new_id: str,
+    at: int | None = None,
+    overrides: Sequence[str] = (),
+    keys: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """The configuration of a fork.
 
     Args:
         at: the iteration (= policy version) to go on from; the newest when left out.
+        keys: whole sections that take the place of the parent's, before the overrides.
 
     Raises:
         StoreError: there is no such run.
@@ -39,6 +46,7 @@ def fork_config(
         "run_id": new_id,
         "store": store,
         "resume": {"mode": "from_path", "path": parent.checkpoint(version).location.uri},
+        **(keys or {}),
     }
     for override in overrides:
         apply_override(tree, override)

@@ -70,9 +70,10 @@ def mismatched(sequences: pa.Table, columns: pa.Table, *, policy_version: int, t
 
 
 def tolerance_of(config: RunConfig) -> float | None:
-    """`validation.recompute_tolerance`, or None where engine and trainer compute different distributions by design."""
+    """`validation.recompute_tolerance`, or None where engine and trainer compute different distributions by design, and where
+    the rollouts are another run's, whose version numbers say nothing of these weights."""
     sampling = config.generation.sampling
-    if sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k is not None:
+    if config.offline is not None or sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k is not None:
         return None
     return config.validation.recompute_tolerance
 

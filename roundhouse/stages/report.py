@@ -19,7 +19,7 @@ from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
-STAGES = ("refit", "collect", "validate", "train", "checkpoint", "evaluate", "promote", "report")
+STAGES = ("offline", "refit", "collect", "validate", "train", "checkpoint", "evaluate", "promote", "report")
 _PROCESS = uuid.uuid4().hex
 """Tells whether two reports were written by one process without a restart in between."""
 LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roundhouse.asynchrony.ages import staleness_metrics
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.train_service import ProcessService, ResidentService
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.stages.checkpoint import TRAINER
 from roundhouse.stages.cost import untrained_tokens
+from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_metrics, judge_importance, settle
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
 from roundhouse.store.directories import local_directory, upload_directory
@@ -30,8 +32,10 @@ from roundhouse.store.stage import Attempt, read_manifest, read_table
 from roundhouse.trajectories.ledger_proof import prove_trainable
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
 
+    from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import StepResult
     from roundhouse.training.trainer import Trainer
 
@@ -63,12 +67,15 @@ def train_iteration(
     attempt.write_table("columns", columns)
     recorded = read_table(sequences, "sequences")
     _prove_log_probs(run, attempt, recorded, columns, base)
+    drifted = _offline_drift(run, iteration, recorded, columns)
     compute = result.seconds["total"]
     return attempt.commit(
         inputs={"sequences": sequences, "base": base},
         counts={"sequences": result.sequences},
         metrics={
             **{f"train/{name}": value for name, value in result.metrics.items()},
+            **drifted,
+            **(staleness_metrics(recorded, columns, base.policy_version) if run.config.asynchrony.staleness else {}),
             "seconds/compute": compute,
             "wasted_tokens/untrained": untrained_tokens(recorded, columns),
         },
@@ -89,6 +96,49 @@ def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa
         attempt.write_table("mismatched", found)
         release_trainer()
     refuse_mismatched(found, recorded.num_rows, tolerance, attempt.stage.location.uri)
+
+
+def _offline_drift(run: Run, iteration: int, recorded: pa.Table, columns: pa.Table) -> dict[str, float]:
+    """How far the weights that an offline iteration began from have moved away from its data; nothing for other runs.
+
+    Raises:
+        StaleData: too far (`offline`); the weights that this step made are given up.
+    """
+    if run.config.offline is None or (found := drift(run.config, recorded, columns)) is None:
+        return {}
+    try:
+        settle(run.config, f"The data of iteration {iteration}", judge_importance(run.config, found), STOPPED)
+    except StaleData:
+        release_trainer()
+        raise
+    return importance_metrics(found)
+
+
+def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: Path) -> np.ndarray:
+    """[T] log-probabilities of the generated tokens under a checkpoint; the trainer that it takes stays for the next step."""
+    from roundhouse.training.trainer import Trainer
+
+    if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed right here
+        config = run.config.train.model_copy(update={"service": ResidentService()})
+        trainer = Trainer.load(
+            local_directory(base, cache),
+            config,
+            reference_dir=reference_directory(run, cache),
+            seed=run.config.seed,
+            temperature=run.config.generation.sampling.temperature,
+        )
+        try:
+            return trainer.log_probs(batch)
+        finally:
+            trainer.close()
+    trainer = _trainer_at(run, base, cache)
+    try:
+        found = trainer.log_probs(batch)
+    except BaseException:
+        trainer.close()
+        raise
+    _resident[(run.uid, base.policy_version, _weights_digest(read_manifest(base).files))] = trainer
+    return found
 
 
 def release_trainer() -> None:

@@ -6,6 +6,7 @@ held against: the plan's limits, the counts written down beside the turns, and t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from roundhouse.stages.policy import engine_files
 from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Stage, read_manifest, read_table
 from roundhouse.trajectories.ledger_proof import prove_counted
 from roundhouse.trajectories.proofs import Recorded, Terms
 from roundhouse.trajectories.records import Rollout
@@ -53,6 +54,7 @@ def terms_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> Te
     return Terms(
         vocabulary_size=vocabulary_size,
         policy_version=policy_version,
+        max_age=config.asynchrony.staleness,
         group_size=config.rollout.group_size,
         max_new_tokens=config.generation.sampling.max_new_tokens if ours else None,
         max_turns=config.rollout.max_turns if ours else None,
@@ -96,30 +98,73 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
         LedgerError: the rollouts are not those that the collect stage counted.
         TooFewSequences: more was refused than `validation.max_quarantine_fraction` allows, or too few groups are left.
     """
-    config = run.config
     stage = run.stage(iteration, "validate")
     if (done := stage.reference()) is not None:
         return done
-    attempt = run.begin(stage, policy_version=rollouts.policy_version)
     tables = read_table(rollouts, "rollouts"), read_table(rollouts, "turns")
     collected = in_plan_order(rollouts_from_tables(*tables))
     prove_counted(rollouts.counts, collected)
     left_out = groups_left_out(collected, read_manifest(rollouts).details.get("dynamic_sampling"))
+    terms = terms_of(run.config, vocabulary_size, rollouts.policy_version)
+    return _validated(run, stage, {"rollouts": rollouts}, collected, tables, terms, left_out, {})
+
+
+def validate_groups(
+    run: Run, iteration: int, dataset: Reference, groups: Collection[str], vocabulary_size: int, where: dict[str, Any]
+) -> Reference:
+    """Validate some groups of a dataset that was collected outside the run, for an iteration that collects nothing.
+
+    Its limits of a model call are not known here: its collection may have had others than the run.
+
+    Args:
+        where: what these groups are, for the manifest.
+
+    Raises:
+        TooFewSequences: as of `validate_iteration`.
+    """
+    stage = run.stage(iteration, "validate")
+    if (done := stage.reference()) is not None:
+        return done
+    tables = rows_of_groups(dataset, groups)
+    collected = in_plan_order(rollouts_from_tables(*tables))
+    terms = Terms(vocabulary_size, dataset.policy_version)
+    return _validated(run, stage, {"dataset": dataset}, collected, tables, terms, {}, {"offline": where})
+
+
+def rows_of_groups(dataset: Reference, groups: Collection[str]) -> tuple[pa.Table, pa.Table]:
+    """The rows of these groups in the tables `rollouts` and `turns`."""
+    rollouts, turns = read_table(dataset, "rollouts"), read_table(dataset, "turns")
+    rollouts = rollouts.filter(pc.is_in(rollouts["group_id"], value_set=pa.array(list(groups), pa.string())))
+    return rollouts, turns.filter(pc.is_in(turns["rollout_id"], value_set=rollouts["rollout_id"].combine_chunks()))
+
+
+def _validated(
+    run: Run,
+    stage: Stage,
+    inputs: dict[str, Reference],
+    collected: list[Rollout],
+    tables: tuple[pa.Table, pa.Table],
+    terms: Terms,
+    left_out: dict[str, str],
+    details: dict[str, Any],
+) -> Reference:
+    config = run.config
+    attempt = run.begin(stage, policy_version=terms.policy_version)
     result = validate(
         collected,
         config.validation,
-        vocabulary_size=vocabulary_size,
-        policy_version=rollouts.policy_version,
+        vocabulary_size=terms.vocabulary_size,
+        policy_version=terms.policy_version,
         left_out=left_out,
-        terms=terms_of(config, vocabulary_size, rollouts.policy_version),
+        terms=terms,
         recorded=recorded_counts(*tables),
         text=text_proof(run),
     )
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
-    refused = _refuse_too_few(result, config, f"iteration {iteration}", stage.location.uri)
+    refused = _refuse_too_few(result, config, f"iteration {stage.iteration}", stage.location.uri)
     return attempt.commit(
-        inputs={"rollouts": rollouts},
+        inputs=inputs,
         counts=result.ledger.counts() | {"sequences": result.sequences.num_rows, "quarantined": refused},
         metrics={
             "validate/sequences": result.sequences.num_rows,
@@ -130,7 +175,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
             "validate/trained_tokens": _ones(result.sequences.column("loss_mask")),
             **rollout_waste(collected, result.quarantine),
         },
-        details={"reasons": result.reasons, "failures": result.ledger.failures},
+        details={"reasons": result.reasons, "failures": result.ledger.failures} | details,
     )
 
 

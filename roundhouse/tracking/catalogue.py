@@ -141,6 +141,30 @@ CATALOGUE = (
         ),
     ),
     Section(
+        "Offline data",
+        "Only of runs that train from collected datasets ([offline training](offline-training.md)). At the iteration that such "
+        "a run starts from: of a sample of the stalest dataset, before training; then: of the tokens that were trained on. "
+        "The importance weight of a token is exp(policy - recorded log-probability).",
+        (
+            Entry(
+                "offline/age_versions",
+                "(maximum)",
+                "policy versions since the data was collected, where known",
+                "small",
+            ),
+            Entry("offline/age_days", "(maximum)", "days since then"),
+            Entry(
+                "offline/effective_tokens",
+                "tokens",
+                "Kish's effective sample of the tokens' importance weights",
+                "> 0.5; falls while the policy moves away from the data",
+            ),
+            Entry("offline/effective_rollouts", "rollouts", "the same of whole rollouts", "> 0.05"),
+            Entry("offline/clipped", "tokens", "weights outside of `train.algorithm.mismatch_bounds`", "< 0.3"),
+            Entry("offline/logprob_difference", "tokens", "absolute difference of policy and recorded log-probability"),
+        ),
+    ),
+    Section(
         "Evaluation",
         "Of held-out tasks, at the iterations that `evaluation.every` says. Intervals are over tasks, of 95 %.",
         (

@@ -129,21 +129,25 @@ class Tracker:
     def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        inputs = []
+        found = []
         for kind, context in (("collect", "rollouts"), ("validate", "sequences")):
             reference = self._run.stage(iteration, kind).reference()
             if kind in manifests and reference is not None:
-                inputs.append(
-                    DatasetInput(
-                        Dataset(
-                            name=f"{context}-{iteration:06d}",
-                            digest=reference.digest[:36],
-                            source_type="s3" if reference.uri.startswith("s3://") else "local",
-                            source=_source(reference),
-                        ),
-                        [InputTag("mlflow.data.context", context)],
-                    )
-                )
+                found.append((f"{context}-{iteration:06d}", reference, context))
+        if "validate" in manifests and (collected := manifests["validate"].inputs.get("dataset")) is not None:
+            found.append(("-".join(collected.uri.split("/")[-2:]), collected, "offline rollouts"))
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=name,
+                    digest=reference.digest[:36],
+                    source_type="s3" if reference.uri.startswith("s3://") else "local",
+                    source=_source(reference),
+                ),
+                [InputTag("mlflow.data.context", context)],
+            )
+            for name, reference, context in found
+        ]
         if inputs:
             self._client.log_inputs(self.mlflow_run_id, inputs)
 

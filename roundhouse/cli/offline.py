@@ -1,0 +1,146 @@
+"""`roundhouse train-offline | datasets`: learn from collected datasets; which there are, who uses them, which can go."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+
+from roundhouse.cli.options import DEFAULT_STORE, DryRun, JsonOption, Overrides, StoreOption, console, out
+
+app = typer.Typer()
+datasets_app = typer.Typer(no_args_is_help=True, help="Datasets that were collected outside a run's training.")
+DAY = 86400.0
+
+
+@app.command("train-offline")
+def train_offline(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose checkpoint training starts from.")],
+    new: Annotated[str, typer.Option("--run-id", help="Id of the new run; the same id goes on with it.")],
+    dataset: Annotated[
+        list[str],
+        typer.Option(help="nightly (its newest version), nightly@all, nightly@<version>, or a path; may be repeated."),
+    ],
+    method: Annotated[
+        str, typer.Option(help="grpo (truncated importance weights), rejection (the best of a group), distillation.")
+    ] = "grpo",
+    at: Annotated[str, typer.Option(help="Checkpoint to start from: newest, promoted or a version.")] = "newest",
+    teacher: Annotated[str | None, typer.Option(help="Model directory of the teacher; for distillation.")] = None,
+    reward_threshold: Annotated[
+        float | None, typer.Option(help="The least reward that is learnt, for rejection; 1 when left out.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; 1 when left out.", min=1)] = None,
+    overrides: Overrides = None,
+    store: StoreOption = DEFAULT_STORE,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a new run from collected datasets instead of fresh rollouts, or go on with it."""
+    from roundhouse.cli.training import train_run
+    from roundhouse.errors import ConfigError
+    from roundhouse.stages.fork import fork_run
+    from roundhouse.stages.offline_fork import offline_config
+
+    if method not in ("grpo", "rejection", "distillation"):
+        raise ConfigError(f"--method {method!r} is none of grpo, rejection, distillation.")
+    passes = [] if epochs is None else [f"offline.epochs={epochs}"]
+    config = offline_config(
+        store,
+        run_id,
+        new,
+        dataset,
+        method,  # type: ignore[arg-type]
+        at,
+        teacher=teacher,
+        reward_threshold=reward_threshold,
+        overrides=[*passes, *(overrides or [])],
+    )
+    if not dry_run:
+        fork_run(config)
+    train_run(config, dry_run, hints=[])
+
+
+@datasets_app.command("list")
+def datasets_list(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this dataset.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """All complete versions, oldest first, with the runs that train from them."""
+    found = dataset_facts(store, name)
+    if as_json:
+        out(json.dumps(found, indent=1))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("dataset", "version", "collected by", "rollouts", "reward", "age", "trained from it", box=None)
+    for each in found:
+        reward = "–" if each["reward"] is None else f"{each['reward']:.3f}"
+        table.add_row(
+            Text(each["dataset"]),
+            Text(each["version"]),
+            Text(f"{each['run_id']} {each['policy_version']}"),
+            str(each["rollouts"]),
+            reward,
+            f"{each['age_days']:.1f} d",
+            Text(", ".join(each["used_by"])),
+        )
+    console().print(table)
+
+
+@datasets_app.command("retain")
+def datasets_retain(
+    name: Annotated[str, typer.Argument(help="The dataset.")],
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many newest versions.", min=1)] = None,
+    keep_days: Annotated[float | None, typer.Option(help="Keep versions younger than this.", min=0)] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete. Without this, it is only listed.")] = False,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Delete old versions of a dataset; never one that a run of this store trains from, nor the newest."""
+    from roundhouse.errors import ConfigError
+    from roundhouse.stages.datasets import dataset_names, retain_versions
+
+    if keep_last is None and keep_days is None:
+        raise typer.BadParameter("say what to keep: --keep-last, --keep-days or both.")
+    if name not in (there := dataset_names(store)):
+        raise ConfigError(f"No dataset {name!r}. There are: {', '.join(there) or 'none'}.")
+    gone = retain_versions(store, name, keep_last, keep_days, dry_run=not delete)
+    for uri in gone:
+        out(uri)
+    out(f"{len(gone)} versions {'deleted' if delete else 'can go; delete them with --delete'}")
+
+
+def dataset_facts(store: str, name: str | None = None) -> list[dict[str, Any]]:
+    """What a person wants to know of each version.
+
+    Raises:
+        ConfigError: there is no such dataset.
+    """
+    from roundhouse.errors import ConfigError
+    from roundhouse.stages.datasets import dataset_names, dataset_versions, users_of_datasets
+    from roundhouse.store.stage import read_manifest
+
+    names = dataset_names(store)
+    if name is not None and name not in names:
+        raise ConfigError(f"No dataset {name!r}. There are: {', '.join(names) or 'none'}.")
+    users = users_of_datasets(store)
+    facts = []
+    for each in names if name is None else [name]:
+        for reference in dataset_versions(store, each):
+            manifest = read_manifest(reference)
+            facts.append(
+                {
+                    "dataset": each,
+                    "version": reference.uri.rsplit("/", 1)[-1],
+                    "uri": reference.uri,
+                    "run_id": manifest.run_id,
+                    "policy_version": reference.policy_version,
+                    "rollouts": reference.counts.get("requested", 0),
+                    "reward": manifest.metrics.get("reward/mean"),
+                    "age_days": (time.time() - manifest.finished_at) / DAY,
+                    "used_by": users.get(reference.uri, []),
+                }
+            )
+    return facts

@@ -1,0 +1,202 @@
+"""How old data is for the policy that is to learn from it, in numbers, and what is too old.
+
+Invariant: nothing here decides by itself. `judge` holds what was measured against the bounds of `offline`, and every line
+that it gives has the number, the bound's key and its value.
+
+    w      importance weight of a token, exp(policy − recorded log-probability); of a rollout, the product over its tokens
+    Kish   (Σw)² / (n Σw²): the share of n samples that still count; 1 when all weights are equal
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from roundhouse.config.models import RunConfig
+from roundhouse.config.objectives import PolicyGradient
+from roundhouse.config.offline import OfflineConfig
+from roundhouse.errors import DataError
+
+log = logging.getLogger(__name__)
+
+STOPPED = (
+    "The versions before are published. Collect anew with the newest of them and train on that, lower "
+    "train.optimizer.learning_rate or offline.epochs, lower the bound, or set offline.on_stale=warn."
+)
+REMEDY = (
+    "Collect anew with the policy that you start from (roundhouse collect, a schedule), start from the one that collected "
+    "(--at), raise the bound, or set offline.on_stale=warn."
+)
+
+
+class StaleData(DataError):
+    """The policy has moved away from the data that it was to learn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """What the importance weights of a sample say."""
+
+    tokens: int
+    rollouts: int
+    effective_tokens: float
+    """Kish, as a share of the tokens."""
+    effective_rollouts: float
+    """Kish of the rollouts' weights, as a share of the rollouts."""
+    clipped: float
+    """Share of the tokens whose weight lies outside of the correction's bounds."""
+    mean_difference: float
+    """Of |policy − recorded| over the tokens, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """One dataset version, seen from the policy that training starts from."""
+
+    label: str
+    policy_version: int
+    """That collected it."""
+    age: int | None
+    """Policy versions since; None where lineage does not connect the two."""
+    days: float
+    importance: Importance | None
+    """None where no sample was taken."""
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def importance_of(difference: np.ndarray, rollout: np.ndarray, bounds: tuple[float, float]) -> Importance:
+    """
+    Args:
+        difference: [M] policy − recorded log-probability of each token.
+        rollout: [M] a number for the rollout of each token, any numbers.
+        bounds: of the correction (`train.algorithm.mismatch_bounds`).
+    """
+    difference = difference.astype(np.float64)
+    owner = np.unique(rollout, return_inverse=True)[1]
+    totals = np.bincount(owner, difference)
+    with np.errstate(over="ignore"):
+        weights = np.exp(difference)
+    outside = (weights < bounds[0]) | (weights > bounds[1])
+    return Importance(
+        tokens=len(difference),
+        rollouts=len(totals),
+        effective_tokens=kish(difference),
+        effective_rollouts=kish(totals),
+        clipped=float(outside.mean()),
+        mean_difference=float(np.abs(difference).mean()),
+    )
+
+
+def kish(log_weights: np.ndarray) -> float:
+    """(Σw)² / (n Σw²) of the weights with these logarithms; in (0, 1]."""
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+
+
+def judge(config: RunConfig, found: Freshness) -> list[str]:
+    """What of a dataset version lies beyond a bound, one line each; empty when it is fresh enough.
+
+    Cross-entropy weighs no token, so for it only the ages count.
+    """
+    bounds = _bounds(config)
+    lines = []
+    if found.age is not None and bounds.max_age is not None and found.age > bounds.max_age:
+        lines.append(
+            f"it was collected {found.age} policy versions before the one that training starts from "
+            f"(offline.max_age={bounds.max_age})"
+        )
+    if bounds.max_age_days is not None and found.days > bounds.max_age_days:
+        lines.append(f"it was collected {found.days:.1f} days ago (offline.max_age_days={bounds.max_age_days:g})")
+    if found.importance is not None:
+        lines += judge_importance(config, found.importance)
+    return lines
+
+
+def judge_importance(config: RunConfig, found: Importance) -> list[str]:
+    """The same of the importance weights alone."""
+    bounds = _bounds(config)
+    if not isinstance(config.train.algorithm, PolicyGradient):
+        return []
+    lines = []
+    for what, share, count, key in (
+        ("tokens", found.effective_tokens, found.tokens, "min_effective_sample_fraction"),
+        ("rollouts", found.effective_rollouts, found.rollouts, "min_effective_rollout_fraction"),
+    ):
+        if share < (least := getattr(bounds, key)):
+            lines.append(
+                f"its {count} {what} are worth {share * count:.0f} of the policy's own, an effective sample of {share:.3f} "
+                f"(offline.{key}={least:g})"
+            )
+    if found.clipped > bounds.max_clipped_fraction:
+        low, high = config.train.algorithm.bounds
+        lines.append(
+            f"{found.clipped:.1%} of the importance weights lie outside of {low:g} to {high:g} "
+            f"(offline.max_clipped_fraction={bounds.max_clipped_fraction:g})"
+        )
+    return lines
+
+
+def settle(config: RunConfig, what: str, lines: list[str], remedy: str = REMEDY) -> None:
+    """Warn about stale data, or refuse it, as `offline.on_stale` says.
+
+    Raises:
+        StaleData: there are lines, and it says refuse.
+    """
+    if not lines:
+        return
+    message = f"{what} is too old to train on: {'; '.join(lines)}. {remedy}"
+    if _bounds(config).on_stale == "refuse":
+        raise StaleData(message)
+    log.warning("%s", message)
+
+
+def drift(config: RunConfig, sequences: pa.Table, columns: pa.Table) -> Importance | None:
+    """The importance weights of an iteration's trained tokens, under the weights that it began from; None where there are none.
+
+    Args:
+        sequences: of the validate stage.
+        columns: of the train stage, one row a sequence in the same order.
+    """
+    computed = columns.column("trainer_logprobs").combine_chunks()
+    recorded = sequences.column("gen_logprobs").combine_chunks()
+    rollouts = np.unique(sequences.column("rollout_id").to_numpy(zero_copy_only=False), return_inverse=True)[1]
+    differences, owners = [], []
+    for index in range(columns.num_rows):
+        if not computed[index].is_valid:
+            continue
+        policy = computed[index].values.to_numpy()
+        on = policy != 0  # exactly 0 off the mask, and where the trainer skipped a token
+        differences.append((policy - recorded[index].values.to_numpy())[on])
+        owners.append(np.full(int(on.sum()), rollouts[index]))
+    if not differences or not sum(map(len, differences)):
+        return None
+    return importance_of(np.concatenate(differences), np.concatenate(owners), bounds_of(config))
+
+
+def bounds_of(config: RunConfig) -> tuple[float, float]:
+    """Of the correction; where the algorithm has none, those that a correction would have."""
+    algorithm = config.train.algorithm
+    return algorithm.bounds if isinstance(algorithm, PolicyGradient) else (0.5, 5.0)
+
+
+def importance_metrics(found: Importance | None) -> dict[str, float]:
+    """`offline/…` of an iteration or a sample."""
+    if found is None:
+        return {}
+    return {
+        "offline/effective_tokens": found.effective_tokens,
+        "offline/effective_rollouts": found.effective_rollouts,
+        "offline/clipped": found.clipped,
+        "offline/logprob_difference": found.mean_difference,
+    }
+
+
+def _bounds(config: RunConfig) -> OfflineConfig:
+    assert config.offline is not None, "only an offline run has data that can be stale"
+    return config.offline

@@ -1,0 +1,321 @@
+"""Offline data: what a run trains from instead of fresh rollouts, fixed once and judged before the first step.
+
+Invariant: the `offline` stage of a run names its dataset versions with their digests, and every iteration reads those; a name
+such as `nightly@all` is resolved once, by that stage. It is committed only when the data is fresh enough, or on_stale is warn.
+
+    iterations/000012/offline      the datasets, their groups, how fresh they are       the run starts from version 12
+    iterations/000013/validate     a batch of them, as sequences                        instead of refit, collect, validate
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from roundhouse.config.models import RunConfig
+from roundhouse.config.offline import NAMED, OfflineConfig
+from roundhouse.errors import ConfigError, DataError, StoreError
+from roundhouse.progress import announce
+from roundhouse.stages.datasets import dataset_names, dataset_versions
+from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
+from roundhouse.stages.offline_batches import Batch, batch_at, batches_of_an_epoch
+from roundhouse.stages.policy import vocabulary_size
+from roundhouse.stages.validate import rows_of_groups, validate_groups
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage, read_manifest, read_table
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.trajectories.ledger_proof import prove_counted
+from roundhouse.trajectories.proofs import Terms
+from roundhouse.trajectories.schemas import rollouts_from_tables
+from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.validation import validate
+
+KIND = "offline"
+GROUPS = pa.schema([("dataset", pa.int32()), ("group_id", pa.string())])
+"""The stage's dataset `groups`."""
+DAY = 86400.0
+
+LogProbs = Callable[[TrainingSequences], np.ndarray]
+"""[T] log-probabilities of the generated tokens under the policy that training starts from."""
+
+_RUN = re.compile(r"(?P<run>.+/runs/[^/]+)/.+")
+
+
+def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference:
+    """Fix what the run trains from, and judge how fresh it is.
+
+    Raises:
+        ConfigError: there is no such dataset, or it cannot fit the run.
+        StaleData: it is too old, and `offline.on_stale` is refuse.
+    """
+    stage = run.stage(run.first_version, KIND)
+    if (done := stage.reference()) is not None:
+        return done
+    offline = _section(run.config)
+    attempt = run.begin(stage, policy_version=base.policy_version)
+    datasets = find_datasets(run.config.store, offline.datasets)
+    groups = [groups_of(reference) for reference in datasets]
+    _refuse_unfit(run, datasets)
+    found = [freshness_of(run, reference, log_probs) for reference in datasets]
+    lines = {each.label: judge(run.config, each) for each in found}
+    attempt.write_json("freshness", {"datasets": [each.facts() for each in found], "stale": lines})
+    for label, stale in lines.items():
+        settle(run.config, f"Dataset {label}", stale)
+    rows = [{"dataset": index, "group_id": group} for index, own in enumerate(groups) for group in own]
+    attempt.write_table("groups", pa.Table.from_pylist(rows, schema=GROUPS))
+    batches = batches_of_an_epoch([len(own) for own in groups], _batch_size(run.config))
+    reference = attempt.commit(
+        inputs={f"dataset-{index:04d}": reference for index, reference in enumerate(datasets)},
+        counts={"datasets": len(datasets), "groups": len(rows), "batches": batches}
+        | {"rollouts": sum(reference.counts.get("requested", 0) for reference in datasets)},
+        metrics=_metrics(found),
+        details={
+            "datasets": [each.facts() for each in found],
+            "stale": {name: own for name, own in lines.items() if own},
+        },
+    )
+    announce("offline", text=_told(found, batches, offline.epochs))
+    return reference
+
+
+def validate_batch(run: Run, iteration: int) -> Reference:
+    """Validate the groups that are this iteration's, into its sequences."""
+    datasets, batch = batch_of(run, iteration)
+    reference = datasets[batch.dataset]
+    where = {"dataset": label_of(reference), "epoch": batch.epoch, "batch": batch.number}
+    return validate_groups(run, iteration, reference, batch.groups, vocabulary_size(run), where)
+
+
+def batch_of(run: Run, iteration: int) -> tuple[list[Reference], Batch]:
+    """The dataset versions of the run, and the batch of one of them that an iteration trains on."""
+    manifest, groups = _prepared(run)
+    batch = batch_at(groups, _batch_size(run.config), run.config.seed, iteration - run.first_version - 1)
+    return [manifest.inputs[name] for name in sorted(manifest.inputs)], batch
+
+
+def with_iterations(run: Run) -> Run:
+    """The run with its number of iterations: as many as its epochs have batches, counted from where it starts."""
+    offline = _section(run.config)
+    done = run.stage(run.first_version, KIND).reference()
+    if done is not None:
+        batches = done.counts["batches"]
+    else:
+        sizes = [len(groups_of(reference)) for reference in find_datasets(run.config.store, offline.datasets)]
+        batches = batches_of_an_epoch(sizes, _batch_size(run.config))
+    return replace(
+        run, config=run.config.model_copy(update={"iterations": run.first_version + offline.epochs * batches})
+    )
+
+
+def find_datasets(store: str, names: Sequence[str]) -> list[Reference]:
+    """The complete versions that these names mean, each once, in the order of the names and then of their completion.
+
+    Raises:
+        ConfigError: a name means none; what there is gets listed.
+    """
+    found: dict[str, Reference] = {}
+    for name in names:
+        for reference in _versions_of(store, name):
+            found.setdefault(reference.uri, reference)
+    return list(found.values())
+
+
+def groups_of(reference: Reference) -> list[str]:
+    """Ids of the dataset's groups, sorted."""
+    return sorted(pc.unique(read_table(reference, "rollouts").column("group_id")).to_pylist())
+
+
+def label_of(reference: Reference) -> str:
+    """`nightly@20261121T020000Z-v000012`; of a stage of a run, its place in the store."""
+    parts = reference.uri.split("/")
+    return f"{parts[-2]}@{parts[-1]}" if parts[-3] == "datasets" else "/".join(parts[-4:])
+
+
+def freshness_of(run: Run, reference: Reference, log_probs: LogProbs) -> Freshness:
+    """How old a dataset version is for the run, with the importance weights of a sample of it."""
+    manifest, offline = read_manifest(reference), _section(run.config)
+    days = (time.time() - manifest.finished_at) / DAY
+    importance = None
+    if offline.sample > 0:
+        batch = _sample(run, reference, manifest, offline.sample)
+        difference = (log_probs(batch) - batch.gen_logprobs)[batch.loss_mask]
+        owner = np.unique(batch.rollout_ids, return_inverse=True)[1][batch.sequence_of_token][batch.loss_mask]
+        importance = importance_of(difference, owner, bounds_of(run.config))
+    age = age_of(run, manifest.inputs.get("weights"))
+    return Freshness(label_of(reference), reference.policy_version, age, days, importance)
+
+
+def age_of(run: Run, weights: Reference | None) -> int | None:
+    """Policy versions from the one that collected to the one that the run starts from; None when it is not on the run's line.
+
+    base    1 2 3 4 5 6         a run that starts from base 4 is on the line 1 2 3 4: of data collected with
+                  └── run       version 2 the age is 2, of version 5 (another line) and of other runs it is unknown
+    """
+    place = None if weights is None else _RUN.fullmatch(weights.uri)
+    if place is None or weights is None:
+        return None
+    for uri, newest in _line(run):
+        if uri == place["run"]:
+            return run.first_version - weights.policy_version if weights.policy_version <= newest else None
+    return None
+
+
+def _line(run: Run) -> list[tuple[str, int]]:
+    """The runs behind the policy that the run starts from, each with the newest version of it that is on the line."""
+    line = [(run.location.uri, run.first_version)]
+    parent = None if run.parent is None else run.parent.model_dump(mode="json")
+    newest = run.first_version
+    while parent is not None and (place := _RUN.fullmatch(parent["checkpoint"]["uri"])) is not None:
+        newest = min(newest, int(parent["version"]))
+        if any(place["run"] == uri for uri, _ in line):
+            break
+        line.append((place["run"], newest))
+        try:
+            parent = json.loads(Location(place["run"]).read("run.json")).get("parent")
+        except NotFound:
+            break  # the line goes on, but nobody can tell any more
+    return line
+
+
+def _versions_of(store: str, name: str) -> list[Reference]:
+    if "/" in name:
+        reference = Stage(Location(name), kind="collect", run_id="", iteration=0).reference()
+        if reference is None or reference.kind != "collect":
+            raise ConfigError(
+                f"offline.datasets: {name!r} holds no complete collection. Give the directory of a dataset's version."
+            )
+        return [reference]
+    match = NAMED.fullmatch(name)
+    assert match is not None, "the section checks names"
+    versions = dataset_versions(store, match["name"])
+    if match["version"] is None:
+        chosen = versions[-1:]
+    else:
+        chosen = [found for found in versions if match["version"] in ("all", found.uri.rsplit("/", 1)[-1])]
+    if not chosen:
+        labels = [found.uri.rsplit("/", 1)[-1] for found in versions]
+        there = f"complete versions of it: {', '.join(labels)}" if labels else _datasets_there(store)
+        raise ConfigError(f"offline.datasets: {name!r} is not in {Location(store).uri}; {there}.")
+    return chosen
+
+
+def _datasets_there(store: str) -> str:
+    names = dataset_names(store)
+    return f"datasets there: {', '.join(names)}" if names else "no dataset is there: collect one (roundhouse collect)"
+
+
+def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
+    """Whole, counted right, sampled at the temperature that log-probabilities are computed at, in the policy's tokens."""
+    for reference in datasets:
+        manifest = read_manifest(reference)
+        tables = read_table(reference, "rollouts"), read_table(reference, "turns")
+        prove_counted(reference.counts, rollouts_from_tables(*tables))
+        sampled = manifest.details.get("sampling", {}).get("temperature")
+        wanted = run.config.generation.sampling.temperature
+        if sampled is not None and sampled != wanted:
+            raise ConfigError(
+                f"Dataset {label_of(reference)} was sampled at temperature {sampled:g}, and generation.sampling.temperature is "
+                f"{wanted:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
+            )
+        _refuse_other_tokens(run, reference, manifest)
+
+
+def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> None:
+    """Where the collecting run's tokenizer is still there, it is the policy's."""
+    weights = manifest.inputs.get("weights")
+    place = None if weights is None else _RUN.fullmatch(weights.uri)
+    if place is None:
+        return
+    try:
+        theirs = (Location(place["run"]) / "checkpoints/000000").read("tokenizer.json")
+        ours = run.checkpoint(0).location.read("tokenizer.json")
+    except NotFound:
+        return
+    if theirs != ours:
+        raise ConfigError(
+            f"Dataset {label_of(reference)} was collected by {place['run']}, whose tokenizer is not that of the policy. Choose "
+            "a dataset that a policy with the same tokenizer collected."
+        )
+
+
+def _sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> TrainingSequences:
+    """Whole groups, drawn by the run's seed, of so many rollouts or a few more, as sequences.
+
+    Raises:
+        DataError: validation refused all of them.
+    """
+    groups = groups_of(reference)
+    random.Random(derive_seed(run.config.seed, "offline sample", manifest.iteration)).shuffle(groups)
+    each = max(1, reference.counts.get("requested", 0) // max(1, len(groups)))
+    tables = rows_of_groups(reference, groups[: -(-count // each)])
+    size = vocabulary_size(run)
+    result = validate(
+        rollouts_from_tables(*tables),
+        run.config.validation,
+        vocabulary_size=size,
+        policy_version=reference.policy_version,
+        terms=Terms(size, reference.policy_version),
+    )
+    if result.sequences.num_rows == 0:
+        raise DataError(
+            f"Of {result.ledger.requested} rollouts drawn from dataset {label_of(reference)}, validation refused all: "
+            f"{result.reasons}. Leave the dataset out, or look at what it collected."
+        )
+    return TrainingSequences.from_table(result.sequences)
+
+
+def _prepared(run: Run) -> tuple[Manifest, list[list[str]]]:
+    reference = run.stage(run.first_version, KIND).reference()
+    if reference is None:
+        raise StoreError(f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} has no stage {KIND}.")
+    table = read_table(reference, "groups")
+    groups: list[list[str]] = [[] for _ in range(reference.counts["datasets"])]
+    for index, group in zip(table["dataset"].to_pylist(), table["group_id"].to_pylist(), strict=True):
+        groups[index].append(group)
+    return read_manifest(reference), groups
+
+
+def _metrics(found: Sequence[Freshness]) -> dict[str, float]:
+    """Of the stalest dataset, each bound by itself."""
+    metrics = {"offline/age_days": max(each.days for each in found)}
+    if ages := [each.age for each in found if each.age is not None]:
+        metrics["offline/age_versions"] = float(max(ages))
+    measured = [importance_metrics(each.importance) for each in found if each.importance is not None]
+    for name in measured[0] if measured else ():
+        worst = min if "effective" in name else max
+        metrics[name] = worst(each[name] for each in measured)
+    return metrics
+
+
+def _told(found: Sequence[Freshness], batches: int, epochs: int) -> str:
+    lines = []
+    for each in found:
+        age = "unknown age" if each.age is None else f"{each.age} versions old"
+        importance = each.importance
+        weights = (
+            "not sampled"
+            if importance is None
+            else f"effective sample {importance.effective_tokens:.3f} of tokens, {importance.effective_rollouts:.3f} of "
+            f"rollouts, {importance.clipped:.1%} clipped"
+        )
+        lines.append(f"{each.label}: {age}, {each.days:.1f} days; {weights}")
+    return "\n".join([*lines, f"{epochs} epochs of {batches} batches"])
+
+
+def _batch_size(config: RunConfig) -> int:
+    return _section(config).groups or config.rollout.tasks
+
+
+def _section(config: RunConfig) -> OfflineConfig:
+    assert config.offline is not None, "an offline run has the section"
+    return config.offline

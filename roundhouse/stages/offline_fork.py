@@ -1,0 +1,120 @@
+"""From a run and a few wishes to the configuration of an offline run that starts from one of its checkpoints.
+
+Invariant: an offline run is a fork: it owns the checkpoint that it starts from, its versions count on, and lineage leads
+through it. Everything that was not asked for is as the run has it; what comes out is an ordinary configuration. Asked for
+again, a run that exists starts from where it started, though the other run has gone on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError
+from roundhouse.stages.fork import fork_config
+from roundhouse.store.promoted import promoted_version
+from roundhouse.store.run import Run, load_run, run_exists
+
+Method = Literal["grpo", "rejection", "distillation"]
+TRUNCATION = (0.0, 2.0)
+"""Bounds of the importance weights where the run has set none: nothing lifts an unlikely token, none counts more than twice."""
+
+
+def offline_config(
+    store: str,
+    run_id: str,
+    new_id: str,
+    datasets: Sequence[str],
+    method: Method = "grpo",
+    at: str = "newest",
+    *,
+    teacher: str | None = None,
+    reward_threshold: float | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """The configuration of an offline run.
+
+    Args:
+        at: the checkpoint of the run to start from: `newest`, `promoted` or a version.
+        method: grpo keeps the run's own algorithm where that is a policy gradient, with truncated importance weights; rejection
+            learns the best rollout of each group that reaches the threshold; distillation needs a teacher.
+        overrides: come last.
+
+    Raises:
+        StoreError: there is no such run.
+        ConfigError: no such checkpoint, or settings that do not fit the method.
+    """
+    run = load_run(store, run_id)
+    version = begun_from(store, new_id, run_id)
+    if version is None or at.isdecimal():
+        version = version_named(run, at)
+    keys = {
+        "offline": {"datasets": list(datasets)},
+        "train": run.config.train.model_dump(mode="json")
+        | {"algorithm": _algorithm(run.config, method, teacher, reward_threshold)},
+        "iterations": version + 1,  # does not count: epochs do
+    }
+    return fork_config(store, run_id, new_id, version, overrides, keys)
+
+
+def version_named(run: Run, name: str) -> int:
+    """The version that `newest`, `promoted` or a number means.
+
+    Raises:
+        ConfigError: nothing is promoted or made yet, or it is neither of these.
+    """
+    if name.isdecimal():
+        return int(name)
+    if name == "promoted":
+        if (promoted := promoted_version(run)) is None:
+            raise ConfigError(
+                f"Run {run.run_id!r} has no promoted checkpoint: no version was evaluated, or promotion is off "
+                "(evaluation.promotion_confidence). Name newest or a version, or evaluate it: roundhouse evaluate."
+            )
+        return promoted
+    if name != "newest":
+        raise ConfigError(f"{name!r} names no checkpoint: newest, promoted or the number of a version.")
+    if (newest := run.latest_checkpoint()) is None:
+        raise ConfigError(f"Run {run.run_id!r} has no checkpoint yet.")
+    return newest.policy_version
+
+
+def begun_from(store: str, run_id: str, parent_id: str) -> int | None:
+    """The version of the parent that a run started from; None where there is no such run, or it began elsewhere."""
+    if not run_exists(store, run_id):
+        return None
+    parent = load_run(store, run_id).parent
+    return None if parent is None or parent.run_id != parent_id else parent.version
+
+
+def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold: float | None) -> dict[str, Any]:
+    if (teacher is not None) != (method == "distillation"):
+        raise ConfigError(
+            f"teacher is {teacher!r} and the method {method}: a teacher goes with distillation, and distillation needs one. "
+            "Give the directory of a model, such as another run's checkpoint."
+        )
+    if threshold is not None and method != "rejection":
+        raise ConfigError(f"reward_threshold is {threshold:g}, which only the method rejection reads. Leave it out.")
+    if method == "distillation":
+        return {"kind": "distillation", "teacher": teacher}
+    if method == "rejection":
+        return {
+            "kind": "cross_entropy",
+            "select": "best_of_group",
+            "reward_threshold": 1.0 if threshold is None else threshold,
+        }
+    return _corrected(config)
+
+
+def _corrected(config: RunConfig) -> dict[str, Any]:
+    """The run's own algorithm with truncated importance weights, where it can take them and has no correction; else GRPO."""
+    own = config.train.algorithm.model_dump(mode="json", exclude_unset=True)
+    kind = config.train.algorithm.kind
+    if kind in ("cross_entropy", "distillation"):
+        own, kind = {}, "grpo"
+    if own.get("mismatch_correction", "none") == "none":
+        own |= {"mismatch_correction": "tis", "mismatch_bounds": list(TRUNCATION)}
+    if config.train.algorithm.kl_coefficient > 0 and config.train.algorithm.kl_placement == "loss":
+        own |= {"kl_importance_weighting": True}
+    return own | {"kind": kind}
