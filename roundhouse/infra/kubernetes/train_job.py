@@ -150,6 +150,8 @@ class TrainJob:
             "serviceAccountName": infra.service_account,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
+            # as process 1 Python would not hear SIGTERM: each drain and cancellation would last the whole grace period
+            "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": 30,
             "securityContext": {
                 "runAsNonRoot": True,
