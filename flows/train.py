@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from prefect import flow
 
 from flows.borders import at_border
 from flows.economy import forget_results, untagged_tasks, without_heartbeats
+from flows.iteration import iteration
+from flows.overlap import lanes, overlapped_iteration
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
 from roundhouse.config.models import RunConfig
@@ -37,10 +40,12 @@ def train(config: RunConfig) -> dict[str, Any]:
                 evaluate(run, start)
                 promote(run, run.first_version)
             report_iteration(run, run.first_version)
-        for k in range(next_iteration(run), config.iterations + 1):
-            at_border(run, k)
-            carry_out(run, k)
-            forget_results()
+        overlapped = config.asynchrony.staleness > 0
+        with lanes(run) if overlapped else nullcontext():
+            for k in range(next_iteration(run), config.iterations + 1):
+                at_border(run, k)
+                carry_out(run, k, by=overlapped_iteration if overlapped else iteration)
+                forget_results()
         return finish_run(run)
 
 

@@ -31,6 +31,11 @@ class Journal:
         self.place = place
         self._written = max(self._numbers(_SEGMENT), default=0)
 
+    @property
+    def segments(self) -> int:
+        """How many there are."""
+        return self._written
+
     def append(self, events: Sequence[Event]) -> None:
         """Write down what happened, in order, before anything is done about it.
 

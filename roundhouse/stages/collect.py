@@ -80,7 +80,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
                 progress(before + finished, planned)
 
         collected = collect_into(parts, specs, config, config.generation.sampling, engine_url, on_progress)
-        _refuse_many_failures(collected.rollouts, config.rollout, engine_url)
+        refuse_many_failures(collected.rollouts, config.rollout, engine_url)
         seconds += collected.window_seconds
         return collected.rollouts
 
@@ -147,7 +147,11 @@ def read_rollouts(reference: Reference) -> list[Rollout]:
     return rollouts_from_tables(read_table(reference, "rollouts"), read_table(reference, "turns"))
 
 
-def _refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:
+def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:
+    """
+    Raises:
+        TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed.
+    """
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) <= config.max_failed_fraction * len(rollouts):
         return

@@ -3,7 +3,8 @@
 Invariant: every number here comes from a manifest; an unfinished run gives the same summary, of fewer iterations.
 
 Overhead is what Roundhouse itself adds to an iteration: its wall time outside the window in which rollouts run (engine,
-environment and our agent loop together), outside the trainer's computation, and outside evaluation.
+environment and our agent loop together), outside the trainer's computation, and outside evaluation. In an overlapped run
+rollouts run beside the rest, and what counts instead of their window is how long training waited for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
 STAGES = ("offline", "refit", "collect", "validate", "train", "checkpoint", "evaluate", "promote", "report")
+BESIDE_TRAINING = ("refit", "collect")
+"""Stages that an overlapped run makes beside the others."""
 _PROCESS = uuid.uuid4().hex
 """Tells whether two reports were written by one process without a restart in between."""
 LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")
@@ -38,8 +41,16 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     attempt = run.begin(stage, policy_version=iteration)
     metrics: dict[str, float] = {}
     if iteration > run.first_version:
-        wall = time.time() - _began(run, iteration, manifests)
-        metrics = overhead_seconds(manifests, wall) | iteration_cost(run.config, manifests, wall)
+        overlapped = run.config.asynchrony.staleness > 0
+        on_the_way = {kind: m for kind, m in manifests.items() if not overlapped or kind not in BESIDE_TRAINING}
+        began = _began(run, iteration, on_the_way)
+        wall = time.time() - began
+        metrics = overhead_seconds(on_the_way, wall) | iteration_cost(run.config, manifests, wall)
+        if overlapped:
+            waited = max(0.0, manifests["validate"].started_at - began) if "validate" in manifests else 0.0
+            metrics["overhead/total"] -= waited
+            metrics["overhead/orchestration"] -= waited
+            metrics["seconds/waited_for_rollouts"] = waited
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
     before = run_totals(run, iteration - 1) if iteration > run.first_version else {}

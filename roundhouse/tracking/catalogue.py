@@ -141,6 +141,31 @@ CATALOGUE = (
         ),
     ),
     Section(
+        "Staleness",
+        "Only of overlapped runs ([asynchrony](asynchrony.md)), `asynchrony.staleness` above 0. `<a>` is an age: by how many "
+        "versions the weights that drew a token are older than those that train on it.",
+        (
+            Entry("staleness/age_mean", "tokens", "age of the trained tokens", "as small as the trainer's wait allows"),
+            Entry("staleness/age_max", "(maximum)", "their oldest age", "≤ asynchrony.staleness"),
+            Entry("staleness/sequences_mixed", "sequences", "share with tokens of several versions"),
+            Entry("staleness/share/age_*", "(share)", "of the trained tokens that are of this age"),
+            Entry("staleness/logprob_abs_diff/age_*", "tokens", "abs(gen − old) of this age", "grows slowly with age"),
+            Entry("staleness/importance_ratio/age_*", "tokens", "exp(old − gen) of this age", "near 1"),
+            Entry(
+                "staleness/effective_sample/age_*",
+                "(share)",
+                "of the tokens that still count, by their ratios",
+                "> 0.5",
+            ),
+            Entry(
+                "seconds/waited_for_rollouts",
+                "(seconds)",
+                "training stood still until its rollouts were there",
+                "near 0",
+            ),
+        ),
+    ),
+    Section(
         "Offline data",
         "Only of runs that train from collected datasets ([offline training](offline-training.md)). At the iteration that such "
         "a run starts from: of a sample of the stalest dataset, before training; then: of the tokens that were trained on. "

@@ -1,0 +1,153 @@
+"""Collecting while training (`asynchrony.staleness` above 0): two lanes beside each other, each durable by itself.
+
+    train ──┬── generation from 3      refit to version 2 ── collect 3 ── collect 4 ── refit to version 3 ── collect 5 …
+            └── iteration 3 ── iteration 4 …                 each: (waits for its collect) validate, train, checkpoint, …
+
+Who may begin, and who trains on what, is decided by the controller (`roundhouse.asynchrony`), not here.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefect import flow
+from prefect.futures import PrefectFuture
+
+from flows.economy import forget_results, tagged, untagged_tasks
+from flows.iteration import is_evaluated
+from flows.reruns import take_place
+from roundhouse.asynchrony.overlap import Open, Overlap
+from roundhouse.asynchrony.rolling import END_SECONDS
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import InfraError, StoreError
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, open_run
+from tasks.ahead import collect_ahead, transfer
+from tasks.checkpoint import checkpoint
+from tasks.evaluate import evaluate, promote
+from tasks.report import report_iteration
+from tasks.train import train_step
+from tasks.validate import validate
+
+_JOIN_SECONDS = 4 * END_SECONDS
+"""For the generation lane to end, its stages and Prefect's own work included."""
+
+
+@flow(
+    name="iteration", flow_run_name="{config.run_id} iteration {k:04d}", persist_result=True, result_serializer="json"
+)
+def overlapped_iteration(config: RunConfig, k: int) -> Reference:
+    """Wait for what the generation lane collects; validate, train, checkpoint, and every N iterations evaluate."""
+    run, lanes = open_run(config), _lanes.get()
+    base = run.checkpoint(k - 1).reference()
+    if base is None:
+        raise StoreError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
+
+    overlap = lanes.at_work()
+    with untagged_tasks():
+        rollouts = overlap.collected(k)
+        with overlap.training(k):
+            sequences = validate(run, k, rollouts)
+            update = train_step(run, k, sequences, base)
+            published = checkpoint(run, update)
+        if k == config.iterations:
+            lanes.end()  # the engine is evaluate's alone
+        if is_evaluated(config, k):
+            with overlap.validating(k):
+                evaluate(run, published)
+            promote(run, k)
+        report_iteration(run, k)
+    return published
+
+
+@flow(name="generation", flow_run_name="{config.run_id} generation from {first:04d}", persist_result=False)
+def generation(config: RunConfig, first: int) -> None:
+    """Refit and collect, ahead of training by as much as `asynchrony.staleness` allows."""
+    overlap, run = _overlap.get(), open_run(config)
+    collecting: dict[int, PrefectFuture[Any]] = {}
+    error: BaseException | None = None
+    with untagged_tasks():
+        try:
+            for order in overlap.orders():
+                if isinstance(order, Open):
+                    collecting[order.iteration] = collect_ahead.submit(run, order.iteration, overlap.rolling)
+                elif order is not None:
+                    weights = run.checkpoint(order.version).reference()
+                    if weights is None:
+                        raise StoreError(f"run {run.run_id} has no checkpoint of version {order.version}")
+                    transfer(run, weights)
+                    overlap.transferred(order.version)
+                for ended in [k for k, future in collecting.items() if future.state.is_final()]:
+                    collecting.pop(ended).result()
+                    forget_results()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            overlap.end(error)
+            for future in collecting.values():
+                future.wait(END_SECONDS)
+
+
+class Lanes:
+    """The generation lane of a run: a thread with the flow `generation`, begun again when it is wanted after it failed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._overlap: Overlap | None = None
+        self._thread: threading.Thread | None = None
+
+    def at_work(self) -> Overlap:
+        """Both lanes, at work."""
+        if self._overlap is None or (self._overlap.ended and not self._overlap.finished):
+            self._overlap = Overlap(self._run)
+            token = _overlap.set(self._overlap)
+            context = contextvars.copy_context()
+            _overlap.reset(token)
+            self._thread = threading.Thread(target=context.run, args=(self._generate,), name="generation", daemon=True)
+            self._thread.start()
+        return self._overlap
+
+    def end(self) -> None:
+        """End the generation lane and wait for it.
+
+        Raises:
+            InfraError: it does not end.
+        """
+        if self._overlap is None or self._thread is None:
+            return
+        self._overlap.stop()
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            raise InfraError(
+                f"The generation lane has not ended within {_JOIN_SECONDS:g} s; its flow run says where it is."
+            )
+
+    def _generate(self) -> None:
+        run, overlap = self._run, _overlap.get()
+        try:
+            take_place(generation, overlap.number)
+            tagged(generation, f"run:{run.run_id}")(run.config, overlap.first)
+        except BaseException as error:  # noqa: BLE001 - the training lane raises it, where it waits
+            if not overlap.ended:
+                overlap.end(error)
+
+
+@contextmanager
+def lanes(run: Run) -> Iterator[None]:
+    """The lanes of the block's iterations; ended with it, however it ends."""
+    found = Lanes(run)
+    token = _lanes.set(found)
+    try:
+        yield
+    finally:
+        _lanes.reset(token)
+        found.end()
+
+
+_lanes: contextvars.ContextVar[Lanes] = contextvars.ContextVar("lanes")
+_overlap: contextvars.ContextVar[Overlap] = contextvars.ContextVar("overlap")

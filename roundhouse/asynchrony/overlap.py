@@ -1,0 +1,200 @@
+"""The two lanes of an overlapped run, and what they tell each other.
+
+    generation lane    orders() ──> Open(k): begin collect k      Transfer(v): bring the engine to v      … until the plan ends
+    training lane      collected(k) ──> training(k): validate, train, checkpoint ──> validating(k): evaluate
+
+Invariants: collect k is waited for before step k and never trained on twice (the controller decides what a step trains on, and
+it is held against what was collected); an error of the generation lane reaches whoever waits for it; nobody waits for a lane
+that has ended. Both lanes can be begun again from the store alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony.decisions import Train, Transfer
+from roundhouse.asynchrony.dispatch import ENGINE
+from roundhouse.asynchrony.plan import Plan
+from roundhouse.asynchrony.resumption import catch_up, resume
+from roundhouse.asynchrony.rolling import LOOK_SECONDS, Rolling
+from roundhouse.config.failures import stall_seconds
+from roundhouse.errors import DataError, InfraError
+from roundhouse.stages.refit import engine_service
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begin the collect stage of this iteration: its first rollout may begin."""
+
+    iteration: int
+
+
+class LaneEnded(InfraError):
+    """The generation lane has ended while it was waited for."""
+
+
+class Overlap:
+    """One life of both lanes; see the module's docstring."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.plan = Plan(run.config)
+        self.dispatch = resume(run, self.plan)
+        self.number = self.dispatch.segments
+        """Of this life among all of the run's; each writes to the journal when it begins."""
+        self.rolling = Rolling(run.config, self.plan, self.dispatch, engine_service(run).url)
+        self.error: BaseException | None = None
+        """What ended the generation lane."""
+        self.ended = False
+        self._stopped = False
+
+    @property
+    def first(self) -> int:
+        """The iteration that is trained next."""
+        return self.dispatch.controller.version + 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan's last version is in the store."""
+        return self.dispatch.controller.finished
+
+    # The generation lane
+
+    def orders(self) -> Iterator[Open | Transfer | None]:
+        """What to do next, None now and then to look after what was begun; ends with the plan, or when the lane is stopped.
+
+        Raises:
+            Exception: what has ended the rollouts.
+        """
+        self.rolling.start()
+        opened: set[int] = set()
+        while True:
+            with self.dispatch as dispatch:
+                if self._stopped or dispatch.controller.finished:
+                    return
+                if self.rolling.ended.is_set():
+                    raise self.rolling.error or LaneEnded("The rollouts have ended before the plan.")
+                order = self._order(opened)
+                if order is None:
+                    dispatch.wait(LOOK_SECONDS)
+            if isinstance(order, Open):
+                opened.add(order.iteration)
+            yield order
+
+    def _order(self, opened: set[int]) -> Open | Transfer | None:
+        if (transfer := self.dispatch.controller.transfer(ENGINE)) is not None:
+            self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
+            return transfer
+        wanted = self.rolling.wanted
+        return Open(wanted) if wanted is not None and wanted not in opened else None
+
+    def transferred(self, version: int) -> None:
+        """The engine has proved that it holds this version."""
+        self.dispatch.tell(happened.TransferFinished(ENGINE, version))
+
+    def end(self, error: BaseException | None) -> None:
+        """Called once by the generation lane, last of all: its rollouts are ended, and who waits is told."""
+        try:
+            self.rolling.stop()
+        except InfraError as hanging:
+            error = error or hanging
+        finally:
+            self.error, self.ended = error, True
+            self.dispatch.wake()
+
+    def stop(self) -> None:
+        """Ask the generation lane to end."""
+        self._stopped = True
+        self.dispatch.wake()
+
+    # The training lane
+
+    def collected(self, k: int) -> Reference:
+        """Wait for the collect stage of iteration k.
+
+        Raises:
+            Exception: what has ended the generation lane.
+        """
+        catch_up(self.run, self.dispatch, k - 1)
+        self._pass_over_evaluations(k - 1)
+        stage, patience = self.run.stage(k, "collect"), stall_seconds(self.run.config)
+        quiet_since = time.monotonic()
+        while True:
+            if (done := stage.reference()) is not None:
+                return done
+            with self.dispatch as dispatch:
+                self._refuse_ended()
+                at_work = dispatch.works_elsewhere or dispatch.controller.rollouts.running
+                quiet_since = time.monotonic() if at_work else quiet_since
+                dispatch.wait(LOOK_SECONDS)
+            if time.monotonic() - quiet_since > patience:
+                raise LaneEnded(
+                    f"No rollout, transfer or step has been at work for {patience:g} s (failures.stall_seconds), and iteration "
+                    f"{k} is not collected."
+                )
+
+    @contextmanager
+    def training(self, k: int) -> Iterator[None]:
+        """The block makes version k from exactly the groups that the controller decided on.
+
+        Raises:
+            DataError: it decided on others than those that collect k holds.
+        """
+        if self.dispatch.controller.version >= k:  # it was made before, and what comes behind it was not
+            yield
+            return
+        own = tuple(dict.fromkeys(position for position, _ in self.plan.keys(k)))
+        with self.dispatch as dispatch:
+            train = dispatch.controller.training()
+            if train != Train(k, own):
+                raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
+            dispatch.tell(happened.TrainingStarted(k, own))
+        self.rolling.flush()  # a step that is begun again has the same groups
+        try:
+            yield
+        except BaseException as error:
+            self.dispatch.tell(happened.TrainingFailed(k, f"{type(error).__name__}"))
+            raise
+        self.dispatch.tell(happened.TrainingFinished(k))
+        self.dispatch.record(keep_state=True)
+
+    @contextmanager
+    def validating(self, version: int) -> Iterator[None]:
+        """The block evaluates a version; no other weights come while it does.
+
+        Raises:
+            Exception: what has ended the generation lane.
+        """
+        with self.dispatch as dispatch:
+            controller = dispatch.controller
+            if controller.terms.due(controller.evaluated, version) != version or controller.finished:
+                held = False
+            else:
+                held = True
+                while controller.evaluating is None:
+                    if (validate := controller.validation()) is not None:
+                        dispatch.tell(happened.ValidationStarted(validate.version))
+                        break
+                    self._refuse_ended()
+                    dispatch.wait(LOOK_SECONDS)
+        yield
+        if held:
+            self.dispatch.tell(happened.ValidationEnded(version))
+            self.dispatch.record()
+
+    def _pass_over_evaluations(self, version: int) -> None:
+        """Evaluations that were due and will not come any more, as of a skipped iteration, hold nobody up."""
+        controller = self.dispatch.controller
+        while (due := controller.terms.due(controller.evaluated, version)) is not None:
+            with self.validating(due):
+                pass
+
+    def _refuse_ended(self) -> None:
+        if self.ended:
+            raise self.error or LaneEnded("The generation lane has ended.")

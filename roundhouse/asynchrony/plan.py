@@ -1,0 +1,74 @@
+"""A run's plan, as the controller counts it: positions of groups and numbers of samples, and the rollouts they stand for.
+
+Invariant: a pure function of the configuration and the environment's tasks. Iteration k's own groups are the positions
+(k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
+
+    2 tasks an iteration, group size 2:   2/1  ->  iteration 2, its first task, sample 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from roundhouse.asynchrony.rollouts import Key
+from roundhouse.asynchrony.terms import Terms
+from roundhouse.config.models import RunConfig
+from roundhouse.gym.plan import RolloutSpec, plan_rollouts
+from roundhouse.gym.sessions import open_environment
+from roundhouse.stages.rounds import round_tasks
+from roundhouse.store.run import Run
+from roundhouse.trajectories.records import Rollout
+
+KEPT = 16
+"""Iterations whose plan is kept in memory."""
+
+
+def terms_of(run: Run) -> Terms:
+    """What the run's controller is held to. Version 0, or a fork's first, is evaluated before the plan begins."""
+    config = run.config
+    return Terms(
+        config.asynchrony,
+        groups=config.rollout.tasks,
+        group_size=config.rollout.group_size,
+        iterations=config.iterations,
+        validate_every=config.evaluation.every,
+        first_version=run.first_version,
+        evaluates_first=False,
+    )
+
+
+class Plan:
+    """See the module's docstring."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._tasks = open_environment(config.environment).tasks("train")
+        self.specs = lru_cache(maxsize=KEPT)(self._specs)
+        """The rollouts of an iteration, groups in order, samples in order."""
+
+    def iteration_of(self, position: int) -> int:
+        return position // self._config.rollout.tasks + 1
+
+    def spec(self, key: Key) -> RolloutSpec:
+        """What a rollout of the controller's stands for."""
+        groups, size = self._config.rollout.tasks, self._config.rollout.group_size
+        return self.specs(self.iteration_of(key[0]))[key[0] % groups * size + key[1]]
+
+    def keys(self, iteration: int) -> Iterator[Key]:
+        """The rollouts of an iteration as the controller calls them, in the order of `specs`."""
+        first = (iteration - 1) * self._config.rollout.tasks
+        for position in range(first, first + self._config.rollout.tasks):
+            for sample in range(self._config.rollout.group_size):
+                yield position, sample
+
+    def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
+        """Rollouts of an iteration by their key; what is not of the plan is left out."""
+        found = {rollout.rollout_id: rollout for rollout in rollouts}
+        pairs = zip(self.keys(iteration), self.specs(iteration), strict=True)
+        return {key: found[spec.rollout_id] for key, spec in pairs if spec.rollout_id in found}
+
+    def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
+        rollout = self._config.rollout
+        rows = round_tasks(self._tasks, self._config.seed, iteration, rollout.tasks, 1)
+        return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration))

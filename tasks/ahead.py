@@ -1,0 +1,31 @@
+"""Tasks of the generation lane: collect an iteration ahead of its training, and bring the engine to a version beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled
+
+from roundhouse.asynchrony.rolling import Rolling
+from roundhouse.progress import announce
+from roundhouse.stages import collect_ahead as stage
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from tasks.options import stage_task
+
+
+@stage_task(name="collect", task_run_name="collect {iteration}")
+def collect_ahead(run: Run, iteration: int, rolling: Rolling) -> Reference | State[Any]:
+    """The collect stage, made by the lane's rollouts; cancelled when the lane ends before."""
+
+    def progress(finished: int, planned: int) -> None:
+        announce("collect", iteration=iteration, finished=finished, planned=planned)
+
+    reference = stage.collect_ahead(run, iteration, rolling, progress)
+    return reference or Cancelled(message="The lanes were ended. What had finished is kept, and goes on with the run.")
+
+
+@stage_task(name="refit", task_run_name="refit to version {checkpoint.policy_version}")
+def transfer(run: Run, checkpoint: Reference) -> None:
+    stage.transfer(run, checkpoint)
