@@ -17,13 +17,24 @@ REPLICA_PORTS = 64
 """Size of the port range that replicas take their HTTP ports from."""
 
 
-def head_environment(directory: Path, *, stats_port: int, metrics_port: int, first_replica_port: int) -> dict[str, str]:
+def head_environment(
+    directory: Path,
+    *,
+    stats_port: int,
+    metrics_port: int,
+    fallback_port: int,
+    grpc_fallback_port: int,
+    first_replica_port: int,
+) -> dict[str, str]:
     """Environment variables of `ray start --head` (and of every `ray start` that joins).
 
     Args:
         directory: for HAProxy's configuration and socket; short, see `SOCKET_PATH_BYTES`.
         stats_port: HAProxy's statistics page.
         metrics_port: HAProxy's own metrics, which it serves whether they are asked for or not.
+        fallback_port: the Python proxy that HAProxy turns to when no replica passes its health check. Ray's default is one fixed
+            port, which two clusters of a machine share without an error: a request of one is answered by the other's policy.
+        grpc_fallback_port: the same for gRPC.
         first_replica_port: `REPLICA_PORTS` ports from here on, apart from Ray's worker ports.
 
     Raises:
@@ -42,6 +53,8 @@ def head_environment(directory: Path, *, stats_port: int, metrics_port: int, fir
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_replica_port + REPLICA_PORTS - 1),
         # A replica that is killed takes its engine's process with it.

@@ -125,6 +125,8 @@ def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
             directory / "h",
             stats_port=ports["proxy_stats"],
             metrics_port=ports["proxy_metrics"],
+            fallback_port=ports["proxy_fallback"],
+            grpc_fallback_port=ports["proxy_grpc_fallback"],
             first_replica_port=_first_replica_port(state),
         ),
         "DASHBOARD_METRIC_PORT": str(ports["dashboard_metrics"]),
@@ -229,6 +231,8 @@ RECIPES: dict[str, Recipe] = {
             "dashboard_metrics",
             "proxy_stats",
             "proxy_metrics",
+            "proxy_fallback",
+            "proxy_grpc_fallback",
         ),
         _ray,
         # It keeps nothing that would need an orderly end, and takes half a minute for one.

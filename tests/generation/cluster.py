@@ -38,9 +38,8 @@ def ray_head() -> Iterator[ServeEndpoint]:
     """Start a head with dashboard; yields where its Serve is (not started before the first deployment)."""
     directory = Path(tempfile.mkdtemp(prefix="rhg", dir="/tmp"))
     token = secrets.token_hex(16)
-    gcs, dashboard, serve, stats, proxy_metrics, client, agent, agent_grpc, env_agent, metrics, *replica_ports = (
-        free_ports(10 + REPLICA_PORTS)
-    )
+    gcs, dashboard, serve, client, agent, agent_grpc, env_agent, metrics, *others = free_ports(12 + REPLICA_PORTS)
+    stats, proxy_metrics, fallback, grpc_fallback, *replica_ports = others
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
     options = {
         "port": gcs,
@@ -70,7 +69,12 @@ def ray_head() -> Iterator[ServeEndpoint]:
         "RAY_prestart_worker_first_driver": "0",
         "OMP_NUM_THREADS": "1",
         **head_environment(
-            directory / "hap", stats_port=stats, metrics_port=proxy_metrics, first_replica_port=replica_ports[0]
+            directory / "hap",
+            stats_port=stats,
+            metrics_port=proxy_metrics,
+            fallback_port=fallback,
+            grpc_fallback_port=grpc_fallback,
+            first_replica_port=replica_ports[0],
         ),
     }
     with (directory / "head.log").open("w") as log:

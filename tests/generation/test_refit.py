@@ -10,8 +10,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 
 from roundhouse.config.models import GenerationConfig, Sampling
@@ -65,6 +67,21 @@ def test_after_a_refit_every_replica_computes_with_the_new_weights(deployed, con
 def test_a_refit_keeps_the_processes(deployed, refit):
     before = {replica.pid for replica in refit("first", 20)}
     assert {replica.pid for replica in refit("second", 21)} == before
+
+
+FIXED_PORTS = {8000, 8404, 8500, 9000, 9101, 9500}
+"""Where Serve and its proxy listen by default. They share a port with whoever has it, another cluster's proxy for instance."""
+
+
+def test_the_cluster_listens_on_no_port_that_another_one_would_take(deployed, refit):
+    refit("first", 100)
+    listening = {each.laddr.port: each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN"}
+    dashboard = psutil.Process(listening[urlsplit(deployed.dashboard_url).port])
+    head = next(each for each in dashboard.parents() if "start" in each.cmdline())
+    own = {process.pid for process in head.children(recursive=True)}
+    ports = {port for port, pid in listening.items() if pid in own}
+    assert len(ports) > 5
+    assert not ports & FIXED_PORTS
 
 
 def test_a_refit_under_load_fails_no_request_and_mixes_no_versions(deployed, config, policies, refit):
