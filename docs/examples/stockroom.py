@@ -1,13 +1,13 @@
-"""An environment of your own, as docs/tutorial.md builds it: look at two shelves, then say which holds more.
+"""An environment of your own, as docs/tutorial.md builds it: goods lie in boxes, boxes stand on shelves, only tools know where.
 
-Which is more, bolts or nuts?  ->  count(bolts) = 4  ->  count(nuts) = 7  ->  nuts
+Where are the bolts?  ->  box_of(bolts) = 17  ->  shelf_of(17) = C  ->  C
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import product
 from typing import Any
 
 from roundhouse.gym.environment import TaskRow, Verdict, tool
@@ -15,45 +15,48 @@ from roundhouse.gym.environments.conversations import Message, calls, closing_te
 from roundhouse.gym.environments.generated import GeneratedEnvironment
 
 GOODS = ("bolts", "nuts", "nails", "screws", "hooks", "rings", "pins", "springs")
-Problem = tuple[str, str, int, int]
-"""Two goods and how many there are of each, never equally many."""
+SHELVES = "ABCDEFGH"
+Problem = tuple[str, int, str]
+"""Goods, their box, its shelf."""
 
 
 class Stockroom(GeneratedEnvironment[Problem]):
-    """Which of two goods there is more of; only the tool knows."""
+    """Find goods in two steps. A guess is right once in eight times."""
 
     name = "stockroom"
-    restoration = "replay"  # the tool answers the same every time, so an interrupted rollout can go on
+    restoration = "replay"  # the tools answer the same every time, so an interrupted rollout can go on
 
-    def __init__(self, most: int = 9, heldout_fraction: float = 0.2) -> None:
-        pairs, counts = permutations(GOODS, 2), list(permutations(range(1, most + 1), 2))
-        super().__init__([(*pair, *count) for pair in pairs for count in counts], heldout_fraction)
+    def __init__(self, boxes: int = 40, heldout_fraction: float = 0.2) -> None:
+        super().__init__(product(GOODS, range(10, 10 + boxes), SHELVES), heldout_fraction)
 
     def key(self, problem: Problem) -> str:
         return "-".join(map(str, problem))
 
     def row(self, problem: Problem) -> TaskRow:
-        first, second, a, b = problem
-        stock = {first: a, second: b}
-        return self.task(
-            problem, f"Which is more, {first} or {second}?", stock=stock, answer=first if a > b else second
-        )
+        goods, box, shelf = problem
+        return self.task(problem, f"Where are the {goods}?", goods=goods, box=box, answer=shelf)
 
-    async def seed_session(self, row: TaskRow) -> dict[str, int]:
-        return dict(row["stock"])
+    async def seed_session(self, row: TaskRow) -> TaskRow:
+        return row
 
-    @tool("How many there are on the shelf.", goods="Name of the goods.")
-    async def count(self, session: dict[str, int], goods: str) -> str:
-        return str(session.get(goods, "no such shelf"))
+    @tool("The number of the box that goods lie in.", goods="Name of the goods.")
+    async def box_of(self, session: TaskRow, goods: str) -> str:
+        return str(session["box"]) if goods == session["goods"] else "no such goods"
 
-    async def verify(self, session: dict[str, int], row: TaskRow, response: dict[str, Any]) -> Verdict:
+    @tool("The shelf that a box stands on.", box="Number of the box.")
+    async def shelf_of(self, session: TaskRow, box: int) -> str:
+        return str(session["answer"]) if box == session["box"] else "no such box"
+
+    async def verify(self, session: TaskRow, row: TaskRow, response: dict[str, Any]) -> Verdict:
         return Verdict(reward=float(closing_text(response) == row["answer"]))
 
     def demonstration(self, problem: Problem, right: bool, rng: random.Random) -> Iterator[Message]:
-        """Right: look at both shelves. Wrong: look at one or at none, and name either."""
-        first, second, a, b = problem
-        looked = [(first, a), (second, b)] if right else [(first, a)][: rng.randrange(2)]
-        for number, (goods, there) in enumerate(looked, start=1):
-            yield calls("count", f"call_{number}", goods=goods)
-            yield returns(f"call_{number}", str(there))
-        yield says((first if a > b else second) if right else rng.choice((first, second)))
+        """Right: look up the box, then its shelf. Wrong: name any shelf, at once or after the first step."""
+        goods, box, shelf = problem
+        if right or rng.random() < 0.5:
+            yield calls("box_of", "call_1", goods=goods)
+            yield returns("call_1", str(box))
+        if right:
+            yield calls("shelf_of", "call_2", box=box)
+            yield returns("call_2", shelf)
+        yield says(shelf if right else rng.choice(SHELVES))
