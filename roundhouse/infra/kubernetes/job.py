@@ -27,7 +27,7 @@ from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
-from roundhouse.infra.kubernetes.verdict import Failed, Succeeded, Waiting, judge
+from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, Waiting, judge
 from roundhouse.infra.kubernetes.watching import Watched
 
 logger = logging.getLogger(__name__)
@@ -175,6 +175,7 @@ class RunJobs:
                 job, pods = self._look(name, uid, job)
                 verdict = judge(job, pods)
                 if isinstance(verdict, Succeeded):
+                    log = log or self._log(pods, say)
                     return number
                 if isinstance(verdict, Failed):
                     if log is not None:
@@ -210,7 +211,7 @@ class RunJobs:
 
     def _log(self, pods: list[Object], say: Say) -> PodLog | None:
         for pod in pods:
-            first = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0") == "0"
+            first = pod["metadata"].get("annotations", {}).get(INDEX, "0") == "0"
             if first and pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed"):
                 container = pod["spec"]["containers"][0]["name"]
                 return PodLog(self._cluster, self._namespace, pod["metadata"]["name"], container, say)

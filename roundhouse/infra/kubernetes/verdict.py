@@ -1,6 +1,7 @@
 """What a Job's and its pods' status mean: pure, no clock and no calls.
 
-Invariant: a Job is running, succeeded or failed, by its own conditions alone; its pods only say why, and what it waits for.
+Invariant: a Job has failed by its own conditions alone; its pods only say why, and what it waits for. It has succeeded when it
+says so, or as soon as each of its indexes has a pod that ended with 0: node and Job controller take two seconds to say it.
 Each failure is the error of the kind that decides about a retry, with what a person can do.
 
     cause                                   error         repeated
@@ -25,6 +26,8 @@ from roundhouse.training.service.exit_codes import EXIT_CODES
 Status = dict[str, Any]
 
 OUT_OF_MEMORY = "OOMKilled"
+INDEX = "batch.kubernetes.io/job-completion-index"
+"""Annotation of a pod: which of an Indexed Job's completions it is for."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was evicted because its node was tainted (unreachable, not ready or in maintenance)",
@@ -85,7 +88,22 @@ def judge(job: Status, pods: Sequence[Status]) -> Verdict:
         return Succeeded()
     if "Failed" in conditions:
         return _failed(job, conditions["Failed"], pods)
+    if not {"FailureTarget", "Suspended"} & set(conditions) and _all_succeeded(job, pods):
+        return Succeeded()
     return _waiting(job, pods)
+
+
+def _all_succeeded(job: Status, pods: Sequence[Status]) -> bool:
+    done = {pod["metadata"].get("annotations", {}).get(INDEX) for pod in pods if _ended_well(pod)}
+    return len(done - {None}) >= int(job["spec"].get("completions") or 1)
+
+
+def _ended_well(pod: Status) -> bool:
+    """All its containers ended with 0; they are not started again (`restartPolicy: Never`)."""
+    states = [item.get("state", {}) for item in pod.get("status", {}).get("containerStatuses") or []]
+    if len(states) < len(pod["spec"]["containers"]):
+        return False
+    return all(state.get("terminated", {}).get("exitCode") == 0 for state in states)
 
 
 def _failed(job: Status, condition: Status, pods: Sequence[Status]) -> Failed:
