@@ -16,6 +16,7 @@ from roundhouse.errors import StoreError
 from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest
+from roundhouse.view.dataset_versions import PREFIX, is_dataset, numbered
 from roundhouse.view.scope import Scope, ViewError
 
 FRESH_SECONDS = 3.0
@@ -36,10 +37,24 @@ class Catalog:
         return (self.root / "runs").names()
 
     def runs(self) -> list[dict[str, Any]]:
-        """All runs, newest first."""
+        """All runs, newest first, and behind them the datasets."""
         with ThreadPoolExecutor(READERS) as pool:
             found = [identity for identity in pool.map(self._identity, self.run_ids()) if identity is not None]
-        return sorted(found, key=lambda run: -run["created_at"])
+        return [*sorted(found, key=lambda run: -run["created_at"]), *({"run_id": name} for name in self.datasets())]
+
+    def datasets(self) -> list[str]:
+        """`datasets/<name>` of each."""
+        return [f"{PREFIX}{name}" for name in (self.root / "datasets").names()]
+
+    def versions(self, dataset: str) -> dict[int, str]:
+        """The versions of `datasets/<name>` by their numbers.
+
+        Raises:
+            ViewError: there is no such dataset.
+        """
+        if dataset not in (known := self.datasets()):
+            raise ViewError(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
+        return numbered((self.root / dataset).names())
 
     def iterations(self, run_id: str) -> list[int]:
         """Numbers of the run's iterations, complete or not.
@@ -47,6 +62,8 @@ class Catalog:
         Raises:
             ViewError: there is no such run.
         """
+        if is_dataset(run_id):
+            return list(self.versions(run_id))
         known = self.run_ids()
         if run_id not in known:
             raise ViewError(f"No run {run_id!r} in {self.root.uri}. Runs there: {', '.join(known) or 'none'}.")
@@ -74,6 +91,8 @@ class Catalog:
 
     def curve(self, run_id: str) -> list[dict[str, Any]]:
         """What the manifests of each iteration say, for the line over all of them."""
+        if is_dataset(run_id):
+            return self._dataset_curve(run_id)
         iterations = self.iterations(run_id)
         places = [
             (iteration, stage, f"{self.root.uri}/runs/{run_id}/iterations/{iteration:06d}/{stage}")
@@ -98,7 +117,11 @@ class Catalog:
         return list(rows.values())
 
     def tokenizer_file(self, run_id: str) -> bytes | None:
-        """tokenizer.json of the run's policy; None when no checkpoint has one."""
+        """tokenizer.json of the run's policy; None when no checkpoint has one. Of a dataset, the policy's that collected it."""
+        if is_dataset(run_id):
+            collected = [self.manifest(f"{self.root.uri}/{run_id}/{label}") for label in self.versions(run_id).values()]
+            by = [manifest.run_id for manifest in collected if manifest is not None]
+            return self.tokenizer_file(by[-1]) if by else None
         checkpoints = self.root / f"runs/{run_id}/checkpoints"
         for name in checkpoints.names():
             try:
@@ -106,6 +129,29 @@ class Catalog:
             except NotFound:
                 continue
         return None
+
+    def _dataset_curve(self, dataset: str) -> list[dict[str, Any]]:
+        rows = []
+        for number, label in self.versions(dataset).items():
+            row: dict[str, Any] = {"iteration": number, "label": label, "stages": ["collect"]}
+            if (manifest := self.manifest(f"{self.root.uri}/{dataset}/{label}")) is not None:
+                row |= {"reward": manifest.metrics.get("reward/mean"), "requested": manifest.counts.get("requested")}
+            rows.append(row)
+        return rows
+
+    def _list_dataset(self, scope: Scope) -> list[StageFiles]:
+        versions = self.versions(scope.run_id)
+        if scope.iteration is not None and scope.iteration not in versions:
+            raise ViewError(
+                f"{scope.run_id} has no version {scope.iteration}; there are: {', '.join(versions.values())}."
+            )
+        chosen = versions if scope.iteration is None else {scope.iteration: versions[scope.iteration]}
+        found = []
+        for number, label in chosen.items():
+            place = self.root / f"{scope.run_id}/{label}"
+            names = tuple(place.names())
+            found.append(StageFiles(scope.run_id, number, "collect", place.uri, names, None, scope.run_id, label))
+        return found
 
     def _identity(self, run_id: str) -> dict[str, Any] | None:
         try:
@@ -122,7 +168,9 @@ class Catalog:
             raise StoreError(f"{self.root.uri}/runs/{run_id}/run.json is damaged: {error!r}") from error
 
     def _list(self, scope: Scope) -> list[StageFiles]:
-        if scope.iteration is None:
+        if is_dataset(scope.run_id):
+            found = self._list_dataset(scope)
+        elif scope.iteration is None:
             self.iterations(scope.run_id)  # or there is no such run
             place = self.root / f"runs/{scope.run_id}"
             names = [f"{scope.run_id}/{name}" for name in place.tree()]

@@ -57,12 +57,13 @@ class Details:
             "iteration": iteration,
             "stage": scope.stage,
             "run_id": scope.run_id,
+            "label": own.version,
             "complete": complete,
             "quarantine": verdict,
             "turns": [_told(turn) for turn in turns],
             "columns": [_scalars(row) for row in columns],
             "streams": streams,
-            "missing": missing(scope.stage, complete, iteration, verdict, streams),
+            "missing": missing("dataset" if own.dataset else scope.stage, complete, iteration, verdict, streams),
             "siblings": _siblings(index, row["group_id"], iteration),
         }
 

@@ -1,4 +1,5 @@
-"""What is looked at: the rollouts of one stage of one iteration, or of all iterations of a run."""
+"""What is looked at: the rollouts of one stage of one iteration, or of all iterations of a run. A collected dataset stands for
+a run (`dataset_versions`), its versions for iterations."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roundhouse.errors import RoundhouseError
+from roundhouse.view.dataset_versions import is_dataset
 
 ROLLOUT_STAGES = ("collect", "evaluate")
 """Stages that hold rollouts. What was collected goes on to validate and train; what was evaluated does not."""
@@ -27,7 +29,9 @@ class Scope:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages whose datasets say something about these rollouts."""
+        """The stages whose datasets say something about these rollouts. A dataset is only collected."""
+        if is_dataset(self.run_id):
+            return ("collect",)
         return ("collect", "validate", "train") if self.stage == "collect" else ("evaluate",)
 
     @classmethod
@@ -43,6 +47,8 @@ class Scope:
         stage = parameters.get(f"{prefix}stage", "collect")
         if stage not in ROLLOUT_STAGES:
             raise ViewError(f"{prefix}stage={stage!r} holds no rollouts: {' or '.join(ROLLOUT_STAGES)}.")
+        if is_dataset(run_id) and stage != "collect":
+            raise ViewError(f"{prefix}stage={stage}: a dataset has no evaluations. Leave it out.")
         iteration = parameters.get(f"{prefix}iteration", "all")
         if iteration != "all" and not iteration.isdecimal():
             raise ViewError(f"{prefix}iteration={iteration!r} is neither a number nor 'all'.")

@@ -105,6 +105,7 @@ def missing(
     """Why each channel that has no value has none, by its name; pure.
 
     Args:
+        stage: collect, evaluate, or `dataset` of what was collected outside a run.
         complete: whether the stages of the iteration are complete, by name.
         refused: the rollout's quarantine row.
     """
@@ -123,13 +124,15 @@ def missing(
 def _no_mask(stage: str, complete: dict[str, bool], iteration: int, refused: Row | None) -> str:
     if stage == "evaluate":
         return "Held-out rollouts are not trained on."
+    if stage == "dataset":
+        return "It was collected into a dataset: what a run made of it, the run shows."
     if not complete.get("validate"):
         return f"Stage validate of iteration {iteration} is not complete."
     return f"Kept from training: {refused['reason']}." if refused else "It became no training sequence."
 
 
 def _no_columns(what: str, stage: str, complete: dict[str, bool], iteration: int, refused: Row | None) -> str:
-    if stage == "evaluate" or not complete.get("validate") or refused:
+    if stage in ("evaluate", "dataset") or not complete.get("validate") or refused:
         return _no_mask(stage, complete, iteration, refused)
     if not complete.get("train"):
         return f"Stage train of iteration {iteration} is not complete."

@@ -15,6 +15,7 @@ import pyarrow as pa
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import ValidationConfig
 from roundhouse.policy.tokenizer import TURN_END, train_tokenizer
+from roundhouse.stages.datasets import Draw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.ledger import Ledger
@@ -95,6 +96,26 @@ def _iteration(run: Run, iteration: int, base: Reference, tasks: int, group_size
     attempt = run.begin(run.checkpoint(iteration), policy_version=iteration)
     attempt.write_bytes("model.safetensors", b"weights")
     return attempt.commit(inputs={"train": trained})
+
+
+def write_dataset(run: Run, name: str, draw: Draw, version: int = 0, tasks: int = 2, group_size: int = 4) -> Reference:
+    """A version of a dataset, collected by a run."""
+    weights = run.checkpoint(version).reference()
+    assert weights is not None
+    made = [
+        make_rollout(run.config.seed, draw.iteration % 1000, task, sample, version, "The answer is 7.")
+        for task in range(tasks)
+        for sample in range(group_size)
+    ]
+    attempt = run.begin(dataset_stage(run, name, draw.label(version), draw), policy_version=version)
+    attempt.write_table("turns", turns_table(made))
+    attempt.write_table("rollouts", rollouts_table(made))
+    rewards = [rollout.reward for rollout in made if rollout.reward is not None]
+    return attempt.commit(
+        inputs={"weights": weights},
+        counts=Ledger.from_rollouts(made, requested=len(made)).counts(),
+        metrics={"reward/mean": float(np.mean(rewards))},
+    )
 
 
 def make_rollout(seed: int, iteration: int, task: int, sample: int, version: int, said: str) -> Rollout:

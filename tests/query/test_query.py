@@ -12,14 +12,15 @@ from roundhouse.cli import app
 from roundhouse.errors import StoreError
 from roundhouse.query.database import QueryError, run_query
 from roundhouse.query.tables import TABLES
-from tests.query.stores import begin_stage, write_run
+from roundhouse.stages.datasets import Draw
+from tests.query.stores import begin_stage, write_dataset, write_run
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two runs of two iterations, 12 rollouts in each."""
+    """Two runs of two iterations, 12 rollouts in each, and a dataset of the first."""
     store = str(tmp_path_factory.mktemp("query") / "store")
-    write_run(store, "a")
+    write_dataset(write_run(store, "a"), "offline", Draw(1))
     write_run(store, "b", seed=1)
     return store
 
@@ -150,3 +151,20 @@ def test_the_command_writes_for_people_and_for_programs(local: str) -> None:
     table = list(csv.DictReader(io.StringIO(said("--csv"))))
     assert [float(row["reward"]) for row in table] == [row["reward"] for row in parsed]
     assert "1 of 2 rows" in said("--limit", "1")
+
+
+def test_collected_datasets_have_tables_of_their_own(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    run = write_run(store, "a", iterations=1)
+    for draw in (1, 2):
+        write_dataset(run, "offline", Draw(draw), version=draw - 1)
+    found = rows(store, "SELECT version, run_id, rollouts, metrics['reward/mean'] r FROM datasets ORDER BY version")
+    assert [row["version"] for row in found] == ["v000000-i000001", "v000001-i000002"]
+    assert {row["run_id"] for row in found} == {"a"}
+    counted = "SELECT dataset, version, count(*) AS n, avg(reward) AS r FROM dataset_rollouts GROUP BY ALL ORDER BY 2"
+    counts = rows(store, counted)
+    assert [(row["dataset"], row["n"]) for row in counts] == [("offline", 8)] * 2
+    assert [row["r"] for row in counts] == [row["r"] for row in found]
+    turns = rows(store, "SELECT count(*) AS n FROM dataset_turns JOIN dataset_rollouts USING (version, rollout_id)")
+    assert turns == [{"n": 32}]
+    assert rows(store, "SELECT count(*) AS n FROM rollouts") == [{"n": 12}], "a run's own, as ever"

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.query.stores import HOSTILE, begin_stage, write_run
+from roundhouse.stages.datasets import Draw
+from tests.query.stores import HOSTILE, begin_stage, write_dataset, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -21,9 +23,13 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`a`: three iterations, the last only collected, and in part. `b`: its policy says markup. `wide`: 400 rollouts."""
+    """`a`: three iterations, the last only collected, and in part. `b`: its policy says markup. `wide`: 400 rollouts. And two
+    nights that `a` collected."""
     store = str(tmp_path_factory.mktemp("view") / "store")
-    begin_stage(write_run(store, "a"), 3, attempts=1)
+    run = write_run(store, "a")
+    begin_stage(run, 3, attempts=1)
+    for day in (21, 22):
+        write_dataset(run, "nightly", Draw.of_moment(datetime(2026, 11, day, 2, tzinfo=UTC)), version=day - 21)
     write_run(store, "b", seed=1, said=f"{HOSTILE} é😀")
     write_run(store, "wide", iterations=1, tasks=100)
     return store

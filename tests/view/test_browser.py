@@ -158,3 +158,19 @@ def test_an_exported_page_needs_nobody(page: Any, store: str, tmp_path: Path) ->
     page.keyboard.press("a")
     page.wait_for_selector(".t-pos[data-k], .t-neg[data-k]")
     assert str(tmp_path.parent) not in file.read_text()
+
+
+def test_a_dataset_stands_beside_the_runs_with_its_nights_for_iterations(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    page.select_option("select.run", label="dataset nightly")
+    page.wait_for_selector("span.iteration:text('20261122T020000Z-v000001')")
+    wait_for_rows(page, 8)
+    assert page.locator("nav.switch").count() == 0
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("span.iteration:text('20261121T020000Z-v000000')")
+    page.wait_for_selector("body:not(.busy)")
+    page.click(".rows .row[data-rollout] >> nth=0")
+    page.wait_for_selector(".where:has-text('datasets/nightly · 20261121T020000Z-v000000')")
+    page.click("button.all")
+    page.wait_for_selector("span.iteration:text('all versions')")
+    wait_for_rows(page, 16)

@@ -6,7 +6,7 @@ import { clear, FilterBar } from "./filters.js";
 import { quarantineView } from "./quarantine.js";
 import { RolloutPane } from "./rollout.js";
 import { ask, exportInfo, forget, isExport } from "./source.js";
-import { address, FILTERS, followHistory, go, onChange, scope, state } from "./state.js";
+import { address, FILTERS, followHistory, go, isDataset, onChange, scope, state } from "./state.js";
 import { Table } from "./table.js";
 import { Timeline } from "./timeline.js";
 
@@ -36,10 +36,10 @@ function drawTop() {
   replace(top,
     h("a.brand", { href: address({ view: "rollouts", rollout: "", at: "" }), title: store.store }, logo(), "roundhouse"),
     store.runs.length > 1
-      ? h("select.run", { "aria-label": "Run", onchange: (event) => go({ ...Object.fromEntries(FILTERS.map((name) => [name, ""])), run: event.target.value, iteration: "", rollout: "", at: "", task: "" }) }, store.runs.map(({ run_id: id }) => h("option", { value: id, selected: id === now.run }, id)))
+      ? h("select.run", { "aria-label": "Run", onchange: (event) => go({ ...Object.fromEntries(FILTERS.map((name) => [name, ""])), run: event.target.value, iteration: "", ...(isDataset(event.target.value) ? { stage: "collect" } : {}), rollout: "", at: "", task: "" }) }, store.runs.map(({ run_id: id }) => h("option", { value: id, selected: id === now.run }, id.replace(/^datasets\//, "dataset "))))
       : h("b.run", {}, run?.run_id ?? now.run),
-    h("span.iteration", {}, (now.iteration || "all") === "all" ? "all iterations" : `iteration ${now.iteration}`),
-    !isExport && h("nav.switch", { "aria-label": "Stage" }, stage("collect"), stage("evaluate")),
+    h("span.iteration", {}, (now.iteration || "all") === "all" ? (isDataset(now.run) ? "all versions" : "all iterations") : timeline.name(now.iteration)),
+    !isExport && !isDataset(now.run) && h("nav.switch", { "aria-label": "Stage" }, stage("collect"), stage("evaluate")),
     h("nav.views", {}, link("rollouts", "Rollouts"), link("quarantine", "Quarantine"), !isExport && link("compare", "Compare")),
     h("button.icon", { type: "button", title: "Dark or light (t)", "aria-label": "Dark or light", onclick: switchTheme }, "◐"),
     h("button.icon", { type: "button", title: "Keys (?)", "aria-label": "Keys", onclick: () => help.showModal() }, "?"));
@@ -51,7 +51,7 @@ function logo() {
 }
 
 function tellStages(stages = {}) {
-  const of = (state().iteration || "all") === "all" ? "some iterations" : `iteration ${state().iteration}`;
+  const of = (state().iteration || "all") === "all" ? "some iterations" : timeline.name(state().iteration);
   const open = Object.entries(stages).filter(([, how]) => how !== "complete");
   replace(notices, open.map(([name, how]) => h("span", {}, how === "unfinished" ? `${name} of ${of} is not complete: what is there so far` : `${name} of ${of} has not run`)));
   return open.length > 0;
@@ -101,7 +101,7 @@ async function changed(now) {
   const rows = differs("run", "view", "iteration", "stage", "sort", ...FILTERS);
   drawTop();
   document.body.dataset.view = now.view;
-  if (differs("run")) guarded(() => timeline.load())();
+  if (differs("run")) guarded(async () => { await timeline.load(); drawTop(); })();
   else if (differs("iteration", "stage")) timeline.draw();
   if (now.view === "quarantine") return quarantineView(other);
   if (now.view === "compare") return compareView(other, store);

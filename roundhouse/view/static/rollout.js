@@ -69,11 +69,11 @@ function follow(changes) {
   };
 }
 
-function heading({ rollout, iteration, stage, run_id, siblings }) {
+function heading({ rollout, iteration, label, stage, run_id, siblings }) {
   return h("header.panehead", {},
     h(".title", {}, h("h2", {}, rollout.group_id, h("small", {}, ` / ${rollout.sample}`)),
       h("button.close", { type: "button", title: "Close (esc)", "aria-label": "Close", onclick: () => go({ rollout: "", at: "" }) }, "×")),
-    h(".where", {}, `${run_id} · iteration ${iteration} · ${stage} · ${rollout.environment} · ${moment(rollout.started_at)}`),
+    h(".where", {}, `${run_id} · ${label || `iteration ${iteration}`} · ${stage} · ${rollout.environment} · ${moment(rollout.started_at)}`),
     h("nav.siblings", { "aria-label": "Samples of the group" }, siblings.map((other) =>
       h(`a.sibling.is-${other.status}${other.rollout_id === rollout.rollout_id ? ".on" : ""}${other.reason ? ".refused" : ""}`, {
         href: address({ rollout: other.rollout_id }), onclick: follow({ rollout: other.rollout_id, sequence: "" }),

@@ -17,6 +17,9 @@ function read() {
 
 export const state = () => current;
 
+/** A dataset stands among the runs; its versions stand for iterations. */
+export const isDataset = (run) => run.startsWith("datasets/");
+
 /** The address of a state that differs from the current one by `changes`. */
 export function address(changes = {}) {
   const wanted = { ...current, ...changes };

@@ -2,7 +2,7 @@
 
 import { h, number, replace, svg } from "./dom.js";
 import { ask, isExport } from "./source.js";
-import { go, scope, state } from "./state.js";
+import { go, isDataset, scope, state } from "./state.js";
 
 const HEIGHT = 64;
 const PAD = 10;
@@ -45,7 +45,7 @@ export class Timeline {
     chart.addEventListener("mousemove", (event) => {
       const point = nearest(event);
       tip.style.left = `${Math.min(event.offsetX + 14, width - 190)}px`;
-      replace(tip, h("b", {}, `iteration ${point.iteration}`), ` reward ${number(point.reward)}`,
+      replace(tip, h("b", {}, this.name(point.iteration)), ` reward ${number(point.reward)}`,
         point.evaluation !== undefined && ` · held-out ${number(point.evaluation)}`);
       tip.classList.add("on");
     });
@@ -54,7 +54,12 @@ export class Timeline {
     replace(this.element,
       h(".legend", {}, h("span.l-train", {}, "reward"), h("span.l-held", {}, "held-out"), h("small", {}, `${number(low, 2)} … ${number(high, 2)}`)),
       h(".chart", {}, chart, tip),
-      h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, "all iterations"));
+      h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, isDataset(state().run) ? "all versions" : "all iterations"));
+  }
+
+  /** What a person calls an iteration; a version of a dataset has a name. */
+  name(iteration) {
+    return this.points.find((point) => String(point.iteration) === String(iteration))?.label ?? `iteration ${iteration}`;
   }
 
   /** The iteration before or after the chosen one. */
@@ -68,5 +73,5 @@ export class Timeline {
 function choose(point) {
   const stages = point.stages;
   const stage = stages.includes(state().stage) || !stages.includes("evaluate") || stages.includes("collect") ? state().stage : "evaluate";
-  go({ iteration: point.iteration, stage: point.iteration === 0 ? "evaluate" : stage, rollout: "", at: "", group: "" });
+  go({ iteration: point.iteration, stage: point.iteration === 0 && !point.label ? "evaluate" : stage, rollout: "", at: "", group: "" });
 }
