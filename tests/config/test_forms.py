@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from roundhouse.config.forms import CollectForm, EvaluateForm, ForkForm, TrainForm, preset_names, presets_directory
+from roundhouse.config.algorithms import GRPO, CrossEntropy
+from roundhouse.config.forms import (
+    CollectForm,
+    EvaluateForm,
+    ForkForm,
+    TrainForm,
+    TrainOfflineForm,
+    preset_names,
+    presets_directory,
+)
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.store.run import open_run
+from roundhouse.store.run import Run, open_run
 
-FORMS = (TrainForm, CollectForm, EvaluateForm, ForkForm)
+FORMS = (TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm)
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -61,7 +71,7 @@ def test_choices_and_ranges_are_in_the_schema_that_the_page_shows() -> None:
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="group_size"):
         TrainForm(group_size=0)
-    with pytest.raises(ConfigError, match=r"preset: 'nothing' is not one of discovery, "):
+    with pytest.raises(ConfigError, match=r"preset: 'nothing' is not one of .*discovery, "):
         TrainForm(preset="nothing").resolve()
     with pytest.raises(ConfigError, match=r"rollout\.typo: unknown key"):
         TrainForm(overrides=["rollout.typo=1"]).resolve()
@@ -74,3 +84,64 @@ def test_the_form_of_an_existing_run_starts_from_the_runs_own_configuration(tmp_
     open_run(parse_config({"run_id": "r", "store": store, "rollout": {"tasks": 9}}))
     config = CollectForm(run_id="r", store=store, group_size=2).resolve()
     assert (config.rollout.tasks, config.rollout.group_size) == (9, 2)
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Run:
+    """A run with two versions."""
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), "train": {"updates": 2}}))
+    for version in (0, 1):
+        run.point_to(run.begin(run.checkpoint(version), policy_version=version).commit())
+    return run
+
+
+def test_the_offline_form_makes_a_fork_that_corrects_for_the_policy_that_sampled(parent: Run) -> None:
+    form = TrainOfflineForm(
+        run_id="r",
+        store=parent.config.store,
+        new_run_id="o",
+        datasets=["nightly@all"],
+        epochs=3,
+        groups=5,
+        max_age=7,
+        on_stale="warn",
+        overrides=["offline.sample=9"],
+    )
+    config = form.resolve()
+    assert config.offline is not None
+    assert (config.offline.epochs, config.offline.groups, config.offline.max_age) == (3, 5, 7)
+    assert (config.offline.on_stale, config.offline.sample) == ("warn", 9)
+    assert config.resume.path == parent.checkpoint(1).location.uri
+    assert config.train.updates == 2, "as the run has it"
+    assert isinstance(config.train.algorithm, GRPO)
+    assert (config.train.algorithm.mismatch_correction, config.train.algorithm.bounds) == ("tis", (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "distillation"}, "teacher"),
+        ({"method": "grpo", "teacher": "somewhere"}, "teacher"),
+        ({"method": "grpo", "reward_threshold": 0.5}, "reward_threshold"),
+        ({"at": "promoted"}, "no promoted checkpoint"),
+        ({"at": "7"}, "no checkpoint of that version"),
+        ({"overrides": ["train.algorithm.mismatch_correction=none"]}, "mismatch_correction is none"),
+    ],
+)
+def test_what_an_offline_run_cannot_do_is_refused(parent: Run, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainOfflineForm(run_id="r", store=parent.config.store, new_run_id="o", **given).resolve()
+
+
+def test_rejection_learns_the_best_that_reach_a_threshold(parent: Run) -> None:
+    form = TrainOfflineForm(
+        run_id="r", store=parent.config.store, new_run_id="o", method="rejection", reward_threshold=0.5
+    )
+    algorithm = form.resolve().train.algorithm
+    assert isinstance(algorithm, CrossEntropy)
+    assert (algorithm.select, algorithm.reward_threshold) == ("best_of_group", 0.5)
+
+
+def test_a_collection_names_one_checkpoint() -> None:
+    with pytest.raises(ValidationError, match="name one of them"):
+        CollectForm(run_id="r", version=3, checkpoint="promoted")
