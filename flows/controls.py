@@ -37,11 +37,24 @@ def retry(run_id: str) -> str:
 def resume(run_id: str) -> str | None:
     """Let a paused flow run of this run go on; its id, or None when none is paused."""
     with get_client(sync_client=True) as client:
-        newest = _newest(client, run_id)
-        if newest is None or newest.state_type != StateType.PAUSED:
-            return None
-        client.resume_flow_run(newest.id)
-        return str(newest.id)
+        return let_go_on(client, run_id)
+
+
+def let_go_on(client: SyncPrefectClient, run_id: str, waits_for: str = "") -> str | None:
+    """Let the run's paused flow run go on, where its pause key begins so; its id, or None when there is none.
+
+    One that waits with a form gets an empty one: it looks into the store for what it waits for.
+    """
+    newest = _newest(client, run_id)
+    if newest is None or newest.state is None or newest.state_type != StateType.PAUSED:
+        return None
+    details = newest.state.state_details
+    if not (details.pause_key or "").startswith(waits_for):
+        return None
+    reply = client.resume_flow_run(newest.id, run_input={} if details.run_input_keyset else None)
+    if reply.status != SetStateStatus.ACCEPT:
+        raise InfraError(f"Prefect does not let flow run {newest.id} go on: {reply.details}")
+    return str(newest.id)
 
 
 def _ask(run_id: str, possible: tuple[StateType, ...], state: State) -> str:

@@ -17,17 +17,18 @@ from prefect.client.orchestration import get_client
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runtime import flow_run
 
+from flows import approval
 from flows import collect as collecting
 from flows import evaluate as evaluating
 from flows.moments import moment_of
 from flows.reruns import is_first_start
 from flows.train_offline import training_flow
-from roundhouse.config.forms import CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
+from roundhouse.config.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
 from roundhouse.config.models import ResumeConfig, RunConfig
 from roundhouse.infra.for_run import services_of
 from roundhouse.stages.fork import fork_run
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import open_run
+from roundhouse.store.run import load_run, open_run
 
 STATE_VARIABLE = "ROUNDHOUSE_STATE"
 """Directory of state of the services that serve the deployments; the runs use the same."""
@@ -91,7 +92,21 @@ def evaluate(settings: EvaluateForm) -> Reference:
         return evaluating.evaluate.fn(config, settings.version)
 
 
-DEPLOYED = (train, train_offline, collect, evaluate, fork)
+def _approve_name() -> str:
+    settings = flow_run.parameters["settings"]
+    said = {"approve": "approve", "refuse": "refuse", "at_limit": "time limit of"}.get(settings.decision, "approve?")
+    return f"{said} version {settings.version} of {settings.run_id}"
+
+
+@flow(name="approve", flow_run_name=_approve_name, **DURABLE)
+def approve(settings: ApproveForm) -> dict[str, Any]:
+    """Approve or refuse the promotion of a version. Without a decision it asks: Resume opens the form."""
+    return approval.decide(load_run(settings.store, settings.run_id), settings)
+
+
+DEPLOYED = (train, train_offline, collect, evaluate, fork, approve)
+DESK = ("approve",)
+"""Deployments that a person waits for and that need no engine: they do not queue behind a run."""
 
 
 async def deployments() -> list[RunnerDeployment]:

@@ -1,8 +1,8 @@
 """The process that serves the deployments on this machine: `python -m flows.serve <state directory> --port N`.
 
 Invariant: while it runs, a flow run that is asked for (by the UI's Run, a schedule, Retry, Resume) starts within seconds as a
-process of its own, one at a time: they share the machine's engine. When it starts, no flow run of its deployments is left
-in a state that needs a process which is gone.
+process of its own, one at a time: they share the machine's engine. Only what a person has to answer (`DESK`) waits for no
+run. When it starts, no flow run of its deployments is left in a state that needs a process which is gone.
 
 It waits for the Prefect server of the same state directory, so that both may be started at once.
 """
@@ -14,12 +14,14 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from roundhouse.errors import InfraError
 from roundhouse.infra.services import Services, status
 
 SERVER_SECONDS = 230.0
 POLL_SECONDS = 2.0
+DESK_LIMIT = 4
 
 
 def main() -> None:
@@ -43,14 +45,19 @@ async def _serve(limit: int) -> None:
     from prefect.runner import Runner
     from prefect.types._datetime import now
 
-    from flows.deployments import deployments
+    from flows.alerts import install_once
+    from flows.deployments import DESK, deployments
     from flows.orphans import settle_orphans
 
-    runner = Runner(name="roundhouse", query_seconds=POLL_SECONDS, limit=limit, pause_on_shutdown=False, webserver=True)
-    served = [await runner.aadd_deployment(deployment) for deployment in await deployments()]
+    options: dict[str, Any] = {"query_seconds": POLL_SECONDS, "pause_on_shutdown": False}
+    runner = Runner(name="roundhouse", limit=limit, webserver=True, **options)
+    desk = Runner(name="roundhouse-desk", limit=DESK_LIMIT, **options)
+    made = await deployments()
+    served = [await (desk if each.name in DESK else runner).aadd_deployment(each) for each in made]
     await settle_orphans(served)
+    await asyncio.to_thread(install_once)
     runner.last_polled = now("UTC")  # its health page is asked before its first poll
-    await runner.start()
+    await asyncio.gather(desk.start(), runner.start())  # in this order: the last one hears SIGTERM
 
 
 def _with_prefect(state: Path) -> Services:

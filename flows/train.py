@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.borders import at_border
+from flows.borders import at_border, at_end
 from flows.economy import forget_results, untagged_tasks, without_heartbeats
 from flows.iteration import iteration
 from flows.overlap import lanes, overlapped_iteration
@@ -46,6 +46,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 at_border(run, k)
                 carry_out(run, k, by=overlapped_iteration if overlapped else iteration)
                 forget_results()
+        at_end(run)
         return finish_run(run)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from roundhouse.progress import logger
@@ -19,15 +21,64 @@ PLAIN_INTERVAL_SECONDS = 10.0
 """Without a terminal, activity is told at most this often."""
 
 
-class RunView(logging.Handler):
-    """Shows the events of a run."""
+class Pace:
+    """How fast a run goes: rollouts of the stage at work, and the time of its iterations. `clock` gives seconds."""
 
-    def __init__(self, console: Console, iterations: int) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A stage begins to make rollouts."""
+        self._began = self._clock()
+        self._tokens = 0
+        self._rewards: list[float] = []
+
+    def add(self, tokens: int, reward: float | None) -> None:
+        """A rollout was made."""
+        self._tokens += tokens
+        if reward is not None:
+            self._rewards.append(reward)
+
+    def iteration(self, seconds: float, remaining: int) -> None:
+        """An iteration took so long, and so many are left."""
+        before = self._left
+        now = seconds * remaining
+        self._left = now if before is None else 0.7 * before * remaining / (remaining + 1) + 0.3 * now
+        self._left_at = self._clock()
+
+    def note(self) -> str:
+        """Tokens a second and the mean reward so far."""
+        seconds = self._clock() - self._began
+        parts = [f"{_short(self._tokens / seconds)} tok/s"] if self._tokens and seconds > 0 else []
+        if self._rewards:
+            parts.append(f"reward {sum(self._rewards) / len(self._rewards):.2f}")
+        return " · ".join(parts)
+
+    def left(self) -> str:
+        """Time left of the run; nothing before its first iteration has ended."""
+        if self._left is None:
+            return ""
+        seconds = max(0.0, self._left - (self._clock() - self._left_at))
+        hours, minutes = divmod(round(seconds / 60), 60)
+        return f"~{hours} h {minutes:02d} left" if hours else f"~{minutes} min left" if minutes else "<1 min left"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number < 1000 else f"{number / 1000:.1f}k"
+
+
+class RunView(logging.Handler):
+    """Shows the events of a run; without `iterations`, of a single collection or evaluation."""
+
+    def __init__(self, console: Console, iterations: int | None = None) -> None:
         super().__init__()
         self._console = console
         self._iterations = iterations
         self._told_at = 0.0
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.fields[note]}"))
+        self._pace = Pace()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[note]}"))
         self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._activity = self._progress.add_task("", total=None, note="", visible=False)
 
@@ -55,8 +106,10 @@ class RunView(logging.Handler):
     def activity(self, what: str, done: float | None = None, total: float | None = None, note: str = "") -> None:
         """Show what is going on now."""
         if self._console.is_terminal:
+            count = f"{done:.0f}/{total:.0f}" if done is not None and total is not None else ""
+            told = " · ".join(part for part in (count, note, self._pace.left()) if part)
             self._progress.update(
-                self._activity, description=what, completed=done or 0, total=total, note=note, visible=True
+                self._activity, description=what, completed=done or 0, total=total, note=told, visible=True
             )
         elif time.monotonic() - self._told_at > PLAIN_INTERVAL_SECONDS:
             self._told_at = time.monotonic()
@@ -78,8 +131,22 @@ class RunView(logging.Handler):
     def _on_tracking(self, url: str) -> None:
         self.say(f"  MLflow run  {url}")
 
+    def _on_stage(self, name: str, about: str) -> None:
+        if name.startswith(("collect", "evaluate")):
+            self._pace.begin()
+        self.activity(f"{about}: {name}")
+
+    def _on_rollout(self, tokens: int, reward: float | None) -> None:
+        self._pace.add(tokens, reward)
+
     def _on_collect(self, iteration: int, finished: int, planned: int) -> None:
-        self.activity(f"iteration {iteration}: rollouts", finished, planned)
+        self.activity(f"iteration {iteration}: rollouts", finished, planned, self._pace.note())
+
+    def _on_alert(self, name: str, text: str) -> None:
+        self.say(f"  [yellow]{name.replace('_', ' ')}[/]: {escape(text)}")
+
+    def _on_waiting(self, text: str) -> None:
+        self.say(f"  [yellow]waiting[/]: {escape(text)}")
 
     def _on_recovery(self, iteration: int, step: str, code: str, seconds: float) -> None:
         then = (
@@ -92,7 +159,7 @@ class RunView(logging.Handler):
         self.say(f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs activity`")
 
     def _on_evaluate(self, version: int, finished: int, planned: int) -> None:
-        self.activity(f"evaluating version {version}", finished, planned)
+        self.activity(f"evaluating version {version}", finished, planned, self._pace.note())
 
     def _on_evaluation(self, version: int, metrics: dict[str, float]) -> None:
         reward, error = metrics.get("evaluation/reward_mean"), metrics.get("evaluation/reward_stderr", 0.0)
@@ -100,7 +167,8 @@ class RunView(logging.Handler):
             self.say(f"  [bold]held-out[/]   version {version:<3d}  reward [bold]{reward:.3f}[/] ± {error:.3f}")
 
     def _on_iteration(self, iteration: int, metrics: dict[str, float]) -> None:
-        if iteration > 0:
+        if iteration > 0 and self._iterations is not None:
+            self._pace.iteration(metrics.get("seconds/iteration", 0.0), self._iterations - iteration)
             self.say(f"  {iteration_line(iteration, self._iterations, metrics)}")
 
 

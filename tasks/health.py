@@ -1,8 +1,9 @@
 """How a run is doing, as Prefect and MLflow show it: events, tags and gauges of what `roundhouse.health` knows.
 
 Every error that reaches a stage's border becomes one event `roundhouse.failure.<code>` of the resource
-`roundhouse.run.<run_id>`, on which an automation of Prefect can act. MLflow has the newest as tags, and the gauges once a
-minute.
+`roundhouse.run.<run_id>`, and every alert one `roundhouse.alert.<name>`: on these an automation of Prefect can act
+(`flows/alerts.py`). Events leave by a thread of Prefect's; a server that is away costs nothing. MLflow has the newest as
+tags, and the gauges once a minute.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
+from roundhouse.health.alerts import Alert
 from roundhouse.health.errors import ErrorInfo, ErrorReporter, Health, Severity
 from roundhouse.health.heartbeat import Beat, Heartbeat
+from roundhouse.progress import announce
 from roundhouse.store.run import Run
 
 GAUGE_SECONDS = 60.0
@@ -42,12 +46,30 @@ def heartbeat(run: Run) -> Iterator[None]:
         yield
 
 
+def tell(run: Run, alert: Alert, about: str, severity: Severity = Severity.WARNING) -> None:
+    """Report an alert as the run's errors are: in its record, in MLflow, and as an event. Once, also after a restart."""
+    reporter = reporter_of(run)
+    if any(told.details.get("event") == alert.event and told.work_context == about for told in reporter.errors()):
+        return
+    reporter.report_error("alert", about, alert.message, severity, {"code": alert.name, "event": alert.event})
+    announce("alert", name=alert.name, text=alert.message)
+
+
 def _emit(run: Run, error: ErrorInfo) -> None:
     emit_event(
-        event=f"roundhouse.failure.{error.details.get('code', 'reported')}",
+        event=error.details.get("event") or f"roundhouse.failure.{error.details.get('code', 'reported')}",
         resource={"prefect.resource.id": f"roundhouse.run.{run.run_id}", "prefect.resource.name": run.run_id},
+        related=_flow_run(),
         payload=error.model_dump(mode="json", exclude={"exception_traceback"}),
     )
+
+
+def _flow_run() -> list[dict[str, str]]:
+    """The flow run that this is said in: the first that an automation finds, so the one that it would suspend."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return []
+    return [{"prefect.resource.id": f"prefect.flow-run.{context.flow_run.id}", "prefect.resource.role": "flow-run"}]
 
 
 def _tag(run: Run, error: ErrorInfo, health: Health) -> None:

@@ -23,6 +23,7 @@ from prefect.tasks import Task
 from roundhouse.config.failures import stall_seconds
 from roundhouse.health.taxonomy import Kind, code_of, kind_of, severity_of, typed
 from roundhouse.health.watchdog import Stalled, supervised
+from roundhouse.progress import announce
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from tasks.health import reporter_of
@@ -68,6 +69,7 @@ def at_border(stage: str, function: Callable[P, R]) -> Callable[P, R]:
         arguments = signature.bind(*args, **kwargs).arguments
         run: Run = arguments["run"]
         about = _about(arguments)
+        announce("stage", name=stage, about=about)
         try:
             return supervised(lambda: function(*args, **kwargs), stage, about, stall_seconds(run.config))
         except Exception as error:

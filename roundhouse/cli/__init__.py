@@ -8,7 +8,9 @@ import typer
 
 from roundhouse.cli import (
     activity,
+    alerts,
     cost,
+    decisions,
     gym,
     gym_data,
     lineage,
@@ -37,11 +39,13 @@ app = typer.Typer(
 app.add_typer(training.app)
 app.add_typer(services.app)
 runs.app.add_typer(cost.app)
+runs.app.command("approve")(decisions.runs_approve)
 app.add_typer(runs.app, name="runs")
 runs.app.command("activity")(activity.runs_activity)
 app.add_typer(offline.app)
 app.add_typer(offline.datasets_app, name="datasets")
 app.add_typer(schedules.app, name="schedule")
+app.add_typer(alerts.app, name="alerts")
 runs.app.add_typer(lineage.app)
 app.add_typer(store.app, name="store")
 app.add_typer(gym.app, name="gym")

@@ -40,7 +40,8 @@ def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
 
 def run_cost(run: Any) -> dict[str, Any]:
     """Totals over the reported iterations, wasted tokens by reason, the budget and what of it is used up."""
-    from roundhouse.stages.cost import over_budget, run_totals
+    from roundhouse.stages.budget import budget_of, over_budget
+    from roundhouse.stages.cost import run_totals
 
     latest = run.latest_checkpoint()
     version = run.first_version if latest is None else latest.policy_version
@@ -51,6 +52,6 @@ def run_cost(run: Any) -> dict[str, Any]:
         "totals": {name: value for name, value in totals.items() if not name.startswith("wasted_tokens/")},
         "wasted_tokens": wasted,
         "currency": run.config.cost.prices.currency,
-        "budget": run.config.cost.budget.model_dump(exclude_none=True),
-        "over_budget": over_budget(run.config, totals),
+        "budget": budget_of(run),
+        "over_budget": over_budget(budget_of(run), totals),
     }

@@ -67,12 +67,23 @@ def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
 
 @app.command("resume")
 def runs_resume(
-    run_id: str, overrides: Overrides = None, store: StoreOption = DEFAULT_STORE, dry_run: DryRun = False
+    run_id: str,
+    overrides: Overrides = None,
+    budget: Annotated[
+        list[str] | None, typer.Option(help="Raise a limit of cost.budget first: --budget gpu_hours=10.")
+    ] = None,
+    comment: Annotated[str, typer.Option(help="Why the budget is raised; kept with it.")] = "",
+    store: StoreOption = DEFAULT_STORE,
+    dry_run: DryRun = False,
 ) -> None:
     """Go on with a run after its last complete stage: let its paused flow run go on, or train it here.
 
     The configuration is the store's, but for what --set changes.
     """
+    if budget and not dry_run:
+        from roundhouse.cli.decisions import raise_limits
+
+        raise_limits(store, run_id, budget, comment)
     if not (overrides or dry_run) and find_prefect(DEFAULT_STATE):
         from flows.controls import resume
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from roundhouse.cli.options import ConfigPath, DryRun, Overrides, console, load, out
+from roundhouse.cli.options import ConfigPath, DryRun, Overrides, console, error_console, load, out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,7 @@ def collect(
     if promoted and version is not None:
         raise typer.BadParameter("--version and --promoted both name a checkpoint: give one.")
 
-    def work() -> None:
+    def work() -> str:
         from flows.collect import collect as flow
         from flows.economy import tagged
 
@@ -82,9 +82,9 @@ def collect(
             checkpoint="promoted" if promoted else "newest",
             keep_days=keep_days,
         )
-        out(f"{reference.uri}\n{json.dumps(read_manifest(reference).metrics, indent=1)}")
+        return f"{reference.uri}\n{json.dumps(read_manifest(reference).metrics, indent=1)}"
 
-    _with_services(resolved, work)
+    out(_watched(resolved, work))
 
 
 @app.command()
@@ -96,15 +96,15 @@ def evaluate(
     """Evaluate a run's checkpoint on held-out tasks."""
     resolved = load(config, overrides)
 
-    def work() -> None:
+    def work() -> str:
         from flows.economy import tagged
         from flows.evaluate import evaluate as flow
         from roundhouse.store.stage import read_manifest
 
         reference = tagged(flow, f"run:{resolved.run_id}")(resolved, version)
-        out(json.dumps(read_manifest(reference).metrics, indent=1))
+        return json.dumps(read_manifest(reference).metrics, indent=1)
 
-    _with_services(resolved, work)
+    out(_watched(resolved, work))
 
 
 def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
@@ -147,6 +147,14 @@ def iterations_of(run: Run) -> int:
     from roundhouse.stages.offline import with_iterations
 
     return with_iterations(run).config.iterations
+
+
+def _watched(config: RunConfig, work: Callable[[], T]) -> T:
+    """Run `work` with the services up, and show how far it is: on stderr, since stdout has the result."""
+    from roundhouse.console import RunView
+
+    with RunView(error_console()):
+        return _with_services(config, work)
 
 
 def _with_services(config: RunConfig, work: Callable[[], T]) -> T:

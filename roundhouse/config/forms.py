@@ -165,6 +165,24 @@ class EvaluateForm(RunForm):
     version: Natural | SkipJsonSchema[None] = _optional("Policy version. Empty: the newest.")
 
 
+class ApproveForm(BaseModel):
+    """A person's answer about the promotion of a version."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, json_schema_extra=_in_order)
+
+    run_id: RunId
+    """The run."""
+    store: str = DEFAULT_STORE
+    """Store of the run: a path, file:// or s3://bucket/prefix."""
+    version: Natural
+    """Policy version that waits for approval."""
+    decision: Literal["approve", "refuse", "at_limit"] | SkipJsonSchema[None] = _optional(
+        "Empty: ask, and wait for the answer. at_limit: what the run says for its time limit, where that is over."
+    )
+    comment: str = ""
+    """Why; it is kept with the answer."""
+
+
 class CollectForm(RunForm):
     """Rollouts of a run's checkpoint, as a dataset that outlives the run."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from roundhouse.errors import StoreError
+from roundhouse.stages.approval import questioned_versions
 from roundhouse.store.directories import upload_directory
 from roundhouse.store.manifest import MANIFEST, FileEntry, Reference, sha256
 from roundhouse.store.promoted import promoted_version
@@ -61,11 +62,11 @@ def publish(run: Run, update: Reference) -> Reference:
 def retain(run: Run, newest: int) -> list[int]:
     """Delete the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep; return their versions.
 
-    Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve, and the
-    promoted one.
+    Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve, the promoted
+    one, and those about which a person has been asked.
     """
     config = run.config.checkpoint
-    deleted, always = [], {0, run.first_version, promoted_version(run)}
+    deleted, always = [], {0, run.first_version, promoted_version(run), *questioned_versions(run)}
     for version in run.checkpoint_versions():
         kept_for_good = version in always or (config.keep_every > 0 and version % config.keep_every == 0)
         if kept_for_good or version > newest - config.keep_last:

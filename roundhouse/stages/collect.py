@@ -17,6 +17,7 @@ from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.gym.collector import RolloutSpec, collect
 from roundhouse.gym.sessions import open_environment
 from roundhouse.health.watchdog import run_interruptible
+from roundhouse.progress import announce
 from roundhouse.stages.datasets import Draw, dataset_stage
 from roundhouse.stages.metrics import rollout_metrics
 from roundhouse.stages.parts import Parts
@@ -115,6 +116,8 @@ def collect_into(
         nonlocal finished
         finished += 1
         parts.add(rollout)
+        tokens = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+        announce("rollout", tokens=tokens, reward=rollout.reward)
         if progress is not None:
             progress(finished, len(specs))
 

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.train_service import ProcessService
-from roundhouse.errors import RoundhouseError
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -37,10 +36,6 @@ _TOTAL_OF = {
     "cost/money": ("money", 1.0),
 }
 """Which total a metric adds to, and its unit in the metric's."""
-
-
-class BudgetReached(RoundhouseError):
-    """The run has used what it may; nothing failed."""
 
 
 def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str, float]:
@@ -114,31 +109,6 @@ def run_totals(run: Run, iteration: int) -> dict[str, float]:
     """Totals of all iterations up to a reported one; all 0 before the first."""
     reference = run.stage(iteration, "report").reference()
     return totals_after({} if reference is None else read_manifest(reference).details.get("totals", {}))
-
-
-def over_budget(config: RunConfig, totals: Mapping[str, float]) -> list[str]:
-    """What of the budget is used up, one line each with the key to raise."""
-    limits = config.cost.budget.model_dump(exclude_none=True)
-    return [
-        f"{totals[name]:.6g} of cost.budget.{name}={limit:g} are used"
-        for name, limit in limits.items()
-        if totals[name] >= limit
-    ]
-
-
-def refuse_over_budget(run: Run, iteration: int) -> None:
-    """Called before an iteration begins.
-
-    Raises:
-        BudgetReached: a limit is used up; with it raised, the same run goes on here.
-    """
-    used_up = over_budget(run.config, run_totals(run, iteration - 1))
-    if used_up:
-        raise BudgetReached(
-            f"Run {run.run_id} rests before iteration {iteration}: {'; '.join(used_up)}. Raise it and start the run again, by "
-            f"`roundhouse runs resume {run.run_id} --set cost.budget.<limit>=<more>` or in the form of the train deployment "
-            f"(the same run id, the limit among the overrides)."
-        )
 
 
 def _reason(rollout: Rollout, outcome: str | None) -> str | None:

@@ -1,7 +1,8 @@
 """Promotion: which version of a run is the one to use.
 
 Invariant: a version is promoted only when it is better than the promoted one beyond noise, on the same held-out tasks; the
-first evaluated version is. What was decided and why is a stage of the store; `promoted.json` points to the newest.
+first evaluated version is. What was decided and why is a stage of the store; `promoted.json` points to the newest. Where
+`evaluation.approval.required`, a person has the last word (`roundhouse.stages.approval`).
 
     version    0        10        20          25
     reward     0.23     0.71      0.70        0.92
@@ -10,7 +11,10 @@ first evaluated version is. What was decided and why is a stage of the store; `p
 
 from __future__ import annotations
 
+from typing import Any
+
 from roundhouse.errors import StoreError
+from roundhouse.stages.approval import answer_to, ask
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.estimates import Interval, Rewards, paired_difference
 from roundhouse.stages.evaluate import rewards_by_task
@@ -32,8 +36,11 @@ def promote(run: Run, version: int) -> Reference | None:
     stage = run.stage(version, "promote")
     if (done := stage.reference()) is None:
         done = _decide(run, version, confidence)
-    if read_manifest(done).details["promoted"]:
+    details = read_manifest(done).details
+    if details["promoted"]:
         point_to_promoted(run, version)
+    elif details.get("awaits_approval") and answer_to(run, version) is None:
+        ask(run, version, details["why"])
     return done
 
 
@@ -44,23 +51,28 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
     attempt = run.begin(run.stage(version, "promote"), policy_version=version)
     against = _incumbent(run, version)
     if against is None:
-        return attempt.commit(
-            inputs={"evaluation": evaluation},
-            metrics={"promotion/promoted": 1.0},
-            details={"promoted": True, "why": "the first evaluated version"},
-        )
+        verdict = _verdict(run, version, "the first evaluated version", better=True)
+        metrics = {"promotion/promoted": float(verdict["promoted"])}
+        return attempt.commit(inputs={"evaluation": evaluation}, metrics=metrics, details=verdict)
     difference = paired_difference(_rewards(evaluation), _rewards(against), confidence)
-    better = difference.low > 0
+    why = _why(difference, against.policy_version, confidence)
+    verdict = _verdict(run, version, why, better=difference.low > 0)
     return attempt.commit(
         inputs={"evaluation": evaluation, "against": against},
         metrics={
-            "promotion/promoted": float(better),
+            "promotion/promoted": float(verdict["promoted"]),
             "promotion/difference": difference.value,
             "promotion/difference_low": difference.low,
             "promotion/difference_high": difference.high,
         },
-        details={"promoted": better, "why": _why(difference, against.policy_version, confidence)},
+        details=verdict,
     )
+
+
+def _verdict(run: Run, version: int, why: str, *, better: bool) -> dict[str, Any]:
+    """Details of the decision. What the run starts from is in use already, and needs nobody's agreement."""
+    asks = better and run.config.evaluation.approval.required and version != run.first_version
+    return {"promoted": better and not asks, "why": why} | ({"awaits_approval": True} if asks else {})
 
 
 def _incumbent(run: Run, version: int) -> Reference | None:

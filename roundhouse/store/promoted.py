@@ -9,10 +9,17 @@ from roundhouse.store.run import Run
 POINTER = "promoted.json"
 
 
+class Promoted(Reference):
+    """The promoted version's checkpoint."""
+
+    approval: str | None = None
+    """Who agreed, with what comment; None where nobody was asked."""
+
+
 def promoted_version(run: Run) -> int | None:
     """The promoted version; None before the first evaluation."""
     try:
-        return Reference.model_validate_json(run.location.read(POINTER)).policy_version
+        return Promoted.model_validate_json(run.location.read(POINTER)).policy_version
     except NotFound:
         return None
 
@@ -23,8 +30,9 @@ def promoted_checkpoint(run: Run) -> Reference | None:
     return None if version is None else run.checkpoint(version).reference()
 
 
-def point_to_promoted(run: Run, version: int) -> None:
+def point_to_promoted(run: Run, version: int, approval: str | None = None) -> None:
     """Move the pointer, never back: a repeated start passes by older decisions again."""
     current, checkpoint = promoted_version(run), run.checkpoint(version).reference()
     if checkpoint is not None and (current is None or current < version):
-        run.location.write(POINTER, checkpoint.model_dump_json(indent=1).encode())
+        promoted = Promoted(**checkpoint.model_dump(), approval=approval)
+        run.location.write(POINTER, promoted.model_dump_json(indent=1).encode())

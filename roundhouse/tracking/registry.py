@@ -29,12 +29,12 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
         return None
     name = template.format(run_id=run.run_id)
     _create_model(client, name)
-    if _registered(client, name, run, version) is None:
+    if registered_version(client, name, run, version) is None:
         client.create_model_version(
             name, source=_source(checkpoint), run_id=mlflow_run_id, tags=_lineage(run, version, checkpoint)
         )
     promoted = promoted_version(run)
-    found = None if promoted is None else _registered(client, name, run, promoted)
+    found = None if promoted is None else registered_version(client, name, run, promoted)
     if found is not None and ALIAS not in found.aliases:
         client.set_registered_model_alias(name, ALIAS, found.version)
     return name
@@ -50,7 +50,7 @@ def _create_model(client: Any, name: str) -> None:
             raise
 
 
-def _registered(client: Any, name: str, run: Run, version: int) -> Any | None:
+def registered_version(client: Any, name: str, run: Run, version: int) -> Any | None:
     found = client.search_model_versions(
         f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}' and tags.`{VERSION_TAG}` = '{version}'"
     )

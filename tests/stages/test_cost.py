@@ -7,11 +7,10 @@ import pytest
 
 from roundhouse.cli.cost import run_cost
 from roundhouse.config.loading import parse_config
+from roundhouse.errors import ConfigError
+from roundhouse.stages.budget import budget_of, over_budget, raise_budget, raises, used_up
 from roundhouse.stages.cost import (
-    BudgetReached,
     iteration_cost,
-    over_budget,
-    refuse_over_budget,
     rollout_waste,
     run_totals,
     totals_after,
@@ -82,11 +81,11 @@ def test_without_prices_no_money_is_made_up():
 
 
 def test_a_budget_that_is_used_up_names_its_key():
-    given = config(cost={"budget": {"wall_hours": 1, "money": 5}})
+    given = {"wall_hours": 1.0, "money": 5.0}
     totals = totals_after({}, {"seconds/iteration": 1800.0, "cost/money": 2.0})
     assert over_budget(given, totals) == []
-    totals = totals_after(totals, {"seconds/iteration": 1800.0, "cost/money": 2.0, "wasted_tokens/failed": 3.0})
-    assert over_budget(given, totals) == ["1 of cost.budget.wall_hours=1 are used"]
+    totals = totals_after(totals, {"seconds/iteration": 2700.0, "cost/money": 2.0, "wasted_tokens/failed": 3.0})
+    assert over_budget(given, totals) == ["1.25 of cost.budget.wall_hours=1 are used, 0.25 too much"]
     assert totals["wasted_tokens/failed"] == 3
 
 
@@ -107,14 +106,25 @@ def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_pat
     assert iteration_manifests(run, 2)["report"].metrics["wasted_tokens/share"] == 0.25
 
 
-def test_a_run_rests_before_the_iteration_that_its_budget_does_not_cover_and_goes_on_when_it_is_raised(tmp_path):
+def test_a_budget_that_does_not_cover_an_iteration_can_be_raised_by_key_or_by_a_persons_word_that_stays(tmp_path):
     run = open_run(config(store=str(tmp_path), cost={"budget": {"generated_tokens": 150}}))
     for iteration in (0, 1):
         validated = run.begin(run.stage(iteration, "validate"), policy_version=iteration)
         validated.commit(metrics={"cost/generated_tokens": 100.0})
         report_iteration(run, iteration)
-    refuse_over_budget(run, 1)
-    with pytest.raises(BudgetReached, match=r"before iteration 2: 200 of cost\.budget\.generated_tokens=150"):
-        refuse_over_budget(run, 2)
-    raised = open_run(config(store=str(tmp_path), cost={"budget": {"generated_tokens": 250}}))
-    refuse_over_budget(raised, 2)
+    assert used_up(run, 1) == []
+    assert used_up(run, 2) == ["200 of cost.budget.generated_tokens=150 are used, 50 too much"]
+    assert used_up(open_run(config(store=str(tmp_path), cost={"budget": {"generated_tokens": 250}})), 2) == []
+    raise_budget(run, {"generated_tokens": 201}, "worth it", "Ada")
+    again = open_run(config(store=str(tmp_path), cost={"budget": {"generated_tokens": 150}}))
+    assert (used_up(again, 2), budget_of(again)) == ([], {"generated_tokens": 201})
+    assert [(each.by, each.comment) for each in raises(again)] == [("Ada", "worth it")]
+
+
+def test_a_raise_that_raises_nothing_is_refused_with_what_there_is(tmp_path):
+    run = open_run(config(store=str(tmp_path), cost={"budget": {"money": 5}}))
+    with pytest.raises(ConfigError, match="money=5 does not raise the limit of 5"):
+        raise_budget(run, {"money": 5})
+    with pytest.raises(ConfigError, match="moneyy is no limit; those are wall_hours"):
+        raise_budget(run, {"moneyy": 7})
+    assert raises(run) == []

@@ -1,0 +1,183 @@
+"""Alerts as automations of Prefect, shipped ready: which events there are, and what happens on them.
+
+Invariant: an automation of ours is known by its name. Installing again changes neither what a person has added to one (an
+e-mail, a Slack message) nor whether it is switched on, and `roundhouse up` brings back none that a person has deleted.
+
+What needs no account: each alert is in the run's record (`roundhouse runs activity`), in MLflow and in Prefect's event feed;
+with `--webhook`, it is sent to that URL as JSON; with `--suspend`, the run waits for a person.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prefect.blocks.webhook import Webhook
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events.actions import CallWebhook, DoNothing, SuspendFlowRun
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.variables import Variable
+
+from roundhouse.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PREFIX = "roundhouse: "
+BLOCK = "roundhouse-alerts"
+INSTALLED = "roundhouse_alerts"
+"""Variable of the server: which automations were installed there, and are not brought back."""
+WEBHOOK_VARIABLE = "ROUNDHOUSE_ALERTS_WEBHOOK"
+FLOWS = ["train", "train-offline", "fork", "collect", "evaluate"]
+OURS = (CallWebhook, DoNothing, SuspendFlowRun)
+"""Actions that installing sets; all others are a person's."""
+
+
+@dataclass(frozen=True)
+class AlertKind:
+    """Something that an automation watches for."""
+
+    name: str
+    events: tuple[str, ...]
+    about: str
+    can_suspend: bool = False
+    """Its event is told between two iterations by the flow run itself."""
+
+    @property
+    def automation(self) -> str:
+        return PREFIX + self.name.replace("_", " ")
+
+    @property
+    def trigger(self) -> EventTrigger:
+        failed = self.name == "failed_run"
+        return EventTrigger(
+            expect=set(self.events),
+            match={"prefect.resource.id": "prefect.flow-run.*" if failed else "roundhouse.run.*"},
+            match_related={"prefect.resource.role": "flow", "prefect.resource.name": FLOWS} if failed else {},
+            posture=Posture.Reactive,
+            threshold=1,
+        )
+
+
+ALERTS = (
+    AlertKind("failed_run", ("prefect.flow-run.Failed", "prefect.flow-run.Crashed"), "A flow run failed or crashed."),
+    AlertKind(
+        "stall", ("roundhouse.failure.stalled",), "Nothing moved in a stage; it was given up, and is tried again."
+    ),
+    AlertKind("reward_collapse", ("roundhouse.alert.reward_collapse",), "The reward fell far below its best.", True),
+    AlertKind("kl", ("roundhouse.alert.kl",), "The policy is far from its reference.", True),
+    AlertKind("mismatch", ("roundhouse.alert.mismatch",), "Engine and trainer disagree about probabilities.", True),
+    AlertKind("budget_reached", ("roundhouse.alert.budget_reached",), "The budget is used up; the run waits or ends."),
+    AlertKind("approval_wanted", ("roundhouse.alert.approval_wanted",), "A promotion waits for a person."),
+)
+"""The thresholds are the run's: section `alerts` of its configuration."""
+
+_PAYLOAD = """{% set said = event.payload.message or (event.payload.validated_state or {}).message or event.event %}{
+ "text": {{ ("Roundhouse, " ~ event.resource.name ~ ": " ~ said) | tojson }},
+ "alert": "%(alert)s",
+ "run": {{ event.resource.name | tojson }},
+ "event": {{ event.event | tojson }},
+ "message": {{ said | tojson }},
+ "occurred": {{ event.occurred | string | tojson }}
+}"""
+
+
+def install(webhook: str | None = None, suspend: Collection[str] = ()) -> list[Automation]:
+    """Create what is missing of the automations, and give all of them these actions; those that there are then.
+
+    Args:
+        webhook: URL that alerts are sent to from now on; that of an earlier call stays without one.
+        suspend: alerts on which the run is suspended too.
+
+    Raises:
+        ConfigError: an alert that there is not, or that cannot suspend a run.
+    """
+    able = [kind.name for kind in ALERTS if kind.can_suspend]
+    if unknown := set(suspend) - set(able):
+        raise ConfigError(f"--suspend {', '.join(sorted(unknown))}: a run can be suspended on {', '.join(able)}.")
+    block = _save_block(webhook) if webhook is not None else _block()
+    with get_client(sync_client=True) as client:
+        there = {found.name: found for found in _read(client)}
+        for kind in ALERTS:
+            wanted = _actions(kind, block, kind.name in suspend)
+            if (present := there.get(kind.automation)) is None:
+                client.create_automation(
+                    AutomationCore(name=kind.automation, description=kind.about, trigger=kind.trigger, actions=wanted)
+                )
+            else:
+                kept = [action for action in present.actions if not isinstance(action, OURS)]
+                ours = [action for action in wanted if not (kept and isinstance(action, DoNothing))]
+                _change(client, present, kind.trigger, [*ours, *kept])
+        found = _read(client)
+    Variable.set(INSTALLED, [kind.automation for kind in ALERTS], overwrite=True)
+    return found
+
+
+def install_once() -> None:
+    """Install on a server that has never had them; a webhook that the environment names is set each time."""
+    webhook = os.environ.get(WEBHOOK_VARIABLE)
+    try:
+        known: Any = Variable.get(INSTALLED, default=[])
+        if webhook is not None or {kind.automation for kind in ALERTS} - set(known):
+            install(webhook)
+    except (PrefectHTTPStatusError, httpx.HTTPError) as error:
+        log.warning("the alerts are not installed (%s); `roundhouse alerts install` tries again", error)
+
+
+def installed() -> list[Automation]:
+    """Our automations on this server."""
+    with get_client(sync_client=True) as client:
+        return _read(client)
+
+
+def remove() -> list[str]:
+    """Delete our automations, with what was added to them; their names."""
+    with get_client(sync_client=True) as client:
+        found = _read(client)
+        for automation in found:
+            client.delete_automation(automation.id)
+    return [automation.name for automation in found]
+
+
+def _change(client: SyncPrefectClient, automation: Automation, trigger: EventTrigger, actions: list[Any]) -> None:
+    """Prefect's own client leaves out what equals a default, the kinds of trigger and actions among it, and is refused."""
+    fields = automation.model_dump(mode="json", include={"name", "description", "enabled", "tags"})
+    body = fields | {
+        "trigger": trigger.model_dump(mode="json"),
+        "actions": [action.model_dump(mode="json") for action in actions],
+    }
+    client._client.put(f"/automations/{automation.id}", json=body).raise_for_status()
+
+
+def _read(client: SyncPrefectClient) -> list[Automation]:
+    names = [kind.automation for kind in ALERTS]
+    found = [each for each in client.read_automations() if each.name in names]
+    return sorted(found, key=lambda each: names.index(each.name))
+
+
+def _actions(kind: AlertKind, block: Any, suspend: bool) -> list[Any]:
+    actions: list[Any] = []
+    if block is not None:
+        actions.append(CallWebhook(block_document_id=block, payload=_PAYLOAD.replace("%(alert)s", kind.name)))
+    if suspend:
+        actions.append(SuspendFlowRun())
+    return actions or [DoNothing()]
+
+
+def _save_block(url: str) -> Any:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--webhook {url!r} is no http:// or https:// URL.")
+    headers: Any = {"Content-Type": "application/json"}
+    return Webhook(url=url, headers=headers).save(BLOCK, overwrite=True)  # type: ignore[arg-type]
+
+
+def _block() -> Any | None:
+    """The block of an earlier install; None where no webhook was ever given."""
+    try:
+        return Webhook.load(BLOCK)._block_document_id  # type: ignore[union-attr]
+    except ValueError:
+        return None

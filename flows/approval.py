@@ -1,0 +1,133 @@
+"""A person's approval of a promotion, through Prefect: a suspended flow run with a form stands for each open question.
+
+Invariant: the question and its answer live in the store (`roundhouse.stages.approval`); what stands in Prefect is a view of
+it with a form. One flow run is made for a question however often it is put, and one more, planned for the moment at which the
+time limit is over. A Prefect server that is away, or serves no deployments, takes nothing from the question: it is answered
+by `roundhouse runs approve` as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+from prefect.states import Cancelled, Scheduled
+from pydantic import Field
+
+from flows.controls import PAUSE_SECONDS, let_go_on
+from roundhouse.config.forms import ApproveForm
+from roundhouse.stages.approval import Answer, Question, answer, answer_to, open_questions, settle_expired
+from roundhouse.store.location import Location
+from roundhouse.store.run import Run
+from roundhouse.tracking.approval import tell_mlflow
+
+log = logging.getLogger(__name__)
+
+DEPLOYMENT = "approve/approve"
+WAITS = "approval-"
+"""Begins the pause key of a training run that waits for an answer."""
+
+
+class Approval(RunInput):
+    """The form of a question."""
+
+    decision: Literal["approve", "refuse"]
+    comment: str = Field(default="", description="Why; it is kept with the answer.")
+    name: str = Field(default="", description="Who decides.")
+
+
+def put_to_prefect(run: Run, question: Question) -> bool:
+    """Let the question stand in Prefect; whether it does."""
+    settings = {"run_id": run.run_id, "store": Location(run.config.store).uri, "version": question.version}
+    key = f"{run.uid}-{question.version}"
+    try:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment_by_name(DEPLOYMENT).id
+            options: dict[str, Any] = {"tags": [_tag(run, question.version)]}
+            client.create_flow_run_from_deployment(
+                deployment,
+                parameters={"settings": settings},
+                name=f"approve? version {question.version} of {run.run_id}",
+                idempotency_key=f"ask-{key}",
+                **options,
+            )
+            if question.until is not None:
+                moment = datetime.fromtimestamp(question.until, UTC)
+                client.create_flow_run_from_deployment(
+                    deployment,
+                    parameters={"settings": settings | {"decision": "at_limit"}},
+                    state=Scheduled(scheduled_time=moment),
+                    name=f"time limit of version {question.version} of {run.run_id}",
+                    idempotency_key=f"limit-{key}",
+                    **options,
+                )
+        return True
+    except ObjectNotFound:
+        return False
+    except (PrefectHTTPStatusError, httpx.HTTPError) as error:
+        log.warning("the question about version %d could not be put to Prefect: %s", question.version, error)
+        return False
+
+
+def decide(run: Run, form: ApproveForm) -> dict[str, Any]:
+    """The body of the `approve` flow: take the answer from the form, or wait for one; then carry it out."""
+    version = form.version
+    given = answer_to(run, version)
+    if given is None and form.decision == "at_limit":
+        waiting = [question for question in open_questions(run) if question.version == version]
+        given = settle_expired(run, waiting[0], datetime.now(UTC).timestamp()) if waiting else None
+    elif given is None and form.decision is not None:
+        given = answer(run, version, form.decision == "approve", form.comment, by="a person in Prefect")
+    elif given is None:
+        given = _asked(run, version)
+    if given is None:
+        return {"version": version, "answer": None}
+    carry_out(run, version, given)
+    return {"version": version, "answer": given.model_dump(mode="json")}
+
+
+def carry_out(run: Run, version: int, given: Answer) -> None:
+    """Tell those who show the answer or wait for it."""
+    tell_mlflow(run, version, given)
+    try:
+        with get_client(sync_client=True) as client:
+            for other in _flow_runs(client, run, version):
+                client.set_flow_run_state(other.id, Cancelled(message=f"Version {version} was {given}"), force=True)
+            if not open_questions(run):
+                let_go_on(client, run.run_id, WAITS)
+    except (PrefectHTTPStatusError, httpx.HTTPError, ObjectNotFound) as error:
+        log.warning("Prefect was not told of the answer about version %d: %s", version, error)
+
+
+def _asked(run: Run, version: int) -> Answer:
+    """The answer of a person, whom this flow run waits for without a process."""
+    [question] = [each for each in open_questions(run) if each.version == version]
+    until = "" if question.until is None else f" until {datetime.fromtimestamp(question.until, UTC):%Y-%m-%d %H:%M} UTC"
+    description = (
+        f"**Promote version {version} of run {run.run_id}?**\n\n{question.why}.\n\nThe question stands{until}; then: "
+        f"{question.at_limit}."
+    )
+    form = Approval.with_initial_data(description=description)
+    given = suspend_flow_run(wait_for_input=form, key="decision", timeout=PAUSE_SECONDS)
+    return answer(run, version, given.decision == "approve", given.comment, by=given.name or "a person in Prefect")
+
+
+def _flow_runs(client: SyncPrefectClient, run: Run, version: int) -> list[FlowRun]:
+    """Flow runs that stand for the question and have nothing to wait for any more."""
+    wanted = {
+        "tags": {"all_": [_tag(run, version)]},
+        "state": {"type": {"any_": [StateType.PAUSED.value, StateType.SCHEDULED.value]}},
+    }
+    return client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted))
+
+
+def _tag(run: Run, version: int) -> str:
+    return f"approval:{run.uid}-{version}"
