@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-delta reference format lock clean
+.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-overlap bench-delta reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ bench-view: setup ## the viewer over 100,000 rollouts, on disk and on S3 (BENCH_
 
 bench-async: setup ## modes and bounds in simulation over ratios of training to generation (BENCH_ARGS="--iterations 20")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)
+
+bench-overlap: setup ## real runs that collect while they train, beside what simulation foretold (BENCH_ARGS="--staleness 1")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/overlap.py $(BENCH_ARGS)
 
 bench-delta: setup ## bytes and speed of a weight delta after a real optimizer step (BENCH_ARGS="--learning-rate 1e-6")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/weight_delta.py $(BENCH_ARGS)

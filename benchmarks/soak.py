@@ -248,11 +248,16 @@ def _fault(case: Case, found: Trend) -> str | None:
     return None
 
 
+def small_policy(directory: Path) -> None:
+    """A policy so small that a training step costs milliseconds, made unless it is there."""
+    if not directory.exists():
+        small = WarmStartPolicy(hidden_size=16, layers=1, heads=1, head_dim=16, intermediate_size=32, steps=20)
+        make_starting_policy(small, load(CalculatorEnvironment()), 0, directory)
+
+
 def _configuration(directory: Path, engine: str, iterations: int) -> Path:
     policy = directory / "policy"
-    if not policy.exists():
-        small = WarmStartPolicy(hidden_size=16, layers=1, heads=1, head_dim=16, intermediate_size=32, steps=20)
-        make_starting_policy(small, load(CalculatorEnvironment()), 0, policy)
+    small_policy(policy)
     settings = {
         "run_id": "soak",
         "iterations": iterations,

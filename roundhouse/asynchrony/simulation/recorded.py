@@ -37,15 +37,15 @@ class RecordedIteration:
     failed: int
 
 
-def recorded_iterations(run: Run) -> list[RecordedIteration]:
-    """The reported iterations of a run.
+def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
+    """The reported iterations of a run, from `since` on.
 
     Raises:
         StoreError: it has none.
     """
     found = [
         _iteration(run, iteration, manifests)
-        for iteration in range(1, run.config.iterations + 1)
+        for iteration in range(since, run.config.iterations + 1)
         if all(kind in (manifests := iteration_manifests(run, iteration)) for kind in NEEDED)
     ]
     if not found:
@@ -56,8 +56,11 @@ def recorded_iterations(run: Run) -> list[RecordedIteration]:
     return found
 
 
-def recorded_scenario(run: Run) -> dict[str, Any]:
+def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
     """The tree of a `Scenario` with the run's plan, rollout seconds and stage seconds.
+
+    Args:
+        since: the first iteration that counts: a process' own first one holds imports, too.
 
     Raises:
         StoreError: nothing is recorded, or the run collected in rounds.
@@ -67,7 +70,7 @@ def recorded_scenario(run: Run) -> dict[str, Any]:
             f"Run {run.run_id} has rollout.dynamic_sampling: it collected in rounds, which a simulated iteration does not "
             "have. Name a run without it, or give distributions with --config."
         )
-    iterations, config = recorded_iterations(run), run.config
+    iterations, config = recorded_iterations(run, since), run.config
     count = sum(len(iteration.rollouts) for iteration in iterations)
     failed = sum(iteration.failed for iteration in iterations)
     return {
