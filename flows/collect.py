@@ -7,8 +7,7 @@ from typing import Literal
 
 from prefect import flow
 
-from flows.economy import untagged_tasks
-from roundhouse.config.models import RunConfig
+from flows.economy import WholeConfig, untagged_tasks
 from roundhouse.errors import StoreError
 from roundhouse.stages.datasets import Draw, dataset_stage, open_to_collect, retain_versions, version_for
 from roundhouse.stages.offline_fork import version_named
@@ -21,7 +20,7 @@ from tasks.refit import refit_to
 
 @flow(name="collect", flow_run_name="collect {name} of {config.run_id}", persist_result=True, result_serializer="json")
 def collect(
-    config: RunConfig,
+    config: WholeConfig,
     name: str = "offline",
     iteration: int = 1,
     version: int | None = None,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.economy import untagged_tasks
-from roundhouse.config.models import RunConfig
+from flows.economy import WholeConfig, untagged_tasks
 from roundhouse.errors import StoreError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
@@ -14,7 +13,7 @@ from tasks.policy import starting_policy
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.run_id}", persist_result=True, result_serializer="json")
-def evaluate(config: RunConfig, version: int | None = None) -> Reference:
+def evaluate(config: WholeConfig, version: int | None = None) -> Reference:
     """Evaluate a version, by default the newest."""
     run = open_run(config)
     with untagged_tasks():

@@ -17,12 +17,11 @@ from typing import Any
 from prefect import flow
 from prefect.futures import PrefectFuture
 
-from flows.economy import forget_results, tagged, untagged_tasks
+from flows.economy import WholeConfig, forget_results, tagged, untagged_tasks
 from flows.iteration import is_evaluated
 from flows.reruns import take_place
 from roundhouse.asynchrony.overlap import Open, Overlap
 from roundhouse.asynchrony.rolling import END_SECONDS
-from roundhouse.config.models import RunConfig
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -40,7 +39,7 @@ _JOIN_SECONDS = 4 * END_SECONDS
 @flow(
     name="iteration", flow_run_name="{config.run_id} iteration {k:04d}", persist_result=True, result_serializer="json"
 )
-def overlapped_iteration(config: RunConfig, k: int) -> Reference:
+def overlapped_iteration(config: WholeConfig, k: int) -> Reference:
     """Wait for what the generation lane collects; validate, train, checkpoint, and every N iterations evaluate."""
     run, lanes = open_run(config), _lanes.get()
     base = run.checkpoint(k - 1).reference()
@@ -65,7 +64,7 @@ def overlapped_iteration(config: RunConfig, k: int) -> Reference:
 
 
 @flow(name="generation", flow_run_name="{config.run_id} generation from {first:04d}", persist_result=False)
-def generation(config: RunConfig, first: int) -> None:
+def generation(config: WholeConfig, first: int) -> None:
     """Refit and collect, ahead of training by as much as `asynchrony.staleness` allows."""
     overlap, run = _overlap.get(), open_run(config)
     collecting: dict[int, PrefectFuture[Any]] = {}

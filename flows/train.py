@@ -8,12 +8,11 @@ from typing import Any
 from prefect import flow
 
 from flows.borders import at_border, at_end
-from flows.economy import forget_results, untagged_tasks, without_heartbeats
+from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
 from flows.iteration import iteration
 from flows.overlap import lanes, overlapped_iteration
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
-from roundhouse.config.models import RunConfig
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate, promote
 from tasks.health import heartbeat
@@ -23,7 +22,7 @@ from tasks.report import finish_run, link_tracking, report_iteration
 
 
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
-def train(config: RunConfig) -> dict[str, Any]:
+def train(config: WholeConfig) -> dict[str, Any]:
     """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
     run = open_run(config, first_start=is_first_start())
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:

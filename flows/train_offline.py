@@ -7,7 +7,7 @@ from typing import Any
 from prefect import Flow, flow
 
 from flows.borders import at_border
-from flows.economy import forget_results, untagged_tasks, without_heartbeats
+from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
 from flows.iteration import is_evaluated
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
@@ -33,7 +33,7 @@ from tasks.train import train_step
     persist_result=True,
     result_serializer="json",
 )
-def train_offline(config: RunConfig) -> dict[str, Any]:
+def train_offline(config: WholeConfig) -> dict[str, Any]:
     """Train a policy from collected datasets. Started again under the same run id, it goes on after the last complete stage."""
     run = with_iterations(open_run(config, first_start=is_first_start()))
     if (summary := run.summary()) is not None and summary["iterations"] >= run.config.iterations:
@@ -65,7 +65,7 @@ def train_offline(config: RunConfig) -> dict[str, Any]:
     persist_result=True,
     result_serializer="json",
 )
-def offline_iteration(config: RunConfig, k: int) -> Reference:
+def offline_iteration(config: WholeConfig, k: int) -> Reference:
     """Validate a batch of the datasets, train, checkpoint, and every N iterations evaluate."""
     run = open_run(config)
     base = run.checkpoint(k - 1).reference()

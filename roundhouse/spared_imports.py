@@ -1,7 +1,8 @@
-"""Imports that a library makes for something that is not used here, and that a start cannot afford."""
+"""What an import need not cost: libraries that are not used here, and searching for garbage where nothing is thrown away."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,3 +22,19 @@ def spared(*names: str) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The block makes what stays: no garbage is looked for meanwhile, and never again among what is there by then.
+
+    A tenth of the time that a large library takes to be imported, and a full collection later is shorter by what it holds.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 
-from roundhouse.spared_imports import spared
+import pytest
+from prefect import Flow
+from prefect.exceptions import ParameterTypeError
+
+import flows.economy  # noqa: F401 - before all else of Prefect
+from flows.collect import collect
+from flows.evaluate import evaluate
+from flows.iteration import iteration
+from flows.train import train
+from flows.train_offline import offline_iteration, train_offline
+from roundhouse.config.loading import load_config
+from roundhouse.spared_imports import spared, uncollected
 
 _TOLD = "import sys, json; print(json.dumps([name for name in %r if name in sys.modules]))"
 HEAVY = ("torch", "transformers", "mlflow", "pandas", "sklearn", "ray", "vllm", "scipy")
@@ -38,3 +50,25 @@ def test_spared_packages_are_importable_again_and_those_there_already_stay() -> 
             hidden = False
     assert hidden
     import wave  # noqa: F401
+
+
+def test_what_a_block_has_made_is_no_longer_searched_for_garbage_and_collection_goes_on_behind_it() -> None:
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        assert not gc.isenabled()
+        made = [[number] for number in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(made)
+
+
+@pytest.mark.parametrize(
+    "flow", [train, train_offline, iteration, offline_iteration, evaluate, collect], ids=lambda flow: flow.name
+)
+def test_a_flow_takes_a_whole_configuration_without_a_form_and_still_checks_it(flow: Flow[..., object]) -> None:
+    assert flow.parameters.definitions == {}
+    config = load_config("configs/quickstart.yaml", [])
+    others = {"k": 1} if "k" in flow.parameters.properties else {}
+    stored = json.loads(config.model_dump_json())  # as Prefect hands it back at a retry
+    assert flow.validate_parameters({"config": stored, **others})["config"] == config
+    with pytest.raises(ParameterTypeError, match=r"config\.iterations"):
+        flow.validate_parameters({"config": {**stored, "iterations": -3}, **others})
