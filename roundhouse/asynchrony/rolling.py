@@ -144,10 +144,11 @@ class Rolling:
                     return True
                 if self.ended.is_set():  # and has written down what had finished
                     return False
-                others_at_work = dispatch.works_elsewhere or self._running > 0
-                waits_for_others = others_at_work and not opened.running and not self._stopped.is_set()
+                waits_for_others = not opened.running and not self._stopped.is_set()
                 dispatch.wait(LOOK_SECONDS)
-            if waits_for_others:  # each of whom has a watchdog of its own
+            if waits_for_others:
+                # For a step, weights, older rollouts, each with a watchdog of its own; or for a person between two iterations.
+                # That nobody works at all is noticed by training, while it waits (`Overlap.collected`).
                 ACTIVITY.advance()
 
     def flush(self) -> None:
