@@ -5,9 +5,13 @@ Both are clients of the API server like any other, so the kubelet plays before a
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused
@@ -24,7 +28,13 @@ def now() -> str:
 class Kubelet:
     """Runs each new pod through `behave`, in a thread of its own; ends pods that are being deleted at once."""
 
-    def __init__(self, cluster: Cluster, namespace: str, logs: ApiState | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        logs: ApiState | None = None,
+        selector: str = "app.kubernetes.io/part-of=roundhouse",
+    ) -> None:
         self.cluster, self.namespace, self._logs = cluster, namespace, logs
         self.behave: Callable[[Object], None] = lambda pod: self.succeed(pod)
         self.pods: list[str] = []
@@ -32,7 +42,7 @@ class Kubelet:
         self._known: set[str] = set()
         self._ending: set[str] = set()
         self._path = f"/api/v1/namespaces/{namespace}/pods"
-        self._watched = Watched(cluster, self._path, "app.kubernetes.io/part-of=roundhouse", self._changed)
+        self._watched = Watched(cluster, self._path, selector, self._changed)
 
     def stop(self) -> None:
         self._watched.stop()
@@ -141,6 +151,31 @@ class Kubelet:
             "restartCount": 0,
             "state": state,
         }
+
+
+def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None = None) -> None:
+    """What a kubelet does with a pod: the process of this machine, its log, its exit code.
+
+    Args:
+        places: variables whose values are paths, as they are here.
+    """
+    container = pod["spec"]["containers"][0]
+    # what has no value comes from secrets and from the pod's own fields, which no test's process reads
+    given = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    given = {name: value for name, value in given.items() if name not in ("HOME", "TMPDIR")} | (places or {})
+    given["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kubelet.run(pod)
+    process = subprocess.Popen(
+        [*container.get("command", []), *container["args"]],
+        env=os.environ | given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        kubelet.say(pod, line.rstrip())
+    kubelet.exit(pod, process.wait(60))
 
 
 class _Nothing:

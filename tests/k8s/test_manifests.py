@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from roundhouse.infra.kubernetes.cluster import Cluster, Refused
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 from tests.k8s.control_plane import ControlPlane
+from tests.k8s.kuberay import install_crd
 from tests.k8s.stand import cluster_of
 from tests.k8s.validation import (
     CRDS,
     OVERLAYS,
-    crd_of,
+    ROOT,
     pod_specs,
     problems,
     rendered,
@@ -180,14 +180,7 @@ def installed(plane: ControlPlane) -> Cluster:
             item["metadata"].setdefault("namespace", "roundhouse")
             admin.create(_path(item), item)
     if CRDS.is_dir():
-        admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("RayService"))
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                admin.get("/apis/ray.io/v1/namespaces/roundhouse/rayservices")
-                break
-            except Refused:
-                time.sleep(0.2)
+        install_crd(admin)
     return admin
 
 
@@ -222,3 +215,15 @@ def test_pod_security_takes_every_pod_and_refuses_one_that_may_be_root(installed
     pod["spec"] = {**pod["spec"], "securityContext": {}}
     with pytest.raises(Refused, match=r'403 Forbidden.*violates PodSecurity "restricted'):
         _dry_run(installed, pod)
+
+
+def test_the_store_of_the_kind_overlay_is_where_every_pod_has_the_claim() -> None:
+    """The trainer's pods have it at the store's path; a store below the claim's path would be another directory there."""
+    run = yaml.safe_load((ROOT / "k8s/overlays/kind/run.yaml").read_text())["data"]["run.yaml"]
+    store = yaml.safe_load(run)["store"]
+    patches = yaml.safe_load((ROOT / "k8s/overlays/kind/flow-store.yaml").read_text())
+    mounts = [patch["value"]["mountPath"] for patch in patches if patch["path"].endswith("/volumeMounts/-")]
+    engine = next(yaml.safe_load_all((ROOT / "k8s/overlays/kind/engine.yaml").read_text()))
+    containers = engine["spec"]["template"]["spec"]["containers"]
+    mounts += [mount["mountPath"] for mount in containers[0]["volumeMounts"] if mount["name"] == "store"]
+    assert mounts == [store, store]

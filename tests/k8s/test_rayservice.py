@@ -19,7 +19,6 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.infra.kubernetes import rayservice
-from roundhouse.infra.kubernetes.cluster import Cluster
 from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
 from roundhouse.infra.kubernetes.serve_config import (
     application_in,
@@ -28,7 +27,7 @@ from roundhouse.infra.kubernetes.serve_config import (
     told,
     with_application,
 )
-from tests.k8s.kuberay import FakeServe, Operator, answering, through_go
+from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd, through_go
 from tests.k8s.stand import Stand
 
 Object = dict[str, Any]
@@ -87,33 +86,16 @@ def scene(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
         operator.stop()
 
 
-def install_crd(admin: Cluster) -> None:
-    from roundhouse.infra.kubernetes.cluster import Refused
-    from tests.k8s.kuberay import until
-    from tests.k8s.validation import CRDS, crd_of
-
-    if not CRDS.is_dir():
-        pytest.skip("the CRDs of KubeRay are not beside the repository")
-
-    def known() -> bool:
-        try:
-            return bool(admin.get("/apis/ray.io/v1/namespaces/default/rayservices"))
-        except Refused:
-            return False
-
-    if not known():
-        admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("RayService"))
-        until(known, 60)
-
-
 def test_a_refit_writes_the_version_to_the_rayservice_and_changes_no_cluster(scene: Scene) -> None:
     engine = scene.engine()
     assert engine.replicas() == []
     first = engine.ensure(CONFIG, MODEL, "s3://bucket/runs/a/checkpoints/000000", 0)
     assert [replica.policy_version for replica in first] == [0, 0]
     before = scene.service()
+    scene.stand.faults.seen.clear()
     second = engine.ensure(CONFIG, MODEL, "s3://bucket/runs/a/checkpoints/000001", 1)
     assert [replica.policy_version for replica in second] == [1, 1]
+    assert len(scene.stand.faults.seen) == 4, "get, apply, list, watch"
 
     after = scene.service()
     assert len(scene.operator.specs) == 1, "one rayClusterConfig from beginning to end"

@@ -21,9 +21,9 @@ from roundhouse.store.manifest import Provenance
 from roundhouse.store.stage import Stage
 from tests.generation import tiny
 from tests.generation.cluster import ray_head
-from tests.k8s.kuberay import Operator, RealServe
+from tests.k8s.kuberay import Operator, RealServe, install_crd
 from tests.k8s.stand import Stand
-from tests.k8s.test_rayservice import install_crd, manifest
+from tests.k8s.test_rayservice import manifest
 
 CONFIG = GenerationConfig(
     backend="transformers", max_model_len=256, start_timeout_seconds=150, refit_timeout_seconds=60

@@ -14,11 +14,15 @@ import yaml
 from typer.testing import CliRunner
 
 from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError
 from roundhouse.infra.checks import kubernetes as checks
 from roundhouse.infra.kubernetes.cluster import Refused
+from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
 from tests.k8s.control_plane import ControlPlane
+from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd
 from tests.k8s.stand import Stand, cluster_of, real_stand
+from tests.k8s.test_rayservice import manifest
 
 Object = dict[str, Any]
 
@@ -70,6 +74,38 @@ def test_the_flows_account_may_do_all_that_a_run_does(as_flow: Stand) -> None:
     as_flow.kubelet.behave = lambda pod: as_flow.kubelet.stuck(pod, "ErrImagePull", "reset")
     with pytest.raises(Exception, match="cannot be pulled"):  # deletes the Job, and sees it gone
         as_flow.run(as_flow.plan(digest="third0000", trainer={"image_seconds": 1}))
+
+
+def test_the_flows_account_may_refit_a_rayservice_and_neither_make_nor_delete_one(
+    as_flow: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_crd(as_flow.admin)
+    monkeypatch.setenv("KUBECONFIG", str(as_flow.kubeconfig))
+    path = f"/apis/ray.io/v1/namespaces/{as_flow.namespace}/rayservices"
+    found = statuses(as_flow, monkeypatch, engine={"ray_service": "engine"})
+    assert (found["rights"].status, found["kuberay"].status) == ("ok", "fail")
+    as_flow.admin.create(path, manifest("engine", as_flow.namespace))
+    assert statuses(as_flow, monkeypatch, engine={"ray_service": "engine"})["kuberay"].status == "warn"
+    serve = FakeServe()
+    operator = Operator(as_flow.admin, as_flow.namespace, serve)
+    try:
+        with answering(serve) as url:
+            engine = {"ray_service": "engine", "url": url}
+            infra = KubernetesInfra.model_validate({"namespace": as_flow.namespace, "engine": engine})
+            assert infra.engine is not None
+            served = RayServiceServed(infra, infra.engine, Holder("mine", "uid", "/nowhere"))
+            assert len(served.ensure(GenerationConfig(replicas=1), "s3://b/0", "s3://b/1", 1)) == 1
+    finally:
+        operator.stop()
+    found = statuses(as_flow, monkeypatch, engine={"ray_service": "engine"})
+    assert "serves run mine" in found["kuberay"].detail
+    for attempt in (
+        lambda: as_flow.cluster.create(path, manifest("another", as_flow.namespace)),
+        lambda: as_flow.cluster.apply(f"{path}/another", manifest("another", as_flow.namespace), "roundhouse"),
+        lambda: as_flow.cluster.delete(f"{path}/engine"),
+    ):
+        with pytest.raises(Refused, match="403 Forbidden"):
+            attempt()
 
 
 def test_the_flows_account_may_not_do_what_a_run_does_not_do(as_flow: Stand) -> None:

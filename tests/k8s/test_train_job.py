@@ -5,9 +5,6 @@ There are no nodes: the kubelet of the test runs the container's command as a pr
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,35 +21,11 @@ from roundhouse.stages.train import train_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
+from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
 
 Object = dict[str, Any]
-
-
-def process_of(stand: Stand, pod: Object) -> subprocess.Popen[str]:
-    container = pod["spec"]["containers"][0]
-    assert container["command"] == ["python"]
-    # what has no value comes from the pod's own fields, which a step of one pod does not read
-    given = {item["name"]: item["value"] for item in container["env"] if "value" in item}
-    given = {name: value for name, value in given.items() if name not in ("HOME", "TMPDIR")}
-    return subprocess.Popen(
-        [sys.executable, *container["args"]],
-        env=os.environ | given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def run_container(stand: Stand, pod: Object) -> None:
-    """What a kubelet does with a pod: the process, its log, its exit code."""
-    stand.kubelet.run(pod)
-    process = process_of(stand, pod)
-    assert process.stdout is not None
-    for line in process.stdout:
-        stand.kubelet.say(pod, line.rstrip())
-    stand.kubelet.exit(pod, process.wait(60))
 
 
 @pytest.fixture
@@ -66,7 +39,7 @@ def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.Mo
     """The run of `make_run`, with its training on the cluster."""
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
     monkeypatch.setattr(train_job, "CACHE", str(tmp_path / "pod-cache"))
-    stand.kubelet.behave = lambda pod: run_container(stand, pod)
+    stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod)
     tree = make_run(store, tmp_path, kind="process").config.model_dump(mode="json")
     tree["infra"] = {
         "kind": "kubernetes",

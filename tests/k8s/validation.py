@@ -43,9 +43,12 @@ _CHOICES = {
 
 def rendered(overlay: str) -> list[Object]:
     """An overlay's manifests, by kubectl."""
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay)], capture_output=True, text=True, timeout=60
-    )
+    return rendered_at(ROOT / "k8s/overlays" / overlay)
+
+
+def rendered_at(directory: Path) -> list[Object]:
+    """The manifests of a kustomization, by kubectl."""
+    done = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 

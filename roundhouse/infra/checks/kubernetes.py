@@ -13,7 +13,7 @@ from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import RoundhouseError
 from roundhouse.infra.checks.finding import Finding, fail, ok, warn
 from roundhouse.infra.kubernetes.cluster import Cluster, Object, Refused, connect
-from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 
 OLDEST = (1, 31)
@@ -31,6 +31,8 @@ NEEDED: tuple[Right, ...] = (
     ("list", "", "events"),
 )
 """(verb, group, resource) of every call that a run makes; k8s/base/rbac.yaml grants exactly these."""
+ENGINE: tuple[Right, ...] = tuple((verb, "ray.io", "rayservices") for verb in ("get", "list", "watch", "patch"))
+"""The same, where the engine is a RayService."""
 DANGEROUS: tuple[Right, ...] = (("get", "", "secrets"), ("create", "", "pods"), ("create", "", "pods/exec"))
 """What a run never does: whoever holds its token should not be able to."""
 
@@ -58,7 +60,8 @@ def cluster(infra: KubernetesInfra) -> list[Finding]:
 
 def rights(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     """By asking the API server, which knows all its authorizers."""
-    missing = [_told(right) for right in NEEDED if not _may(connection, infra, right)]
+    needed = NEEDED + (ENGINE if infra.engine is not None else ())
+    missing = [_told(right) for right in needed if not _may(connection, infra, right)]
     excess = [_told(right) for right in DANGEROUS if _may(connection, infra, right)]
     place = f"in namespace {infra.namespace}"
     if missing:
@@ -89,12 +92,23 @@ def job(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
 
 
 def ray(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
-    if _has_group(connection, "ray.io"):
-        return [ok("kuberay", "RayService is known")]
-    remedy = (
-        "Install the chart kuberay-operator where engines are a RayService (k8s/overlays/gpu); else it is not needed."
-    )
-    return [warn("kuberay", "RayService is not known to the cluster", remedy)]
+    known = _has_group(connection, "ray.io")
+    if infra.engine is None:
+        return [ok("kuberay", "RayService is known; no engine of this run is one")] if known else []
+    name, remedy = infra.engine.ray_service, "Install the chart kuberay-operator 1.6 or newer."
+    if not known:
+        return [fail("kuberay", f"infra.engine names RayService {name}, which the cluster knows nothing of", remedy)]
+    try:
+        service = connection.get(f"/apis/ray.io/v1/namespaces/{infra.namespace}/rayservices/{name}")
+    except Refused as refused:
+        if refused.status != 404:
+            return [warn("kuberay", f"this account may not look at RayService {name}", "See the finding on rights.")]
+        detail = f"infra.engine.ray_service: there is no {name} in {infra.namespace}"
+        return [fail("kuberay", detail, "kubectl apply -k k8s/overlays/gpu, or change the key.")]
+    if not service.get("status"):
+        return [warn("kuberay", f"RayService {name} is there, but nobody has looked at it", remedy)]
+    holder = (service["metadata"].get("annotations") or {}).get(f"{LABEL}run")
+    return [ok("kuberay", f"RayService {name} is there and {f'serves run {holder}' if holder else 'free'}")]
 
 
 def queue(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
