@@ -76,6 +76,6 @@ def _collapse(config: AlertsConfig, rewards: Sequence[float]) -> Alert | None:
 
 def _above(name: str, metric: str, newest: Metrics, limit: float | None, said: str) -> Alert | None:
     value = newest.get(metric)
-    if limit is None or value is None or value <= limit:  # not a number is no excess; training refuses that itself
+    if limit is None or value is None or value <= limit:  # what is not a number is above any limit
         return None
     return Alert(name, f"{metric} is {value:.4g}, above {limit:g} ({said}).")

@@ -1,0 +1,55 @@
+"""An alert is told when a number crosses, once, and only where it is asked for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roundhouse.config.alerts import AlertsConfig
+from roundhouse.health.alerts import KL, MISMATCH, REWARD, new_alerts
+
+
+def told(config: AlertsConfig, metric: str, values: list[float]) -> list[tuple[int, str]]:
+    """(iteration, alert) of each alert that the history of one metric gives."""
+    history = [{metric: value} for value in values]
+    return [(k, alert.name) for k in range(1, len(history) + 1) for alert in new_alerts(config, history[:k])]
+
+
+def test_a_reward_that_falls_below_half_of_its_best_is_told_once_until_it_has_recovered():
+    config = AlertsConfig(reward_over=2)
+    rewards = [0.2, 0.6, 0.8, 0.7, 0.3, 0.2, 0.2, 0.9, 0.9, 0.1, 0.1]
+    assert told(config, REWARD, rewards) == [(6, "reward_collapse"), (11, "reward_collapse")]
+
+
+def test_one_bad_draw_of_tasks_is_no_collapse():
+    assert told(AlertsConfig(), REWARD, [0.8, 0.8, 0.8, 0.3, 0.8, 0.8]) == []
+
+
+def test_rewards_below_zero_collapse_by_distance():
+    assert told(AlertsConfig(reward_over=1), REWARD, [-5.0, -1.0, -9.0]) == []
+    assert told(AlertsConfig(reward_over=1, reward_drop=3.0), REWARD, [-5.0, -1.0, -9.0]) == [(3, "reward_collapse")]
+
+
+@pytest.mark.parametrize(("metric", "name", "key"), [(KL, "kl", "kl_above"), (MISMATCH, "mismatch", "mismatch_above")])
+def test_a_number_above_its_limit_is_told_when_it_crosses(metric, name, key):
+    config = AlertsConfig(**{key: 2.0})
+    assert told(config, metric, [1.0, 2.0, 2.1, 5.0, 1.0, 3.0]) == [(3, name), (6, name)]
+    assert told(AlertsConfig(**{key: None}), metric, [9.0]) == []
+
+
+def test_skipped_iterations_and_missing_numbers_tell_nothing():
+    config = AlertsConfig(reward_over=1)
+    assert new_alerts(config, [{REWARD: 1.0}, {}]) == []
+    assert new_alerts(config, []) == []
+
+
+def test_what_is_not_a_number_is_above_its_limit():
+    assert told(AlertsConfig(), KL, [0.1, math.nan, math.nan]) == [(2, "kl")]
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=30), st.integers(1, 4))
+def test_a_rising_reward_never_alerts(rewards, over):
+    assert told(AlertsConfig(reward_over=over), REWARD, sorted(rewards)) == []
