@@ -19,15 +19,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from roundhouse.errors import ConfigError, InfraError, RoundhouseError
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
+from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
+from roundhouse.infra.kubernetes.own_objects import OwnObjects
+from roundhouse.infra.kubernetes.patience import Patience
 from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
-from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, Waiting, judge
+from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, judge
 from roundhouse.infra.kubernetes.watching import Watched
 
 logger = logging.getLogger(__name__)
@@ -39,10 +41,6 @@ MOST_TRIES = 50
 """Numbers that are looked through; a Job's time to live frees them."""
 GONE_SECONDS = 120.0
 """For a deleted Job's pods to end: above their grace period of 30 s."""
-NO_POD_SECONDS = 20.0
-"""Without a pod for this long, the Job's events are asked for the reason."""
-SLACK_SECONDS = 120.0
-"""Beyond the Job's own deadline; after it, the cluster's Job controller is taken for dead."""
 
 
 class JobPlan(Protocol):
@@ -69,11 +67,10 @@ class RunJobs:
         self._lock = threading.Lock()
         self._waiters: dict[str, threading.Event] = {}
         """By the uid of the Job that somebody waits for."""
+        self._own = OwnObjects(cluster, namespace)
         selector = f"{LABEL}run-uid={run_uid}"
-        self._jobs = Watched(cluster, self._path("batch/v1", "jobs"), selector, self._wake)
-        self._pods = Watched(cluster, self._path("v1", "pods"), selector, self._wake)
-        self._owners: dict[str, Object] = {}
-        self._owning = threading.Lock()
+        self._jobs = Watched(cluster, self._own.path("batch/v1", "jobs"), selector, self._wake)
+        self._pods = Watched(cluster, self._own.path("v1", "pods"), selector, self._wake)
 
     def __enter__(self) -> RunJobs:
         return self
@@ -118,14 +115,14 @@ class RunJobs:
             self._pods.forget(uid)
 
     def _create_or_find(self, plan: JobPlan, prepare: Callable[[int], None]) -> tuple[int, Object]:
-        owner = self._owner(plan)
+        owner = self._own.owner(plan)
         for number in range(1, MOST_TRIES + 1):
             prepare(number)
             wanted = plan.job(number, owner)
-            found = self._ensure("batch/v1", "jobs", wanted)
+            found = self._own.ensure("batch/v1", "jobs", wanted)
             if found["metadata"].get("deletionTimestamp"):
                 self._until_gone(found["metadata"]["name"], found["metadata"]["uid"])
-                found = self._ensure("batch/v1", "jobs", wanted)
+                found = self._own.ensure("batch/v1", "jobs", wanted)
             if not isinstance(judge(found, []), Failed):
                 return number, found
         raise InfraError(
@@ -133,39 +130,11 @@ class RunJobs:
             f"(kubectl delete jobs -n {self._namespace} -l {LABEL}run-uid={plan.identity.run_uid}) to try again."
         )
 
-    def _owner(self, plan: JobPlan) -> Object:
-        wanted = plan.run_object()
-        name = wanted["metadata"]["name"]
-        with self._owning:  # of many Jobs that begin together, one asks
-            if name not in self._owners:
-                owner = self._ensure("v1", "configmaps", wanted)
-                if (service := plan.run_service(owner)) is not None:
-                    self._ensure("v1", "services", service)
-                self._owners[name] = owner
-            return self._owners[name]
-
-    def _ensure(self, version: str, plural: str, wanted: Object) -> Object:
-        """Create an object, or find the one of the name that is this run's."""
-        path, name = self._path(version, plural), wanted["metadata"]["name"]
-        try:
-            return self._cluster.create(path, wanted)
-        except Refused as refused:
-            if refused.status != 409:
-                raise explained(refused, f"create {plural} in namespace {self._namespace}") from refused
-        try:
-            found = self._cluster.get(f"{path}/{name}")
-        except Refused as refused:
-            if refused.status == 404:
-                raise InfraError(f"{plural[:-1]} {name} was there and vanished while it was looked up.") from refused
-            raise explained(refused, f"get {plural} in namespace {self._namespace}") from refused
-        _require_ours(found, wanted, plural)
-        return found
-
     def _wait(
         self, plan: JobPlan, number: int, job: Object, say: Say, told: Callable[[int], RoundhouseError | None]
     ) -> int:
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-        patience = _Patience(plan)
+        patience = Patience(plan)
         said = ""
         log: PodLog | None = None
         changed = self._waiter(uid)
@@ -188,7 +157,7 @@ class RunJobs:
                 seconds = patience.left(verdict, bool(pods), time.monotonic())
                 if not pods and patience.is_time_for_events(time.monotonic()):
                     self._tell_events(uid, say, patience)
-                changed.wait(min(seconds, NO_POD_SECONDS))
+                changed.wait(patience.next_look(seconds))
         finally:
             self._waiters.pop(uid, None)
             if log is not None:
@@ -223,7 +192,7 @@ class RunJobs:
         """The error of a Job that failed: as its process told it, else with the end of its log."""
         # The two watches are not in step: the Job's end may be known before the end of the pod that caused it.
         selector = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}"
-        fresh = self._cluster.get(self._path("v1", "pods"), labelSelector=selector).get("items") or []
+        fresh = self._cluster.get(self._own.path("v1", "pods"), labelSelector=selector).get("items") or []
         pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *fresh]}.values())
         failed = judge(job, pods)
         assert isinstance(failed, Failed)
@@ -235,11 +204,11 @@ class RunJobs:
         said = last_lines(self._cluster, self._namespace, failed.pod, container)
         return type(failed.error)(f"{failed.error} The last it said: {said}") if said else failed.error
 
-    def _tell_events(self, uid: str, say: Say, patience: _Patience) -> None:
+    def _tell_events(self, uid: str, say: Say, patience: Patience) -> None:
         """Why there is no pod: a quota, an admission webhook, Pod Security."""
         try:
             selector = f"involvedObject.uid={uid},type=Warning"
-            events = self._cluster.get(self._path("v1", "events"), fieldSelector=selector).get("items") or []
+            events = self._cluster.get(self._own.path("v1", "events"), fieldSelector=selector).get("items") or []
         except Refused as refused:
             logger.info("events cannot be read: %s", refused)
             return
@@ -249,7 +218,7 @@ class RunJobs:
 
     def _delete(self, name: str, uid: str) -> None:
         try:
-            there = self._cluster.delete(f"{self._path('batch/v1', 'jobs')}/{name}", uid=uid)
+            there = self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
             if there:
                 self._until_gone(name, uid)
         except (Refused, InfraError) as error:
@@ -270,16 +239,12 @@ class RunJobs:
     def _is_there(self, name: str, uid: str) -> bool:
         """Ask for a Job that the watch has not told of yet, or not any more."""
         try:
-            found = self._cluster.get(f"{self._path('batch/v1', 'jobs')}/{name}")
+            found = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
         except Refused as refused:
             if refused.status == 404:
                 return False
             raise
         return bool(found["metadata"]["uid"] == uid)
-
-    def _path(self, version: str, plural: str) -> str:
-        prefix = "/api" if "/" not in version else "/apis"
-        return f"{prefix}/{version}/namespaces/{self._namespace}/{plural}"
 
     def _waiter(self, uid: str) -> threading.Event:
         with self._lock:
@@ -308,79 +273,3 @@ class _Over(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class _Patience:
-    """How long which state of a Job is borne."""
-
-    def __init__(self, plan: JobPlan) -> None:
-        self._plan = plan
-        self._began = time.monotonic()
-        self._queued = 0.0
-        self._problem_since: float | None = None
-        self._asked = False
-        self.event = ""
-        """What the cluster said about the missing pods."""
-
-    def left(self, waiting: Waiting, has_pods: bool, now: float) -> float:
-        """Seconds until the present state must have changed.
-
-        Raises:
-            InfraError, ConfigError: it has not.
-        """
-        infra, trainer = self._plan.infra, self._plan.infra.trainer
-        name = self._plan.identity.stage
-        if waiting.queued:
-            self._queued = now - self._began
-            return self._or_raise(
-                infra.queue_seconds - self._queued,
-                InfraError(f"The {name} Job was not admitted by queue {infra.queue} in infra.queue_seconds."),
-            )
-        total = self._began + self._queued + self._plan.seconds() + SLACK_SECONDS - now
-        self._or_raise(
-            total,
-            InfraError(f"The {name} Job is long past its deadline and still not ended. Does the Job controller run?"),
-        )
-        if waiting.problem is None:
-            self._problem_since = None
-            return total
-        since = self._problem_since = self._problem_since if self._problem_since is not None else now
-        if not waiting.pending:
-            return min(total, self._or_raise(since + trainer.image_seconds - now, waiting.problem))
-        problem = waiting.problem
-        if not has_pods and self.event:
-            problem = InfraError(f"{problem} The cluster says: {self.event}")
-        return min(total, self._or_raise(since + trainer.pending_seconds - now, problem))
-
-    def is_time_for_events(self, now: float) -> bool:
-        """Once, when no pod came for a while."""
-        if self._asked or now - self._began - self._queued < NO_POD_SECONDS:
-            return False
-        self._asked = True
-        return True
-
-    @staticmethod
-    def _or_raise(seconds: float, error: Exception) -> float:
-        if seconds <= 0:
-            raise error
-        return seconds
-
-
-def _require_ours(found: Object, wanted: Object, plural: str) -> None:
-    """Refuse an object that has the name by accident.
-
-    Raises:
-        ConfigError: it belongs to another run, or is to do something else.
-    """
-    name = wanted["metadata"]["name"]
-
-    def told(item: Object) -> Mapping[str, Any]:
-        metadata = item["metadata"]
-        labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-        return {"run": labels.get(f"{LABEL}run-uid"), "digest": notes.get(f"{LABEL}digest")}
-
-    if told(found) != told(wanted):
-        raise ConfigError(
-            f"There is a {plural[:-1]} {name} that is not this run's: {told(found)}, not {told(wanted)}. Delete it, or use "
-            "another infra.namespace."
-        )
