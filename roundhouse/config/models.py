@@ -14,6 +14,7 @@ from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.algorithms import GRPO
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.cost import CostConfig
+from roundhouse.config.distribution import Together
 from roundhouse.config.environments import (
     CalculatorEnvironment,
     CustomEnvironment,
@@ -163,7 +164,29 @@ class RunConfig(Section):
         if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
             raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
         self._reachable_store()
+        self._distributed()
         return self
+
+    def _distributed(self) -> None:
+        rollout, distribution = self.rollout, self.rollout.distribution
+        if isinstance(distribution, Together):
+            return
+        if self.asynchrony.staleness > 0:
+            raise ValueError(
+                f"asynchrony.staleness is {self.asynchrony.staleness}, and rollout.distribution.kind is {distribution.kind}: "
+                "rollouts of several versions are made by one process. Set asynchrony.staleness to 0 (mode sync), or "
+                "rollout.distribution.kind to none."
+            )
+        if distribution.shards > rollout.concurrency:
+            raise ValueError(
+                f"rollout.distribution.shards ({distribution.shards}) is above rollout.concurrency ({rollout.concurrency}), "
+                "which the shards have together: each needs one rollout in flight. Lower the first or raise the second."
+            )
+        if distribution.timeout_seconds <= rollout.timeout_seconds:
+            raise ValueError(
+                f"rollout.distribution.timeout_seconds ({distribution.timeout_seconds:g}) is the limit of a whole shard and "
+                f"not above that of one rollout, rollout.timeout_seconds ({rollout.timeout_seconds:g}). Raise the first."
+            )
 
     def _reachable_store(self) -> None:
         infra = self.infra

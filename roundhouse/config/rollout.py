@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from roundhouse.config.distribution import Distribution, Together
 from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section
 
 
@@ -44,7 +45,9 @@ class RolloutConfig(Section):
     max_tokens: PositiveInt = 400
     """Tokens of a whole rollout, prompt included; it is truncated there."""
     concurrency: PositiveInt = 128
-    """Rollouts in flight at once."""
+    """Rollouts in flight at once, in all shards together."""
+    distribution: Distribution = Together()
+    """Over which workers the collection is spread, for training and evaluation alike."""
     timeout_seconds: PositiveFloat = 120
     """Time limit of one rollout attempt, all turns and tools."""
     tool_timeout_seconds: PositiveFloat = 20

@@ -8,9 +8,9 @@ again where the environment can be restored (`roundhouse.gym.tape`); where it ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from roundhouse.config.distribution import Together
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.errors import TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
@@ -18,8 +18,8 @@ from roundhouse.gym.collector import RolloutSpec, collect
 from roundhouse.gym.sessions import open_environment
 from roundhouse.health.watchdog import run_interruptible
 from roundhouse.progress import announce
+from roundhouse.stages.collection import Collected, Collection, Progress
 from roundhouse.stages.datasets import Draw, dataset_stage
-from roundhouse.stages.metrics import rollout_metrics
 from roundhouse.stages.parts import Parts
 from roundhouse.stages.rounds import sample_rounds
 from roundhouse.store.manifest import Reference
@@ -29,22 +29,16 @@ from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_from_tables
 
-Progress = Callable[[int, int], None]
-"""Called with (finished, planned)."""
-
-
-@dataclass(frozen=True)
-class Collected:
-    """All planned rollouts, in the plan's order."""
-
-    rollouts: list[Rollout]
-    window_seconds: float
-    """Wall time in which rollouts ran: engine, environment and agent loop together."""
-
-    def metrics(self) -> dict[str, float]:
-        generated = sum(len(turn.generation_token_ids) for rollout in self.rollouts for turn in rollout.turns)
-        rates = {"rollout/tokens_per_second": generated / self.window_seconds} if self.window_seconds > 0 else {}
-        return rollout_metrics(self.rollouts) | {"seconds/rollouts": self.window_seconds} | rates
+__all__ = [
+    "Collected",
+    "Progress",
+    "collect_dataset",
+    "collect_into",
+    "collect_iteration",
+    "open_collection",
+    "read_rollouts",
+    "refuse_many_failures",
+]
 
 
 def collect_iteration(
@@ -68,7 +62,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
         return done
     config = run.config
     tasks = open_environment(config.environment).tasks("train")
-    parts = Parts(run.begin(stage, policy_version=weights.policy_version), weights.policy_version)
+    collection = open_collection(run, stage, weights.policy_version)
     planned, seconds = 0, 0.0
 
     def roll_out(specs: list[RolloutSpec]) -> list[Rollout]:
@@ -80,7 +74,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
             if progress is not None:
                 progress(before + finished, planned)
 
-        collected = collect_into(parts, specs, config, config.generation.sampling, engine_url, on_progress)
+        collected = collection.collect(specs, config.generation.sampling, engine_url, on_progress)
         refuse_many_failures(collected.rollouts, config.rollout, engine_url)
         seconds += collected.window_seconds
         return collected.rollouts
@@ -88,12 +82,44 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
     sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out)
     ledger = Ledger.from_rollouts(sampled.rollouts, requested=planned)
     collected = Collected(sampled.rollouts, seconds)
-    return parts.commit(
+    return collection.commit(
         inputs={"weights": weights},
         counts=ledger.counts(),
-        metrics=collected.metrics() | parts.journal.resumptions.metrics() | sampled.metrics(),
+        metrics=collected.metrics() | collection.metrics() | sampled.metrics(),
         details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()} | sampled.details(),
     )
+
+
+def open_collection(run: Run, stage: Stage, policy_version: int) -> Collection:
+    """A new attempt at a stage, by whoever `rollout.distribution` says."""
+    if isinstance(run.config.rollout.distribution, Together):
+        return InProcess(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
+    from roundhouse.stages.distributed import Distributed
+
+    return Distributed(run, stage, policy_version)
+
+
+class InProcess:
+    """A `Collection` by this process alone."""
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self._config = config
+        self._parts = parts
+        self.commit = parts.commit
+
+    def collect(
+        self,
+        specs: Sequence[RolloutSpec],
+        sampling: Sampling,
+        engine_url: str,
+        progress: Progress | None = None,
+        *,
+        on_policy: bool = True,
+    ) -> Collected:
+        return collect_into(self._parts, specs, self._config, sampling, engine_url, progress, on_policy=on_policy)
+
+    def metrics(self) -> dict[str, float]:
+        return self._parts.journal.resumptions.metrics()
 
 
 def collect_into(

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from roundhouse.gym.collector import plan_rollouts
 from roundhouse.gym.sessions import open_environment
-from roundhouse.stages.collect import Progress, collect_into
+from roundhouse.stages.collect import Progress, open_collection
 from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.stages.metrics import deviation, mean, rollout_metrics
-from roundhouse.stages.parts import Parts
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.trajectories.ledger import Ledger
@@ -32,11 +31,11 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     checkpoint = run.checkpoint(version).reference()
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
-    parts = Parts(run.begin(stage, policy_version=version), version)
+    collection = open_collection(run, stage, version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
-    collected = collect_into(parts, specs, config, sampling, engine_url, progress, on_policy=False)
+    collected = collection.collect(specs, sampling, engine_url, progress, on_policy=False)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
-    return parts.commit(
+    return collection.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
         metrics=evaluation_metrics(collected.rollouts),

@@ -2,6 +2,7 @@
 
     rollouts-a0002-00003.parquet, turns-…    finished rollouts with their turns; the manifest names those of the last attempt
     journal-a0002-00001.parquet              finished model calls of unfinished rollouts; in no manifest, deleted after it
+    rollouts-a0002-s0001of0004-01-00003…     the same of shard 1 of 4 (`roundhouse.stages.shards`), journal-… too
 
 Invariants: a rollout in the store has its turns there, since they are written first; what happened longer than `FLUSH_SECONDS`
 ago is in the store; a part that is damaged, or not listed yet, is left out, and what it held is made anew under the same seeds.
@@ -18,13 +19,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
 from roundhouse.gym.journal import Journal
 from roundhouse.gym.plan import RolloutSpec
 from roundhouse.gym.recorded_calls import JOURNAL
-from roundhouse.store.manifest import Reference
+from roundhouse.stages.shards import Shard
+from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.stage import Attempt, read_part
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
@@ -40,8 +43,11 @@ SHORTEST_SECONDS = 0.01
 class Parts:
     """Of the stage of `attempt`, which writes the next ones. Those of earlier attempts are read here, once."""
 
-    def __init__(self, attempt: Attempt, policy_version: int, oldest_version: int | None = None) -> None:
-        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on."""
+    def __init__(
+        self, attempt: Attempt, policy_version: int, oldest_version: int | None = None, shard: Shard | None = None
+    ) -> None:
+        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on. With
+        `shard`, only its rollouts are looked for among earlier parts."""
         self.attempt = attempt
         self.policy_version = policy_version
         self.journal = Journal(policy_version, oldest_version)
@@ -49,9 +55,10 @@ class Parts:
         self._location = attempt.stage.location
         self._earlier: dict[str, Rollout] = {}
         self._journal_names: list[str] = []
-        self._journal_parts = 0
+        self._own_journal: list[str] = []
         self._waiting: list[Rollout] = []
         self._flushed_at = time.monotonic()
+        self._shard = shard
         self._read()
 
     def keep(self, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
@@ -78,6 +85,18 @@ class Parts:
             self._write_journal(calls)
         self._flushed_at = time.monotonic()
 
+    def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
+        """The files of all these rollouts, which are what this attempt was for: as one part, where there were several. Its own
+        journal goes with them, unless another attempt could use what it says."""
+        written = self.attempt.files
+        spent = [] if any(r.failure_kind is FailureKind.INFRA for r in rollouts) else self._own_journal
+        if len(written) > len(("turns", "rollouts")):
+            spent = [*spent, *(entry.path for entry in written)]
+            tables = (("turns", turns_table(rollouts)), ("rollouts", rollouts_table(rollouts)))
+            written = [self.attempt.write_table(dataset, table) for dataset, table in tables]
+        self._delete(spent)
+        return written
+
     def commit(
         self,
         *,
@@ -89,12 +108,15 @@ class Parts:
         """Make the stage complete; its details say how interrupted rollouts went on. The journal has served then."""
         told = details | {"resumptions": self.journal.resumptions.details()}
         reference = self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=told)
-        try:
-            for name in self._journal_names:
-                self._location.delete(name)
-        except StoreError as error:  # the stage is complete all the same, and `roundhouse store gc` finds the rest
-            log.warning("The journal of a complete stage stays: %s", error)
+        self._delete([*self._journal_names, *self._own_journal])
         return reference
+
+    def _delete(self, names: Iterable[str]) -> None:
+        try:
+            for name in names:
+                self._location.delete(name)
+        except StoreError as error:  # nothing depends on it, and `roundhouse store gc` finds the rest
+            log.warning("Parts that have served stay: %s", error)
 
     @asynccontextmanager
     async def flushing(self) -> AsyncIterator[None]:
@@ -113,16 +135,20 @@ class Parts:
             self.flush()
 
     def _write_journal(self, calls: pa.Table) -> None:
-        name = f"journal-a{self.attempt.number:04d}-{self._journal_parts:05d}.parquet"
-        self._journal_parts += 1
-        self._journal_names.append(name)
+        name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
+        self._own_journal.append(name)
         self._location.write(name, journal_parquet(calls))
 
     def _read(self) -> None:
+        shard = self._shard
         names = [name for name in self._location.names() if name.endswith(".parquet")]
+        if shard is not None:
+            names = [name for name in names if shard.may_be_in(name)]
         spent = set()
         for name in _of("rollouts", names):
             for rollout in self._rollouts_in(name):
+                if shard is not None and rollout.rollout_id not in shard.rollout_ids:
+                    continue
                 if rollout.status is not Status.FAILED:
                     self._earlier[rollout.rollout_id] = rollout
                 elif rollout.failure_kind is FailureKind.DATA:
@@ -130,7 +156,8 @@ class Parts:
         self._journal_names = _of("journal", names)
         for name in self._journal_names:
             if (part := read_part(self._location, name, JOURNAL)) is not None:
-                self.journal.read(part, leave_out=spent | self._earlier.keys())
+                own = part if shard is None else _rows_of(part, shard.rollout_ids)
+                self.journal.read(own, leave_out=spent | self._earlier.keys())
 
     def _rollouts_in(self, name: str) -> list[Rollout]:
         """The rollouts of a part and its turns; none when either cannot be trusted."""
@@ -142,6 +169,10 @@ class Parts:
 def _of(dataset: str, names: Iterable[str]) -> list[str]:
     """The parts of a dataset, in the order in which they were written."""
     return sorted(name for name in names if name.startswith(f"{dataset}-"))
+
+
+def _rows_of(part: pa.Table, rollout_ids: Iterable[str]) -> pa.Table:
+    return part.filter(pc.is_in(part["rollout_id"], value_set=pa.array(sorted(rollout_ids), pa.string())))
 
 
 def journal_parquet(calls: pa.Table) -> bytes:

@@ -88,7 +88,7 @@ class Manifest(BaseModel):
     """Seconds since the epoch."""
     finished_at: float
     resources: dict[str, float] = {}
-    """cpu_seconds, max_rss_mib of the process that ran the stage."""
+    """cpu_seconds of the processes that ran the stage, max_rss_mib of the one that committed it."""
 
     def to_bytes(self) -> bytes:
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()

@@ -52,6 +52,7 @@ OPERATIONAL = (
     "evaluation.approval.",
     "environment.restore",
     "rollout.concurrency",
+    "rollout.distribution",
     "rollout.retry.",
     "rollout.timeout_seconds",
     "rollout.tool_timeout_seconds",

@@ -38,6 +38,12 @@ logger = logging.getLogger(__name__)
 ROW_GROUP = 1024
 """Rows of a part that are compressed together: who wants one rollout of 100,000 (the viewer) reads these and not all."""
 
+WRITERS = "writers"
+"""Directory of the names that several writers of one attempt have taken; it can go once the stage is complete."""
+
+MOST_WRITERS = 99
+"""Of one attempt under one label: as many as were started one after another, because each was lost."""
+
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.json")
 
 
@@ -71,13 +77,32 @@ class Stage:
                 number += 1
         return Attempt(self, number, provenance, started_at)
 
+    def join(self, provenance: Provenance, number: int, label: str) -> Attempt:
+        """Write for attempt `number` as one of its several writers, which commits nothing itself. What comes again under the
+        same label is another writer, with names of its own: `rollouts-a0002-s0001of0004-02-00000.parquet` is of the second."""
+        started_at = time.time()
+        for again in range(1, MOST_WRITERS + 1):
+            name = f"{number:04d}-{label}-{again:02d}"
+            try:
+                self.location.create(f"{WRITERS}/{name}.json", json.dumps({"nonce": uuid.uuid4().hex}).encode())
+                return Attempt(self, number, provenance, started_at, name=name)
+            except AlreadyExists:
+                continue
+        raise StoreError(
+            f"{self.location.uri}: there were {MOST_WRITERS} writers {label} of attempt {number}. Why do all end?"
+        )
+
 
 class Attempt:
     """A running attempt; see the module's docstring."""
 
-    def __init__(self, stage: Stage, number: int, provenance: Provenance, started_at: float) -> None:
+    def __init__(
+        self, stage: Stage, number: int, provenance: Provenance, started_at: float, name: str | None = None
+    ) -> None:
         self.stage = stage
         self.number = number
+        self.name = name or f"{number:04d}"
+        """Part of the names of all its files."""
         self._started_at = started_at
         self._started_cpu = _cpu_seconds()
         self._provenance = provenance
@@ -90,16 +115,29 @@ class Attempt:
         self._parts[dataset] = part + 1
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True, row_group_size=ROW_GROUP)
-        return self.write_bytes(f"{dataset}-a{self.number:04d}-{part:05d}.parquet", sink.getvalue(), table.num_rows)
+        return self.write_bytes(f"{dataset}-a{self.name}-{part:05d}.parquet", sink.getvalue(), table.num_rows)
 
     def write_json(self, name: str, value: Any) -> FileEntry:
         """Write a JSON file `<name>-a<attempt>.json`."""
-        return self.write_bytes(f"{name}-a{self.number:04d}.json", json.dumps(value, indent=1).encode())
+        return self.write_bytes(f"{name}-a{self.name}.json", json.dumps(value, indent=1).encode())
 
     def write_bytes(self, name: str, data: bytes, rows: int | None = None) -> FileEntry:
         """Write a data file under the name given."""
         self.stage.location.write(name, data)
         return self.adopt(FileEntry(path=name, size=len(data), sha256=sha256(data), rows=rows))
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """What was written or adopted so far."""
+        return list(self._files)
+
+    @property
+    def provenance(self) -> Provenance:
+        return self._provenance
+
+    def charge(self, cpu_seconds: float) -> None:
+        """Count the CPU time of another process that worked for this attempt."""
+        self._started_cpu -= cpu_seconds
 
     def adopt(self, entry: FileEntry) -> FileEntry:
         """Count a file that lies in the stage's directory already among this attempt's files."""
@@ -167,10 +205,15 @@ def read_file(reference: Reference, entry: FileEntry) -> bytes:
     Raises:
         StoreError: missing, truncated or changed since the commit.
     """
-    data = Location(reference.uri).read(entry.path)
+    return read_entry(Location(reference.uri), entry)
+
+
+def read_entry(location: Location, entry: FileEntry) -> bytes:
+    """As `read_file`, of a file in this directory."""
+    data = location.read(entry.path)
     if len(data) != entry.size or sha256(data) != entry.sha256:
         raise StoreError(
-            f"{reference.uri}/{entry.path} is damaged: {len(data)} bytes with digest {sha256(data)[:12]}…, committed were "
+            f"{location.uri}/{entry.path} is damaged: {len(data)} bytes with digest {sha256(data)[:12]}…, committed were "
             f"{entry.size} bytes with {entry.sha256[:12]}…. Restore it, or delete the stage's manifest to run it again."
         )
     return data

@@ -71,6 +71,11 @@ RESUMPTIONS = (
         "(count)",
         "times one began anew all the same; why: `resumptions` in the details of the collect manifest",
     ),
+    Entry(
+        "rollout/shards", "(count)", "workers that the collection was spread over (`rollout.distribution`), all rounds"
+    ),
+    Entry("rollout/shards_lost", "(count)", "workers that were lost, and another went on where they were"),
+    Entry("rollout/shard_cpu_seconds", "(seconds)", "CPU time of all these workers, their start included"),
 )
 
 ROLLOUTS = (

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def guesses(messages: list[dict[str, Any]], seed: int) -> Any:
 
 
 class GuessingEngine(ThreadingHTTPServer):
-    """Answers by conversation and seed. After `healthy` answers it is silent until `go_on`, or where `broken`, out of order."""
+    """Answers by conversation and seed. After `healthy` answers it is silent until `go_on`, or where `broken`, out of order.
+    To calls with a seed in `silent` it is silent, too."""
 
     daemon_threads = True
 
@@ -50,6 +51,7 @@ class GuessingEngine(ThreadingHTTPServer):
         self.policy = ScriptedPolicy(guesses)
         self.answered: list[int] = []
         self.healthy, self.broken = 10**6, False
+        self.silent: Container[int] = ()
         self.go_on = threading.Event()
         self.counting = threading.Lock()
 
@@ -66,7 +68,7 @@ class GuessedAnswer(BaseHTTPRequestHandler):
         engine = self.server
         request = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with engine.counting:
-            serves = len(engine.answered) < engine.healthy
+            serves = len(engine.answered) < engine.healthy and request["seed"] not in engine.silent
             if serves:
                 engine.answered.append(request["seed"])
         if not serves:
