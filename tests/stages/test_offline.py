@@ -65,6 +65,12 @@ def offline(run: Run, new_id: str, *datasets: str, **given: Any) -> RunConfig:
     )
 
 
+def trained(run: Run, iteration: int) -> dict[str, float]:
+    reference = run.stage(iteration, "train").reference()
+    assert reference is not None
+    return read_manifest(reference).metrics
+
+
 def weights(run: Run, version: int) -> str:
     reference = run.checkpoint(version).reference()
     assert reference is not None
@@ -88,7 +94,7 @@ def test_a_policy_moves_towards_its_teacher_on_data_alone(world: Any) -> None:
     assert teacher is not None
     config = offline(base, "pupil", method="distillation", teacher=teacher.uri, overrides=["offline.epochs=2"])
     run = train_to_the_end(config)
-    gaps = [read_manifest(run.stage(k, "train").reference()).metrics["train/teacher_kl"] for k in (1, 8)]
+    gaps = [trained(run, k)["train/teacher_kl"] for k in (1, 8)]
     assert gaps[1] < gaps[0]
 
 
@@ -122,7 +128,7 @@ def test_fresh_data_is_told_to_be_fresh(world: Any) -> None:
     assert metrics["offline/effective_tokens"] == pytest.approx(1, abs=1e-4)
     assert metrics["offline/effective_rollouts"] == pytest.approx(1, abs=1e-4)
     assert metrics["offline/clipped"] == 0
-    first, last = (read_manifest(run.stage(k, "train").reference()).metrics for k in (1, 4))
+    first, last = trained(run, 1), trained(run, 4)
     assert first["offline/effective_rollouts"] > last["offline/effective_rollouts"], (
         "the policy moves away from the data"
     )
