@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import RunConfig
 
 TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 """Environment variable with the token of a standalone engine, which it asks of whoever says what weights are wanted."""
@@ -78,3 +81,40 @@ class GenerationConfig(Section):
     keep_prefix_cache: bool = False
     """Keys and values that the old weights computed stay in use after a refit: cheaper, and no longer what the new weights
     would compute, so log-probabilities differ from the trainer's."""
+
+
+def running_generations(config: RunConfig) -> RunningGenerations:
+    """What a refit of this run does with running generations."""
+    if config.generation.running is not None:
+        return config.generation.running
+    return "keep" if _in_flight(config) else "finish"
+
+
+def refuse_unfit_refits(config: RunConfig) -> None:
+    """Ways of the weights, and treatments of running generations, that cannot work in this run.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    generation = config.generation
+    if generation.weights == "adapter" and config.train.lora is None:
+        raise ValueError("generation.weights is adapter, but train.lora is not set. Set it, or generation.weights to store.")
+    if generation.weights == "shared-memory" and config.infra.kind == "kubernetes":
+        raise ValueError(
+            "generation.weights is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their own. Set "
+            "it to store or delta."
+        )
+    if generation.running == "finish" and _in_flight(config):
+        raise ValueError(
+            "generation.running is finish, but asynchrony.refit is in-flight. Set asynchrony.refit to finish, or "
+            "generation.running to keep or abort."
+        )
+    if generation.keep_prefix_cache and running_generations(config) != "keep":
+        raise ValueError(
+            "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
+            "and values of other weights than they say. Set it to false, or generation.running to keep."
+        )
+
+
+def _in_flight(config: RunConfig) -> bool:
+    return config.asynchrony.staleness > 0 and config.asynchrony.refit == "in-flight"

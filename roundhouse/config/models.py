@@ -23,7 +23,7 @@ from roundhouse.config.environments import (
     SortEnvironment,
 )
 from roundhouse.config.failures import FailuresConfig
-from roundhouse.config.generation import GenerationConfig, Sampling
+from roundhouse.config.generation import GenerationConfig, Sampling, refuse_unfit_refits
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.offline import OfflineConfig, unsound_for_old_samples
 from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
@@ -163,6 +163,7 @@ class RunConfig(Section):
             )
         if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
             raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
+        refuse_unfit_refits(self)
         self._reachable_store()
         self._distributed()
         return self

@@ -2,7 +2,8 @@
 
 Invariant: a call ends within its time limit, with a completion or with one of four typed errors; it never waits longer and
 never makes an answer up. The limit counts from when the call has a connection: waiting for one's own other calls is not the
-engine's fault. A call is never repeated here, since only the caller knows whether a repetition is welcome.
+engine's fault. A call is repeated only where a replica refused it before it drew a token, because its weights are not whole:
+another replica may take it. Anything else is not repeated here, since only the caller knows whether a repetition is welcome.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from roundhouse.generation.protocol import (
 from roundhouse.health.activity import ACTIVITY
 
 PATH = "/v1/chat/completions"
+REFUSED_PAUSES = (0.1, 0.3, 1.0)
+"""Seconds before a call that a replica refused is made again."""
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -65,6 +68,11 @@ class HttpPolicyClient:
         body = orjson.dumps(request_body(messages, tools, sampling, seed, self.model))
         with ACTIVITY.track("engine", "model call", where=self.url):
             status, data, latency = await self._timed_post(body)
+            for pause in REFUSED_PAUSES:
+                if status != 503 or b'"policy_unavailable"' not in data:
+                    break
+                await asyncio.sleep(pause)
+                status, data, latency = await self._timed_post(body)
         if status != 200:
             raise error_of(status, data, self.url)
         return read_completion(data, latency, self.url)

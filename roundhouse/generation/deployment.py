@@ -20,6 +20,7 @@ import httpx
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.generation import serve_app
+from roundhouse.generation.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,15 @@ class Replica:
     failed_request: int | None
     """`request` of the wish that `error` is about."""
     wanted: dict[str, Any] | None
+    digest: str | None
+    """Of the tensors that were handed to the engine."""
+    tensors: int | None
+    probe: list[float] | None
+    """Log-probabilities of a sequence that is the same for every replica of the model."""
+    way: str | None
+    """How the weights came."""
+    way_note: str | None
+    """Why it was not the way that was wanted."""
 
     @classmethod
     def parse(cls, status: dict[str, Any]) -> Replica:
@@ -80,7 +90,7 @@ def ensure_deployed(
     *,
     weights: str | None = None,
     version: int = 0,
-    digest: str | None = None,
+    terms: Terms = Terms(),
     wait: bool = True,
 ) -> list[Replica]:
     """Deploy the policy, or bring a running deployment to this state.
@@ -92,7 +102,7 @@ def ensure_deployed(
         weights: directory or URI of the weights. None starts the engines without: they take no request until `refit`. On a
             deployment that has weights already, None leaves them.
         version: policy version of the weights.
-        digest: `roundhouse.generation.weights.digest_of` of the weights, to be checked by each replica.
+        terms: how the weights come to a replica, and what becomes of its running generations.
         wait: False returns when Serve has accepted the wanted state, before any replica is up.
 
     Returns:
@@ -108,7 +118,7 @@ def ensure_deployed(
         serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
         current = client.application()
-        user_config = wish(version, weights, digest, current)
+        user_config = wish(version, weights, terms, current)
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
         application = wanted_application(config, model_dir, user_config)
@@ -117,7 +127,7 @@ def ensure_deployed(
 
 
 def refit(
-    config: GenerationConfig, serve: ServeEndpoint, *, weights: str, version: int, digest: str | None = None
+    config: GenerationConfig, serve: ServeEndpoint, *, weights: str, version: int, terms: Terms = Terms()
 ) -> list[Replica]:
     """Bring all replicas of the running deployment to new weights, in place.
 
@@ -132,7 +142,7 @@ def refit(
             raise DeploymentFailed(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
-        user_config = wish(version, weights, digest, application)
+        user_config = wish(version, weights, terms, application)
         application["deployments"][0]["user_config"] = user_config
         client.put_application(application)
         return client.wait(application, config.refit_timeout_seconds)
@@ -150,10 +160,11 @@ def remove(serve: ServeEndpoint) -> None:
         client.put_application(None)
 
 
-def wish(version: int, weights: str | None, digest: str | None, current: dict[str, Any] | None) -> dict[str, Any]:
+def wish(version: int, weights: str | None, terms: Terms | None, current: dict[str, Any] | None) -> dict[str, Any]:
     """The `user_config` that asks for these weights, newer than what the current application wants."""
     before = None if current is None else current["deployments"][0]["user_config"]
-    return {"policy_version": version, "weights": weights, "digest": digest, "request": later_than([before])}
+    asked = {} if terms is None else terms.wish()
+    return {"policy_version": version, "weights": weights, "request": later_than([before]), **asked}
 
 
 def later_than(wishes: Iterable[dict[str, Any] | None]) -> int:

@@ -17,6 +17,7 @@ from roundhouse.config.secrets import read_secret
 from roundhouse.errors import InfraError
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint, later_than
+from roundhouse.generation.terms import Terms
 
 STATUS_SECONDS = 10.0
 """Time limit of a question that needs no work."""
@@ -42,7 +43,9 @@ class EngineService(Protocol):
         """Ask for it, without weights, and do not wait."""
         ...
 
-    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+    def ensure(
+        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
+    ) -> list[Replica]:
         """Bring all replicas to these weights.
 
         Raises:
@@ -68,8 +71,10 @@ class ServedEngine:
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         deployment.ensure_deployed(config, model_dir, self.serve, wait=False)
 
-    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
-        return deployment.ensure_deployed(config, model_dir, self.serve, weights=weights, version=version)
+    def ensure(
+        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
+    ) -> list[Replica]:
+        return deployment.ensure_deployed(config, model_dir, self.serve, weights=weights, version=version, terms=terms)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,14 @@ class ProcessEngine:
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         self._want(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
 
-    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+    def ensure(
+        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
+    ) -> list[Replica]:
         wanted = {
             "policy_version": version,
             "weights": weights,
             "request": later_than(replica.wanted for replica in self.replicas()),
+            **terms.wish(),
         }
         found = self._want(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:

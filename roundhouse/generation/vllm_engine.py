@@ -133,7 +133,8 @@ class VllmEngine:
             raise EnginePoisoned("The engine was not started.")
         return self._engine
 
-    async def start(self) -> None:
+    async def start(self, serve: bool = True) -> None:
+        """Without `serve`, there is no OpenAI application beside it."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -141,7 +142,8 @@ class VllmEngine:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(disable_log_stats=True, **arguments))
         # The first step pays for lazy imports and allocations; better now than in the first rollout.
         await self.generate([0, 1], Draw(max_tokens=2, seed=0))
-        self._app = await self._build_openai_app(arguments)
+        if serve:
+            self._app = await self._build_openai_app(arguments)
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
         from vllm.inputs import tokens_input

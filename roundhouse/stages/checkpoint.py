@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roundhouse.errors import StoreError
+from roundhouse.errors import DataError, StoreError
 from roundhouse.stages.approval import questioned_versions
 from roundhouse.store.directories import upload_directory
 from roundhouse.store.manifest import MANIFEST, FileEntry, Reference, sha256
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, read_manifest
+from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weights.tensor_file import TensorFile
 
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""
+WEIGHTS_DIGEST = "weights_digest"
+"""In a checkpoint's details: the digest of its tensors, which replicas of the engine hold theirs against."""
 
 
 def publish_starting_policy(run: Run, directory: Path, details: dict[str, object]) -> Reference:
@@ -28,7 +32,10 @@ def publish_starting_policy(run: Run, directory: Path, details: dict[str, object
     stage = run.checkpoint(0)
     attempt = run.begin(stage, policy_version=0)
     _adopt_all(attempt, upload_directory(stage.location, directory))
-    reference = attempt.commit(details=details)
+    digest = _WeightsDigest()
+    for path in directory.glob("*.safetensors"):
+        digest.add(path)
+    reference = attempt.commit(details=details | digest.details())
     run.point_to(reference)
     return reference
 
@@ -45,6 +52,7 @@ def publish(run: Run, update: Reference) -> Reference:
     if (done := stage.reference()) is not None:
         return done
     attempt = run.begin(stage, policy_version=version)
+    digest = _WeightsDigest()
     for raw in manifest.details["checkpoint_files"]:
         entry = FileEntry.model_validate(raw)
         data = stage.location.read(entry.path)
@@ -54,7 +62,9 @@ def publish(run: Run, update: Reference) -> Reference:
                 f"Delete {update.uri}/{MANIFEST} to train the iteration again."
             )
         attempt.adopt(entry)
-    reference = attempt.commit(inputs={"train": update}, metrics=manifest.metrics)
+        if entry.path.endswith(".safetensors") and "/" not in entry.path:
+            digest.add(Path(entry.path), data)
+    reference = attempt.commit(inputs={"train": update}, metrics=manifest.metrics, details=digest.details())
     run.point_to(reference)
     return reference
 
@@ -76,6 +86,23 @@ def retain(run: Run, newest: int) -> list[int]:
         location.delete_tree()
         deleted.append(version)
     return deleted
+
+
+class _WeightsDigest:
+    """Of a checkpoint's tensors, one file in memory at a time."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+        self._whole = True
+
+    def add(self, path: Path, content: bytes | None = None) -> None:
+        try:
+            self._digests |= tensor_digests([TensorFile(path, content)])
+        except DataError:
+            self._whole = False  # no safetensors file: the engine will refuse it in its own words
+
+    def details(self) -> dict[str, object]:
+        return {WEIGHTS_DIGEST: digest_of_tensors(self._digests)} if self._whole else {}
 
 
 def _adopt_all(attempt: Attempt, entries: list[FileEntry]) -> None:

@@ -9,8 +9,11 @@ rollouts it is for are complete is there nothing to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.errors import StoreError
+from roundhouse.generation.agreement import proof_of, require_agreement
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
 from roundhouse.health.activity import ACTIVITY
@@ -18,8 +21,10 @@ from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
 from roundhouse.stages.policy import engine_files
+from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
 
 
 def engine_service(run: Run) -> EngineService:
@@ -71,7 +76,7 @@ def start_engine(run: Run) -> None:
 
 
 def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
-    """Deploy or refit, until all replicas answer with this checkpoint."""
+    """Deploy or refit, until all replicas answer with this checkpoint and have proved to hold the same weights."""
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
     engine = engine_service(run)
     generation, version = run.config.generation, checkpoint.policy_version
@@ -79,8 +84,28 @@ def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
     model = engine_model(run)
     if model is None:
         raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
-    with ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience):
-        return engine.ensure(generation, model, checkpoint.uri, version)
+    with (
+        ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
+        offered(run, checkpoint, engine.replicas() if generation.weights == "delta" else []) as terms,
+    ):
+        replicas = engine.ensure(generation, model, checkpoint.uri, version, terms)
+    require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
+    return replicas
+
+
+def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:
+    """What replicas said of this version when it was new; None before that, and where weights now travel in another format."""
+    reference = run.stage(version + 1, "refit").reference()
+    proof: dict[str, Any] | None = None if reference is None else read_manifest(reference).details.get("proof")
+    if proof is None or proof.get("format") != _format(run):
+        return None
+    return proof
+
+
+def _format(run: Run) -> str:
+    """What a proof's digest is of: the checkpoint's own tensors, or those that the engine holds."""
+    generation = run.config.generation
+    return "checkpoint" if generation.weights == "store" else generation.dtype
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:
@@ -97,5 +122,10 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
         inputs={"checkpoint": checkpoint},
         counts={"replicas": len(replicas)},
         metrics={"refit/replica_seconds_max": max(replica.refit_seconds for replica in replicas)},
-        details={"replicas": [{"id": replica.replica_id, "pid": replica.pid} for replica in replicas]},
+        details={
+            "replicas": [
+                {"id": one.replica_id, "pid": one.pid, "way": one.way, "note": one.way_note} for one in replicas
+            ],
+            "proof": {**proof_of(replicas), "format": _format(run)},
+        },
     )

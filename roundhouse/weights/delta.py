@@ -41,8 +41,11 @@ PART_BYTES = 64 * 2**20
 _NOT_COPIED = re.compile(r"manifest\.json|delta\.json|attempt-\d+\.json|\..*|.*\.safetensors")
 
 
-def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1) -> Delta:
+def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1, side_files: bool = True) -> Delta:
     """Write the change from one Hugging Face directory to another.
+
+    Args:
+        side_files: False leaves out what lies beside the weights; the base that it is applied to needs none either.
 
     Raises:
         DataError: a directory has no whole weights.
@@ -60,7 +63,8 @@ def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1) -> 
         )
         for file in map(TensorFile, weight_files(new))
     ]
-    delta = Delta(weights=weights, side_files=list(_side_files(base, new, writer)), parts=writer.close())
+    beside = list(_side_files(base, new, writer)) if side_files else []
+    delta = Delta(weights=weights, side_files=beside, parts=writer.close())
     place.create(DELTA, delta.model_dump_json().encode())
     return delta
 

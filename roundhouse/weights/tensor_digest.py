@@ -16,7 +16,7 @@ from roundhouse.weights.tensor_file import Tensor, TensorFile
 THREADS = 2
 
 
-def tensor_digests(files: Iterable[Path], threads: int = THREADS) -> dict[str, str]:
+def tensor_digests(files: Iterable[Path | TensorFile], threads: int = THREADS) -> dict[str, str]:
     """`<dtype> <shape> <SHA-256 of the bytes>` of every tensor, by its name.
 
     Raises:
@@ -25,7 +25,7 @@ def tensor_digests(files: Iterable[Path], threads: int = THREADS) -> dict[str, s
 
     def tensors() -> Iterator[Tensor]:
         for file in files:
-            yield from TensorFile(file).tensors()
+            yield from (file if isinstance(file, TensorFile) else TensorFile(file)).tensors()
 
     return dict(in_order(threads, _digest, tensors()))
 

@@ -36,16 +36,16 @@ class Tensor:
 
 
 class TensorFile:
-    """A safetensors file, mapped.
+    """A safetensors file, mapped, or its bytes where they are in memory already.
 
     Raises:
         DataError: it is none, or is cut short.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
         try:
-            data = np.memmap(path, dtype=np.uint8, mode="r")
+            data = np.memmap(path, dtype=np.uint8, mode="r") if content is None else np.frombuffer(content, np.uint8)
             (length,) = struct.unpack("<Q", bytes(data[:8]))
             self.header = bytes(data[: 8 + length])
             entries = json.loads(self.header[8:])

@@ -43,6 +43,12 @@ class _Way(BaseModel):
     """What the engine holds, and what the digest is of."""
 
 
+class StoreWay(_Way):
+    """The checkpoint, in the engine's format: what later deltas start from."""
+
+    kind: Literal["store"] = "store"
+
+
 class SharedMemoryWay(_Way):
     kind: Literal["shared-memory"] = "shared-memory"
     path: str
@@ -64,12 +70,12 @@ class AdapterWay(_Way):
     """URI of the adapter's directory."""
 
 
-Way = Annotated[SharedMemoryWay | DeltaWay | AdapterWay, Field(discriminator="kind")]
+Way = Annotated[StoreWay | SharedMemoryWay | DeltaWay | AdapterWay, Field(discriminator="kind")]
 _WAYS: TypeAdapter[Way] = TypeAdapter(Way)
 
 
 def parse_way(given: dict[str, Any] | None) -> Way | None:
-    """A way as it stands in a wish; None is the checkpoint itself.
+    """A way as it stands in a wish; None is the checkpoint's files as they are.
 
     Raises:
         ValueError: it is none of those known here.
@@ -112,7 +118,7 @@ def bring(uri: str, way: Way | None, digest: str | None, cache: NodeCache, held:
         StoreError, OSError: the store cannot be reached; trying again may help.
     """
     note = None
-    if way is not None:
+    if way is not None and not isinstance(way, StoreWay):
         try:
             return _proved(way.kind, digest, *_shortcut(way, digest, cache, held))
         except (DataError, StoreError, OSError) as error:
@@ -143,7 +149,7 @@ def _proved(way: str, digest: str | None, directory: Path, entry: CacheEntry | N
 
 
 def _shortcut(
-    way: Way, digest: str | None, cache: NodeCache, held: Weights | None
+    way: SharedMemoryWay | DeltaWay | AdapterWay, digest: str | None, cache: NodeCache, held: Weights | None
 ) -> tuple[Path, CacheEntry | None, float]:
     started = time.perf_counter()
     if isinstance(way, SharedMemoryWay):

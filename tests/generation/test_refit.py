@@ -21,6 +21,7 @@ from roundhouse.generation import deployment
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint
 from roundhouse.generation.protocol import Completion
+from roundhouse.generation.terms import Terms
 from roundhouse.generation.weights import digest_of
 from tests.generation import tiny
 
@@ -122,6 +123,34 @@ def test_a_refit_under_load_fails_no_request_and_mixes_no_versions(deployed, con
     assert seconds < 10
 
 
+def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_version(
+    deployed, config, policies, refit
+):
+    """The keys and values of the tokens so far are computed anew, so the log-probabilities are the new weights'."""
+    refit("first", 35)
+
+    async def in_flight() -> list[Completion]:
+        async with HttpPolicyClient(deployed.http_url, config) as policy:
+            calls = [policy.complete(LONG, [], Sampling(max_new_tokens=250), seed) for seed in range(16)]
+            answers = asyncio.gather(*calls)
+            await asyncio.sleep(0.3)
+            weights, terms = str(policies["second"]), Terms(running="keep")
+            await asyncio.to_thread(deployment.refit, config, deployed, weights=weights, version=36, terms=terms)
+            return await answers
+
+    answers = asyncio.run(in_flight())
+    mixed = [answer for answer in answers if answer.version_spans is not None]
+    assert mixed, "some were running when the weights came"
+    for answer in mixed[:4]:
+        (old, new) = answer.version_spans
+        assert (old["version"], new["version"], answer.policy_version) == (35, 36, 35)
+        assert old["tokens"] + new["tokens"] == len(answer.generation_token_ids)
+        for name, part in (("first", slice(0, old["tokens"])), ("second", slice(old["tokens"], None))):
+            drawn = answer.generation_token_ids
+            expected = tiny.reference_logprobs(policies[name], answer.prompt_token_ids, drawn)[part]
+            assert answer.generation_log_probs[part] == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_tool_call_is_parsed(deployed, config, refit):
     refit("caller", 40)
 
@@ -176,7 +205,7 @@ def test_weights_that_cannot_be_had_fail_the_refit_in_words_and_nobody_answers(
         digest = "sha256:0"
     started = time.monotonic()
     with pytest.raises(DeploymentFailed, match="cannot be loaded"):
-        deployment.refit(config, deployed, weights=str(broken), version=51, digest=digest)
+        deployment.refit(config, deployed, weights=str(broken), version=51, terms=Terms(digest=digest))
     assert time.monotonic() - started < 20
     wait_until_all_wait_for(deployed, 51)
     body = {"model": "policy", "messages": tiny.TOOL_MESSAGES, "max_tokens": 4}
@@ -208,7 +237,9 @@ def drop_one_tensor(file: Path) -> None:
 
 def test_weights_with_the_right_digest_are_taken(deployed, config, policies):
     digest = digest_of(policies["second"])
-    found = deployment.refit(config, deployed, weights=f"file://{policies['second']}", version=60, digest=digest)
+    found = deployment.refit(
+        config, deployed, weights=f"file://{policies['second']}", version=60, terms=Terms(digest=digest)
+    )
     assert {replica.policy_version for replica in found} == {60}
 
 

@@ -25,6 +25,7 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, InfraError, StoreError
 from roundhouse.generation import deployment, serve_app
 from roundhouse.generation.deployment import DeploymentFailed, Replica
+from roundhouse.generation.terms import Terms
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused, connect, explained
 from roundhouse.infra.kubernetes.names import LABEL, label_value
 from roundhouse.infra.kubernetes.serve_config import (
@@ -89,10 +90,12 @@ class RayServiceServed:
         finally:
             cluster.close()
 
-    def ensure(self, config: GenerationConfig, model_dir: str, weights: str, version: int) -> list[Replica]:
+    def ensure(
+        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
+    ) -> list[Replica]:
         cluster = connect(self.infra)
         try:
-            written, application = self._want(cluster, config, model_dir, weights, version)
+            written, application = self._want(cluster, config, model_dir, weights, version, terms)
             patience = config.start_timeout_seconds + config.refit_timeout_seconds
             waiting = _Waiting(self, cluster, application, int(written["metadata"]["generation"]), patience)
             return waiting.until_all_are_there()
@@ -104,7 +107,13 @@ class RayServiceServed:
         return f"/apis/{API}/namespaces/{self.infra.namespace}/rayservices"
 
     def _want(
-        self, cluster: Cluster, config: GenerationConfig, model_dir: str, weights: str | None, version: int
+        self,
+        cluster: Cluster,
+        config: GenerationConfig,
+        model_dir: str,
+        weights: str | None,
+        version: int,
+        terms: Terms = Terms(),
     ) -> tuple[Object, Object]:
         """Write what is wanted; the RayService as it is then, and the application in it."""
         replicas = self.replicas()
@@ -112,7 +121,8 @@ class RayServiceServed:
             service = self._get(cluster)
             self._require_free(service)
             text = service["spec"].get("serveConfigV2")
-            application = self._application(config, model_dir, weights, version, application_in(text), replicas)
+            current = application_in(text)
+            application = self._application(config, model_dir, weights, version, terms, current, replicas)
             try:
                 return self._apply(cluster, service, with_application(text, application)), application
             except Refused as refused:
@@ -128,11 +138,12 @@ class RayServiceServed:
         model_dir: str,
         weights: str | None,
         version: int,
+        terms: Terms,
         current: Object | None,
         replicas: list[Replica],
     ) -> Object:
         before = None if current is None else current["deployments"][0].get("user_config")
-        wanted = deployment.wish(version, weights, None, current)
+        wanted = deployment.wish(version, weights, terms, current)
         request = deployment.later_than([wanted, *(replica.wanted for replica in replicas)])
         wanted["request"] = exact_request(request)
         if weights is None and before is not None:

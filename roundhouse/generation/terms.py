@@ -1,0 +1,28 @@
+"""On what terms new weights come to a replica, beyond where they lie.
+
+Invariant: terms change how the wanted version arrives, never which it is: a replica that cannot follow them (it has just
+started, it holds another base) comes to the same version by the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from roundhouse.config.generation import RunningGenerations
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Fields of `Wanted`; what is left at its default is left out of the wish."""
+
+    digest: str | None = None
+    """`roundhouse.generation.weights.digest_of` of what the engine is to load; replicas refuse anything else."""
+    way: dict[str, Any] | None = None
+    """`roundhouse.weights.ways.Way` as JSON."""
+    running: RunningGenerations = "finish"
+    keep_prefix_cache: bool = False
+
+    def wish(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}

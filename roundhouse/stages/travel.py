@@ -1,0 +1,176 @@
+"""How a checkpoint's weights are offered to the replicas of a run's engine: put into memory, as a delta, as an adapter.
+
+Invariant: an offer names the digest of what the engine is to hold, computed here from the checkpoint; what replicas load has
+that digest or is not loaded. Where a shorter way cannot be offered (nobody holds a base, the run is a fork with another base),
+the checkpoint is.
+
+    <store>/runs/<run>/deltas/000012-from-1a2b…-3c4d…/     the two newest are kept
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from roundhouse.config.generation import running_generations
+from roundhouse.errors import ConfigError, DataError, DiskFull, StoreError
+from roundhouse.generation.deployment import Replica
+from roundhouse.generation.terms import Terms
+from roundhouse.stages.checkpoint import TRAINER, WEIGHTS_DIGEST
+from roundhouse.stages.policy import checkpoint_cache
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+from roundhouse.weights.adapter import ADAPTER_FILE
+from roundhouse.weights.cache import CacheEntry, NodeCache, private_directory
+from roundhouse.weights.delta import write_delta
+from roundhouse.weights.delta_index import DELTA
+from roundhouse.weights.retype import retype
+from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weights.tensor_file import weight_files
+from roundhouse.weights.ways import AdapterWay, DeltaWay, Dtype, SharedMemoryWay, StoreWay, Way, fetch, retyped
+
+MEMORY = Path("/dev/shm")
+KEPT_DELTAS = 2
+_DELTA = re.compile(r"(\d{6})-from-[0-9a-f]{12}-[0-9a-f]{12}")
+
+_in_memory: dict[str, CacheEntry] = {}
+"""What this process keeps in the node's memory, by run."""
+
+
+@contextmanager
+def offered(run: Run, checkpoint: Reference, replicas: Sequence[Replica]) -> Iterator[Terms]:
+    """The terms of a refit to this checkpoint, valid until the context is left.
+
+    Args:
+        replicas: as they are now; a delta starts from what most of them hold.
+
+    Raises:
+        DataError, StoreError, OSError: the checkpoint cannot be read.
+        DiskFull: it does not fit this node's memory.
+    """
+    generation = run.config.generation
+    running, keep = running_generations(run.config), generation.keep_prefix_cache
+    if generation.weights == "store":
+        digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
+        yield Terms(digest, None, running, keep)
+        return
+    offer = _Offer(run, checkpoint)
+    if generation.weights == "shared-memory":
+        digest, way, entry = offer.in_memory()
+        before = _in_memory.pop(run.uid, None)
+        _in_memory[run.uid] = entry
+        try:
+            yield Terms(digest, way.model_dump(), running, keep)
+        finally:
+            if before is not None:
+                before.release()
+            offer.memory.evict()
+        return
+    directory, held = offer.as_held(checkpoint.uri)
+    try:
+        digest = _digest(directory)
+        shorter = offer.delta(directory, digest, replicas) if generation.weights == "delta" else offer.adapter()
+        yield Terms(digest, (shorter or StoreWay(dtype=offer.dtype)).model_dump(), running, keep)
+    finally:
+        if held is not None:
+            held.release()
+
+
+def leave_memory() -> None:
+    """Give back this node's memory that weights of this process take."""
+    if not _in_memory:
+        return
+    for entry in _in_memory.values():
+        entry.release()
+    _in_memory.clear()
+    _memory().evict()
+
+
+atexit.register(leave_memory)
+
+
+class _Offer:
+    """Of one checkpoint of a run."""
+
+    def __init__(self, run: Run, checkpoint: Reference) -> None:
+        self.run, self.checkpoint = run, checkpoint
+        self.dtype: Dtype = run.config.generation.dtype
+        bound = int(run.config.generation.weights_cache_gib * 2**30)
+        self.cache = NodeCache(checkpoint_cache(run.config).resolve() / "weights", bound)
+        self.memory = _memory()
+
+    def as_held(self, uri: str) -> tuple[Path, CacheEntry | None]:
+        """A checkpoint's weights in the engine's format, on this node."""
+        return retyped(uri, self.dtype, self.cache)
+
+    def in_memory(self) -> tuple[str, Way, CacheEntry]:
+        directory, held = fetch(self.checkpoint.uri, self.cache)
+        try:
+            key = f"{self.run.uid}-{self.checkpoint.policy_version:06d}-{self.checkpoint.digest[:12]}-{self.dtype}"
+            entry = self.memory.entry(key, lambda partial: retype(directory, partial, self.dtype))
+        except OSError as error:
+            raise DiskFull(
+                f"Version {self.checkpoint.policy_version} does not fit into {MEMORY}: {error}. Give the node's shared memory "
+                "room for two versions, or set generation.weights to store."
+            ) from error
+        finally:
+            if held is not None:
+                held.release()
+        return _digest(entry.path), SharedMemoryWay(dtype=self.dtype, path=str(entry.path)), entry
+
+    def delta(self, directory: Path, digest: str, replicas: Sequence[Replica]) -> Way | None:
+        """None: no replica holds other weights of which a checkpoint is left."""
+        bases = Counter((one.digest, one.weights) for one in replicas if one.ready and one.digest and one.weights)
+        if not bases:
+            return None
+        (base_digest, base_uri), _ = bases.most_common(1)[0]
+        assert base_digest is not None
+        assert base_uri is not None
+        if base_digest == digest:
+            return None
+        try:
+            base, held = self.as_held(base_uri)
+        except (DataError, StoreError, OSError):
+            return None  # retention was quicker
+        try:
+            if _digest(base) != base_digest:
+                return None
+            deltas = self.run.location / "deltas"
+            version = self.checkpoint.policy_version
+            place = deltas / f"{version:06d}-from-{_short(base_digest)}-{_short(digest)}"
+            if not place.exists(DELTA):
+                write_delta(base, directory, place, side_files=False)
+        finally:
+            if held is not None:
+                held.release()
+        named = sorted(name for name in deltas.names() if _DELTA.fullmatch(name))
+        for old in named[:-KEPT_DELTAS]:
+            (deltas / old).delete_tree()
+        return DeltaWay(dtype=self.dtype, base=base_digest, uri=place.uri)
+
+    def adapter(self) -> Way | None:
+        """None: the checkpoint has none (it is the starting policy), or the run is a fork, whose base is its parent's."""
+        start = self.run.checkpoint(0).reference()
+        names = {entry.path for entry in read_manifest(self.checkpoint).files}
+        if start is None or self.run.parent is not None or f"{TRAINER}/{ADAPTER_FILE}" not in names:
+            return None
+        return AdapterWay(dtype=self.dtype, base=start.uri, uri=f"{self.checkpoint.uri}/{TRAINER}")
+
+
+def _memory() -> NodeCache:
+    if not MEMORY.is_dir():
+        raise ConfigError(f"generation.weights is shared-memory, and this machine has no {MEMORY}. Set it to store.")
+    return NodeCache(private_directory(MEMORY, "roundhouse-weights"), 0)
+
+
+def _digest(directory: Path) -> str:
+    return digest_of_tensors(tensor_digests(weight_files(directory)))
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]

@@ -1,0 +1,146 @@
+"""A run's weights are offered the way its configuration says, and a replica that follows the offer holds the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import ConfigError
+from roundhouse.generation.agreement import require_agreement
+from roundhouse.generation.deployment import DeploymentFailed, Replica
+from roundhouse.generation.terms import Terms
+from roundhouse.stages.checkpoint import publish, publish_starting_policy
+from roundhouse.stages.travel import leave_memory, offered
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, open_run
+from roundhouse.weights.cache import NodeCache
+from roundhouse.weights.ways import Weights, bring, parse_way
+from tests.stages.test_checkpoint import trained
+from tests.training.tiny import make_model
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> NodeCache:
+    """The replica's node."""
+    return NodeCache(tmp_path / "node", 10**9)
+
+
+def begun(tmp_path: Path, store: str, **generation: Any) -> tuple[Run, list[Reference]]:
+    """A run with versions 0, 1 and 2, that differ a little."""
+    config = {"run_id": "r", "store": store, "generation": {"dtype": "bfloat16", **generation}}
+    run = open_run(parse_config({**config, "infra": {"state": str(tmp_path / "state")}}))
+    found = [publish_starting_policy(run, make_model(tmp_path / "v0"), {})]
+    for version in (1, 2):
+        directory = tmp_path / f"v{version}"
+        shutil.copytree(tmp_path / "v0", directory)
+        tensors = load_file(directory / "model.safetensors")
+        save_file(
+            {name: tensor * (1 + 1e-3 * version) for name, tensor in tensors.items()}, directory / "model.safetensors"
+        )
+        found.append(publish(run, trained(run, version, directory)))
+    return run, found
+
+
+def follow(terms: Terms, checkpoint: Reference, cache: NodeCache, held: Weights | None = None) -> Weights:
+    return bring(checkpoint.uri, parse_way(terms.way), terms.digest, cache, held)
+
+
+def says(weights: Weights, checkpoint: Reference) -> Replica:
+    """What a replica that holds these weights answers."""
+    status = {
+        "replica_id": "a",
+        "ready": True,
+        "digest": weights.digest,
+        "weights": checkpoint.uri,
+        "probe": [-1.0, -2.0],
+    }
+    return Replica.parse(status)
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return str(tmp_path / "store")
+    import s3fs
+
+    url = request.getfixturevalue("s3_server")
+    name = f"travel-{abs(hash(str(tmp_path)))}"
+    s3fs.S3FileSystem(client_kwargs={"endpoint_url": url}).call_s3("create_bucket", Bucket=name)
+    return f"s3://{name}/store"
+
+
+def test_by_store_the_digest_is_the_checkpoints(tmp_path: Path, store: str, cache: NodeCache) -> None:
+    run, checkpoints = begun(tmp_path, store)
+    with offered(run, checkpoints[1], []) as terms:
+        weights = follow(terms, checkpoints[1], cache)
+    assert terms.way is None
+    assert weights.digest == terms.digest
+
+
+def test_by_delta_the_first_comes_whole_and_the_next_as_what_changed(
+    tmp_path: Path, store: str, cache: NodeCache
+) -> None:
+    run, checkpoints = begun(tmp_path, store, weights="delta")
+    with offered(run, checkpoints[0], []) as terms:
+        held = follow(terms, checkpoints[0], cache)
+    assert (held.way, held.note) == ("store", None)
+    for checkpoint, before in ((checkpoints[1], checkpoints[0]), (checkpoints[2], checkpoints[1])):
+        with offered(run, checkpoint, [says(held, before)]) as terms:
+            held = follow(terms, checkpoint, cache, held)
+            late = follow(terms, checkpoint, NodeCache(tmp_path / f"late-{checkpoint.policy_version}", 10**9))
+        assert (held.way, held.note, held.digest) == ("delta", None, terms.digest)
+        assert (late.way, late.digest) == ("store", terms.digest), "a late joiner comes to the newest version by itself"
+    assert len((run.location / "deltas").names()) == 2
+
+
+def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, store: str, cache: NodeCache) -> None:
+    run, checkpoints = begun(tmp_path, store, weights="shared-memory")
+    places = []
+    for checkpoint in checkpoints[:2]:
+        with offered(run, checkpoint, []) as terms:
+            assert terms.way is not None
+            places.append(Path(terms.way["path"]))
+            assert follow(terms, checkpoint, cache).way == "shared-memory"
+    assert [place.is_dir() for place in places] == [False, True]
+    leave_memory()
+    assert not places[1].exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"generation": {"weights": "adapter"}}, "train.lora"),
+        ({"generation": {"weights": "nccl"}}, "weight-transfer engine"),
+        ({"generation": {"keep_prefix_cache": True}}, "keep_prefix_cache"),
+        (
+            {"generation": {"running": "finish"}, "asynchrony": {"mode": "batch-async", "staleness": 1}},
+            "generation.running",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_configuration_is_read(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_config({"run_id": "r", **overrides})
+
+
+@pytest.fixture
+def alike() -> list[Replica]:
+    one = Replica.parse({"replica_id": "a", "ready": True, "digest": "sha256:1", "probe": [-1.0, -2.0]})
+    return [one, replace(one, replica_id="b", probe=[-1.0, -2.0000001])]
+
+
+def test_replicas_that_loaded_or_compute_something_else_are_named(alike: list[Replica]) -> None:
+    require_agreement(alike, "float32")
+    with pytest.raises(DeploymentFailed, match=r"b loaded tensors of digest sha256:2"):
+        require_agreement([alike[0], replace(alike[1], digest="sha256:2")], "float32")
+    stale_head = replace(alike[1], probe=[-1.0, -8.5])
+    with pytest.raises(DeploymentFailed, match=r"b computes the probe's log-probabilities 6\.5 nats off replica a"):
+        require_agreement([alike[0], stale_head], "float32")
+    with pytest.raises(DeploymentFailed, match="recorded"):
+        require_agreement(alike, "float32", {"digest": "sha256:1", "probe": [-1.0, -3.0]})

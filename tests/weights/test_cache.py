@@ -1,0 +1,91 @@
+"""A node's cache: made once, whole or not there, never taken away from who uses it, bounded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from roundhouse.weights.cache import NodeCache, private_directory
+
+
+def slowly(directory: str, seconds: float) -> None:
+    def fill(partial: Path) -> None:
+        (partial / f"by-{os.getpid()}").write_bytes(b"x" * 1000)
+        time.sleep(seconds)
+
+    entry = NodeCache(Path(directory), 10**9).entry("k", fill)
+    assert len(list(entry.path.iterdir())) == 1
+    entry.release()
+
+
+def size(count: int):
+    return lambda partial: (partial / "file").write_bytes(b"x" * count) and None
+
+
+def test_of_several_processes_one_makes_an_entry_and_the_others_take_it(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("fork")
+    makers = [spawn.Process(target=slowly, args=(str(tmp_path), 0.3)) for _ in range(4)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(60)
+    assert [maker.exitcode for maker in makers] == [0] * 4
+    assert len(list((tmp_path / "k").iterdir())) == 1
+
+
+def test_what_a_killed_process_left_is_made_anew_and_cleared_away(tmp_path: Path) -> None:
+    maker = multiprocessing.get_context("fork").Process(target=slowly, args=(str(tmp_path), 60))
+    maker.start()
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob(".k.partial-*/by-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert maker.pid is not None
+    os.kill(maker.pid, signal.SIGKILL)
+    maker.join(30)
+    assert not (tmp_path / "k").exists()
+    slowly(str(tmp_path), 0)
+    assert [path.name for path in (tmp_path / "k").iterdir()] == [f"by-{os.getpid()}"]
+    assert list(tmp_path.glob(".k.partial-*")) == []
+
+
+def test_an_entry_whose_making_failed_is_not_there(tmp_path: Path) -> None:
+    def fails(partial: Path) -> None:
+        (partial / "half").write_bytes(b"x")
+        raise OSError("cut")
+
+    cache = NodeCache(tmp_path, 10**9)
+    with pytest.raises(OSError, match="cut"):
+        cache.entry("k", fails)
+    assert cache.held("k") is None
+    assert list(tmp_path.glob("*k*")) == [tmp_path / ".k.lock"] or list(tmp_path.glob("k")) == []
+
+
+def test_beyond_the_bound_the_longest_unused_goes_and_what_is_held_stays(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, 2500)
+    first = cache.entry("first", size(1000))
+    for place, name in enumerate(["second", "third", "fourth"]):
+        cache.entry(name, size(1000)).release()
+        os.utime(tmp_path / name, (place, place)) if name != "fourth" else None
+    kept = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert "first" in kept
+    assert "fourth" in kept
+    assert "second" not in kept
+    first.release()
+    NodeCache(tmp_path, 0).evict()
+    assert [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_an_entry_that_is_bigger_than_the_bound_is_handed_out_all_the_same(tmp_path: Path) -> None:
+    entry = NodeCache(tmp_path, 10).entry("k", size(1000))
+    assert (entry.path / "file").stat().st_size == 1000
+
+
+def test_the_directory_is_this_users_alone(tmp_path: Path) -> None:
+    directory = private_directory(tmp_path, "w")
+    assert directory.stat().st_mode & 0o777 == 0o700
