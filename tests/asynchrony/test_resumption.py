@@ -1,0 +1,166 @@
+"""A run that was killed anywhere: its controller comes back from the store, and agrees with it."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony.controller import Controller
+from roundhouse.asynchrony.dispatch import ENGINE
+from roundhouse.asynchrony.journal import Journal
+from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.asynchrony.resumption import PLACE, resume
+from roundhouse.asynchrony.rollouts import Key
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import StoreError
+from roundhouse.stages.skip import Skip, skip_iteration
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Attempt
+from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests.asynchrony.test_controller import finish_plan
+from tests.asynchrony.world import check, forward
+
+
+def new_run(place: str, staleness: int = 2) -> Run:
+    run = open_run(
+        parse_config(
+            {
+                "run_id": "r",
+                "store": place,
+                "iterations": 4,
+                "rollout": {"tasks": 2, "group_size": 2},
+                "asynchrony": {"mode": "batch-async", "staleness": staleness},
+                "evaluation": {"every": 0},
+            }
+        )
+    )
+    publish(run, 0)
+    return run
+
+
+def publish(run: Run, version: int) -> None:
+    run.point_to(run.begin(run.checkpoint(version), policy_version=version).commit())
+
+
+@dataclass
+class World:
+    """What a run does to its store; each fact is there before its event is told."""
+
+    run: Run
+    plan: Plan
+    controller: Controller
+    events: list[happened.Event] = field(default_factory=list)
+    durable: int = 0
+    """Events that were certainly written down."""
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    on_disk: dict[Key, int] = field(default_factory=dict)
+    """Oldest version by rollout."""
+
+    def tell(self, event: happened.Event) -> None:
+        if isinstance(event, happened.RolloutFinished):
+            self.write((event.position, event.sample))
+        if isinstance(event, happened.TrainingStarted):
+            self.attempts[event.iteration].commit()
+        if isinstance(event, happened.TrainingFinished):
+            publish(self.run, event.iteration)
+        self.controller.apply(event)
+        self.events.append(event)
+        if isinstance(event, happened.TrainingStarted):
+            self.durable = len(self.events)
+
+    def write(self, key: Key) -> None:
+        """A rollout's outcome, in a part of its own."""
+        spec, iteration = self.plan.spec(key), self.plan.iteration_of(key[0])
+        version = self.controller.rollouts.running[key].version
+        if iteration not in self.attempts:
+            self.attempts[iteration] = self.run.begin(self.run.stage(iteration, "collect"), policy_version=version)
+        turns = [Turn(0, None, [1], 1, "d", [2], [-0.1], version, "stop", 0.1)]
+        rollout = Rollout(spec.group_id, spec.sample, spec.row, "e", Status.COMPLETED, reward=1.0, turns=turns)
+        self.attempts[iteration].write_table("turns", turns_table([rollout]))
+        self.attempts[iteration].write_table("rollouts", rollouts_table([rollout]))
+        self.on_disk[key] = version
+
+    def lose(self, key: Key) -> None:
+        """The part of a finished rollout is damaged."""
+        place = self.run.stage(self.plan.iteration_of(key[0]), "collect").location
+        spec = self.plan.spec(key)
+        for name in place.names():
+            if name.startswith("rollouts-") and spec.rollout_id.encode() in place.read(name):
+                place.write(name, b"damaged")
+        del self.on_disk[key]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_plan_can_be_finished(data):
+    with tempfile.TemporaryDirectory() as place:
+        run = new_run(place)
+        plan = Plan(run.config)
+        world = World(run, plan, Controller(terms_of(run), [ENGINE]))
+        journal = Journal(run.location / PLACE)
+        world.tell(happened.Restarted(0, (), ((ENGINE, None),)))
+        for _ in range(data.draw(st.integers(0, 60), label="steps")):
+            if events := list(forward(world.controller, 3)):
+                world.tell(data.draw(st.sampled_from(events)))
+        for key in data.draw(
+            st.sets(st.sampled_from(sorted(world.controller.rollouts.running) or [None])), label="untold"
+        ):
+            if key is not None:
+                world.write(key)
+        told = data.draw(st.integers(world.durable, len(world.events)), label="written down")
+        journal.append(world.events[:told])
+        version = run.latest_checkpoint().policy_version
+        open_keys = sorted(
+            key
+            for key in world.on_disk
+            if plan.iteration_of(key[0]) > version
+            and run.stage(plan.iteration_of(key[0]), "collect").reference() is None
+        )
+        for key in data.draw(st.sets(st.sampled_from(open_keys or [None]), max_size=2), label="damaged"):
+            if key is not None:
+                world.lose(key)
+
+        resumed = resume(run, plan).controller
+
+        assert resumed.version == version
+        assert not resumed.rollouts.running
+        expected = {key: oldest for key, oldest in world.on_disk.items() if plan.iteration_of(key[0]) > version}
+        found = {
+            (position, sample): oldest
+            for position, group in resumed.rollouts.groups.items()
+            for sample, oldest in group.versions.items()
+        }
+        assert found == expected
+        check(resumed)
+        finish_plan(resumed, 3, [ENGINE])
+
+
+def test_a_skipped_iteration_that_the_controller_never_heard_of_is_taken_in(tmp_path):
+    run = new_run(str(tmp_path))
+    resume(run, Plan(run.config))
+    skip_iteration(run, 1, Skip("too_few_rollouts", "infra", "…", "…"))
+    resumed = resume(run, Plan(run.config)).controller
+    assert resumed.version == 1
+    assert resumed.rollouts.next() == (2, 0)
+    check(resumed)
+
+
+def test_a_journal_that_is_lost_is_refused_with_the_way_on(tmp_path):
+    run = new_run(str(tmp_path))
+    publish(run, 1)
+    publish(run, 2)
+    with pytest.raises(StoreError, match=r"does not go with the checkpoints.*fork the run: --set resume.path=.*000002"):
+        resume(run, Plan(run.config))
+
+
+def test_the_plan_of_a_key_is_the_rollout_that_a_synchronous_iteration_makes(tmp_path):
+    run = new_run(str(tmp_path))
+    plan = Plan(run.config)
+    assert [plan.spec(key) for key in plan.keys(3)] == list(plan.specs(3))
+    assert [plan.iteration_of(position) for position, _ in plan.keys(3)] == [3, 3, 3, 3]
