@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from roundhouse.bodies import BodyLimit
+from roundhouse.generation import metrics
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.continuation import ContinuationBroken
 from roundhouse.generation.engine import AsgiApp, Generated
@@ -31,7 +32,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 JSON_HEADER = (b"content-type", b"application/json")
 
 ENGINE_ROUTES = {
-    *(("GET", path) for path in ("/v1/models", "/version", "/load", "/ping", "/metrics", "/tokenizer_info")),
+    *(("GET", path) for path in ("/v1/models", "/version", "/load", "/ping", "/tokenizer_info")),
     *(("POST", path) for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/responses", "/v1/messages")),
 }
 """The engine's own routes that are passed on: those that ask. What changes an engine (vLLM's /pause, /sleep, /update_weights,
@@ -51,6 +52,8 @@ class ChatServer:
             ("GET", "/rh/status"): self._status,
             ("GET", "/rh/replicas"): self._replicas,
             ("GET", "/health"): self._health,
+            ("GET", "/ready"): self._ready,
+            ("GET", "/metrics"): self._metrics,
         }
 
         self._limited = BodyLimit(self._answer)
@@ -159,6 +162,18 @@ class ChatServer:
     async def _health(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
         await reply(send, 200 if status["ready"] else 503, {"ready": status["ready"], "error": status["error"]})
+
+    async def _ready(self, receive: Receive, send: Send) -> None:
+        status = self.policy.status()
+        ready = metrics.has_what_is_wanted(status)
+        told = {"ready": ready, "policy_version": status["policy_version"], "wanted": status["wanted"]}
+        await reply(send, 200 if ready else 503, told | {"error": status["error"]})
+
+    async def _metrics(self, receive: Receive, send: Send) -> None:
+        text = metrics.page(self.policy.status()).encode() + await metrics.told_by(self.policy.engine.openai_app())
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": text})
 
 
 async def read_body(receive: Receive) -> bytes:

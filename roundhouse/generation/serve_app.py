@@ -7,6 +7,8 @@ replica, also to one that starts later, and each brings itself to it in place; n
     GET  /rh/status             of the replica that answers
     GET  /rh/replicas           of all replicas
     GET  /health                200 when this replica may answer, 503 with the reason when not
+    GET  /ready                 200 when it answers with the version that is wanted, 503 while it has another
+    GET  /metrics               its version and refits, and the engine's own metrics
     everything else             the engine's own OpenAI routes: /v1/models, /tokenize, /detokenize, …
 
 A raw ASGI callable, no web framework: at a hundred short answers a second the framework would cost more than the engine.
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
+from roundhouse.logs import set_up_logs
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -45,6 +48,7 @@ class PolicyReplica:
     async def __init__(self, generation: dict[str, Any], model_dir: str) -> None:  # type: ignore[misc]
         from ray import serve
 
+        set_up_logs()
         config = GenerationConfig.model_validate(generation)
         replica_id = serve.get_replica_context().replica_id.unique_id
         application = application_digest({"generation": generation, "model_dir": model_dir})

@@ -35,6 +35,7 @@ from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_bo
 from roundhouse.generation.model_files import path_of
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
+from roundhouse.logs import set_up_logs
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=9000)
     options = parser.parse_args(arguments)
     try:
+        set_up_logs()
         token = read_secret(TOKEN_VARIABLE)
     except RoundhouseError as error:
         sys.exit(f"engine: {error}")

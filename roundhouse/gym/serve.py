@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 
@@ -15,6 +16,7 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.gym.environments import load_any
 from roundhouse.gym.environments.naming import environment_config
 from roundhouse.gym.resources_server import build_app
+from roundhouse.observed import be_observed
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -26,10 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         environment = load_any(environment_config(options.environment, options.parameters))
         app = build_app(environment, options.name, expose_tools_over_mcp=options.mcp)
+        registry = be_observed()
     except RoundhouseError as error:
         sys.exit(f"resources server: {error}")
+    served: Any = app
+    if registry is not None:
+        from roundhouse.gym.request_metrics import MeasuredRequests
+
+        served = MeasuredRequests(app, registry)
     uvicorn.run(
-        app,
+        served,
         host=options.host,
         port=options.port,
         log_level=options.log_level,

@@ -133,6 +133,16 @@ class Activity:
             parts = [part for name, part in self._begun.items() if part.patience and self._is_in(name, token)]
             return all(now - part.moved > part.patience for part in parts)
 
+    def around(self) -> list[Work]:
+        """The work that this context is in, outermost first."""
+        found, token = [], _within.get()
+        with self._changed:
+            now = self._clock()
+            while token is not None and (b := self._begun.get(token)) is not None:
+                found.append(Work(token, b.module, b.kind, b.about, b.where, now - b.began, now - b.moved))
+                token = b.parent
+        return found[::-1]
+
     def is_quiescent(self, module: str | None = None) -> bool:
         """Whether nothing is in flight (in one module)."""
         with self._changed:

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from roundhouse.config.models import RunConfig
 from roundhouse.infra.services import Services, local_services, needed_services, state_directory
 from roundhouse.infra.state import ServiceRecord
+from roundhouse.logs import about
+from roundhouse.observed import be_observed
 from roundhouse.progress import announce
 
 
 @contextmanager
 def services_of(config: RunConfig) -> Iterator[Services]:
     """Start what the run needs and is not up, and set the environment of this process for it."""
+    be_observed()
     states: dict[str, str] = {}
 
     def on_progress(record: ServiceRecord) -> None:
@@ -26,9 +29,11 @@ def services_of(config: RunConfig) -> Iterator[Services]:
         announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
 
     wanted = needed_services(config)
-    with local_services(
-        state_directory(config), wanted, keep=("prefect", "mlflow"), on_progress=on_progress
-    ) as services:
+    kept = ("prefect", "mlflow")
+    with (
+        about(run=config.run_id),
+        local_services(state_directory(config), wanted, keep=kept, on_progress=on_progress) as services,
+    ):
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
         os.environ.update(services.environment() | own_tracking)
         _quiet_libraries()

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.taxonomy import typed
+from roundhouse.observed import be_observed
 from roundhouse.store.directories import local_directory, plain_directory, upload_directory
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
@@ -141,7 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.one_shot")
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see StepSpec")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO)
+    be_observed()
+    logging.basicConfig(level=logging.INFO)  # where ROUNDHOUSE_LOG says nothing
     report: str | None = None
     try:
         spec = read_spec(StepSpec, options.spec, "training step")

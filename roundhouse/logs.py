@@ -1,0 +1,104 @@
+"""Logs for a program to read: a JSON object a line, with what it is about.
+
+Invariant: a line is one object with `time`, `level`, `logger`, `message`, and of `run`, `iteration`, `stage`, `rollout` those
+that the code that wrote it works on: the run is said by whoever began the work (`about`), the rest is read off the work in
+flight (`roundhouse.health.activity`), so nobody passes ids around for the sake of a log.
+
+    {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.gym.collector", "message": "…",
+     "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
+
+`ROUNDHOUSE_LOG=json` turns it on in every process of a run (flow, engine, trainer, gym); without it logs stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+from roundhouse.errors import ConfigError
+from roundhouse.health.activity import ACTIVITY
+
+VARIABLE = "ROUNDHOUSE_LOG"
+LABELS_VARIABLE = "ROUNDHOUSE_LOG_LABELS"
+"""JSON object of labels that hold for a whole process, such as a trainer's pod."""
+
+_labels: ContextVar[dict[str, Any] | None] = ContextVar("roundhouse_log_labels", default=None)
+
+
+@contextmanager
+def about(**labels: Any) -> Iterator[None]:
+    """Lines written in the block, and in coroutines and threads that take over its context, carry these labels."""
+    outer = _labels.set((_labels.get() or {}) | labels)
+    try:
+        yield
+    finally:
+        _labels.reset(outer)
+
+
+def labels() -> dict[str, Any]:
+    """What the code that asks works on."""
+    found = _of_process() | (_labels.get() or {})
+    for work in ACTIVITY.around():
+        if work.kind == "rollout":
+            found["rollout"] = work.about
+        elif work.kind == "stage":
+            found["stage"] = work.module
+            if (iteration := re.fullmatch(r"iteration (\d+)", work.about)) is not None:
+                found["iteration"] = int(iteration[1])
+    return found
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in labels().items() if name not in line}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logs() -> None:
+    """Do what `ROUNDHOUSE_LOG` says; called where a process begins. Twice is once.
+
+    Raises:
+        ConfigError: it says something else than json.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "json"):
+        raise ConfigError(f"{VARIABLE} is {wanted!r}. Set it to json, or leave it unset.")
+    root = logging.getLogger()
+    if not wanted or any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):
+        return
+    _of_process()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    root.addHandler(handler)
+    logging.getLogger("roundhouse").setLevel(logging.INFO)
+
+
+def _of_process() -> dict[str, Any]:
+    text = os.environ.get(LABELS_VARIABLE, "")
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{LABELS_VARIABLE} is {text!r}. It must be a JSON object.")
+    return found
