@@ -166,6 +166,9 @@ class RunView(logging.Handler):
         if reward is not None:
             self.say(f"  [bold]held-out[/]   version {version:<3d}  reward [bold]{reward:.3f}[/] ± {error:.3f}")
 
+    def _on_offline(self, text: str) -> None:
+        self.say("\n".join(f"  {line}" for line in text.splitlines()))
+
     def _on_iteration(self, iteration: int, metrics: dict[str, float]) -> None:
         if iteration > 0 and self._iterations is not None:
             self._pace.iteration(metrics.get("seconds/iteration", 0.0), self._iterations - iteration)
@@ -173,7 +176,16 @@ class RunView(logging.Handler):
 
 
 def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -> str:
-    """An iteration in one line."""
+    """An iteration in one line; of an offline one, what its data say."""
+    if "reward/mean" not in metrics and "offline/effective_rollouts" in metrics:
+        parts = [
+            f"iteration {iteration:>3d}/{iterations}",
+            f"data: reward {metrics.get('train/reward', 0):.3f}",
+            f"effective sample {metrics['offline/effective_tokens']:.3f} of tokens",
+            f"{metrics['offline/effective_rollouts']:.3f} of rollouts",
+            f"{metrics.get('seconds/iteration', 0):.1f} s",
+        ]
+        return "  ".join(parts)
     reward = metrics.get("reward/mean", 0.0)
     bar = BARS[min(len(BARS) - 1, max(0, int(reward * len(BARS))))]
     parts = [
