@@ -11,6 +11,7 @@ from roundhouse.cli import (
     alerts,
     cost,
     decisions,
+    deploy,
     gym,
     gym_data,
     lineage,
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(training.app)
 app.add_typer(services.app)
+app.add_typer(deploy.app)
 runs.app.add_typer(cost.app)
 runs.app.command("approve")(decisions.runs_approve)
 app.add_typer(runs.app, name="runs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.k8s.validation import (
     pod_specs,
     problems,
     rendered,
+    rendered_at,
     unrestricted,
     written,
 )
@@ -120,6 +122,22 @@ def test_the_configurations_in_the_overlays_load(tmp_path: Path) -> None:
         (tmp_path / key).write_text(yaml.safe_load(file.read_text())["data"][key])
         config = load_config(tmp_path / key)
         assert config.infra.kind == "kubernetes"
+
+
+@with_kubectl
+def test_engines_can_be_queued_and_nothing_else_of_them_changes(tmp_path: Path) -> None:
+    k8s = Path(os.path.relpath(Path(__file__).parents[2] / "k8s", tmp_path.resolve()))
+    tree = {"resources": [str(k8s / "overlays/gpu")], "components": [str(k8s / "components/kueue")]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(tree))
+    queued, plain = ({_key(item): item for item in items} for items in (rendered_at(tmp_path), rendered("gpu")))
+    assert {key for key in plain if queued[key] != plain[key]} == {("RayService", "roundhouse-engine")}
+    engine = queued["RayService", "roundhouse-engine"]
+    assert engine["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name") == "engines"
+    assert engine == plain["RayService", "roundhouse-engine"]
+
+
+def _key(item: Object) -> tuple[str, str]:
+    return item["kind"], item["metadata"]["name"]
 
 
 def test_planted_mistakes_are_found() -> None:

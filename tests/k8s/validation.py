@@ -57,7 +57,7 @@ def written() -> Iterator[tuple[str, Object]]:
     """Every manifest as it stands in the tree, patches and kustomizations left out."""
     for file in sorted((ROOT / "k8s").rglob("*.yaml")):
         for item in yaml.safe_load_all(file.read_text()):
-            if isinstance(item, dict) and item.get("kind") not in (None, "Kustomization"):
+            if isinstance(item, dict) and item.get("kind") not in (None, "Kustomization", "Component"):
                 yield file.relative_to(ROOT).as_posix(), item
 
 

@@ -1,0 +1,160 @@
+"""The flows as deployments of a Prefect work pool: what `prefect.yaml` says, made so.
+
+Invariant: after `deploy` the server has the pool with the template given, and each deployment of the file as the file has it;
+done twice, the second time changes nothing. What the file does not name stays: other deployments, schedules that people added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
+from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import ObjectNotFound, ParameterTypeError, PrefectHTTPStatusError
+from prefect.utilities.callables import parameter_schema
+
+from roundhouse.config.deployments import DeploymentEntry, DeploymentsFile, JobTemplate, ScheduleEntry
+from roundhouse.errors import ConfigError, InfraError
+
+POOL_TYPE = "kubernetes"
+FROM_FILE = "prefect.yaml: "
+"""Before the slug of a schedule that the file named, so that one that it no longer names is known."""
+
+
+def deploy(file: DeploymentsFile, template: JobTemplate, *, dry_run: bool = False) -> Iterator[str]:
+    """Make it so; a line for each thing that was made or changed, or that a dry run would.
+
+    Raises:
+        ConfigError: a pool is of another type, a schedule lacks a parameter, the server refuses a value.
+        InfraError: the server does not answer as it should.
+    """
+    for entry in file.deployments:
+        for schedule in entry.schedules:
+            _check_parameters(entry, schedule)
+    try:
+        with get_client(sync_client=True) as client:
+            for name in file.pool_names():
+                yield from _pool(client, name, template, dry_run)
+            for entry in file.deployments:
+                yield from _deployment(client, entry, dry_run)
+    except PrefectHTTPStatusError as error:
+        text = error.response.text[:1000]
+        kind = ConfigError if error.response.status_code in (409, 422) else InfraError
+        raise kind(f"The Prefect server refuses ({error.response.status_code}): {text}") from error
+
+
+def _pool(client: SyncPrefectClient, name: str, template: JobTemplate, dry_run: bool) -> Iterator[str]:
+    wanted = template.model_dump()
+    try:
+        there = client.read_work_pool(name)
+    except ObjectNotFound:
+        if not dry_run:
+            client.create_work_pool(WorkPoolCreate(name=name, type=POOL_TYPE, base_job_template=wanted))
+        yield f"work pool {name}: created"
+        return
+    if there.type != POOL_TYPE:
+        raise ConfigError(
+            f"Work pool {name!r} is of type {there.type!r}, not {POOL_TYPE!r}. Name another in work_pool.name, or delete it."
+        )
+    if there.base_job_template == wanted:
+        yield f"work pool {name}: as it should be"
+        return
+    if not dry_run:
+        client.update_work_pool(name, WorkPoolUpdate(base_job_template=wanted))
+    yield f"work pool {name}: job template replaced"
+
+
+def _deployment(client: SyncPrefectClient, entry: DeploymentEntry, dry_run: bool) -> Iterator[str]:
+    flow = entry.flow()
+    wanted = _wanted(entry, flow)
+    try:
+        there = client.read_deployment_by_name(f"{flow.name}/{entry.name}")
+    except ObjectNotFound:
+        yield f"deployment {flow.name}/{entry.name}: created"
+        yield from (f"  schedule {each.slug}: {each.cron} ({each.timezone})" for each in entry.schedules)
+        if not dry_run:
+            made = client.create_deployment(client.create_flow(flow), entry.name, **wanted)
+            _create_schedules(client, made, entry.schedules)
+        return
+    changed = sorted(name for name, value in wanted.items() if getattr(there, name) != value)
+    if changed and not dry_run:
+        client.update_deployment(there.id, DeploymentUpdate(**wanted))
+    yield f"deployment {flow.name}/{entry.name}: {'changed: ' + ', '.join(changed) if changed else 'as it should be'}"
+    yield from _schedules(client, there.id, there.schedules, entry, dry_run)
+
+
+def _wanted(entry: DeploymentEntry, flow: Any) -> dict[str, Any]:
+    return {
+        "entrypoint": entry.entrypoint,
+        "path": None,
+        "pull_steps": [],
+        "description": entry.description or flow.description,
+        "parameters": entry.parameters,
+        "tags": list(entry.tags),
+        "work_pool_name": entry.work_pool.name,
+        "work_queue_name": entry.work_pool.work_queue_name or "default",
+        "job_variables": entry.work_pool.job_variables,
+        "concurrency_limit": entry.concurrency_limit,
+        "parameter_openapi_schema": parameter_schema(flow).model_dump(exclude_unset=True),
+        "enforce_parameter_schema": True,
+    }
+
+
+def _schedules(
+    client: SyncPrefectClient, deployment: Any, there: list[DeploymentSchedule], entry: DeploymentEntry, dry_run: bool
+) -> Iterator[str]:
+    ours = {str(each.slug): each for each in there if str(each.slug).startswith(FROM_FILE)}
+    wanted = {FROM_FILE + each.slug: each for each in entry.schedules}
+    for slug in sorted({*ours, *wanted}):
+        old, new = ours.get(slug), wanted.get(slug)
+        if old is not None and new is not None and _is_same(old, new):
+            continue
+        if not dry_run:
+            if old is not None:
+                client.delete_deployment_schedule(deployment, old.id)
+            if new is not None:
+                _create_schedules(client, deployment, (new,))
+        done = "removed" if new is None else f"{'changed' if old else 'created'}: {new.cron} ({new.timezone})"
+        yield f"  schedule {slug.removeprefix(FROM_FILE)}: {done}"
+
+
+def _is_same(old: DeploymentSchedule, new: ScheduleEntry) -> bool:
+    return (old.schedule, old.active, old.parameters or {}) == (_cron(new), new.active, new.parameters)
+
+
+def _create_schedules(client: SyncPrefectClient, deployment: Any, schedules: tuple[ScheduleEntry, ...]) -> None:
+    if schedules:
+        made = [
+            DeploymentScheduleCreate(
+                schedule=_cron(each), active=each.active, parameters=each.parameters, slug=FROM_FILE + each.slug
+            )
+            for each in schedules
+        ]
+        client.create_deployment_schedules(deployment, made)
+
+
+def _cron(schedule: ScheduleEntry) -> CronSchedule:
+    try:
+        return CronSchedule(cron=schedule.cron, timezone=schedule.timezone)
+    except ValueError as error:
+        raise ConfigError(
+            f"schedule {schedule.slug}: cron {schedule.cron!r}, timezone {schedule.timezone!r}: no schedule. Five fields are "
+            "wanted, such as '0 2 * * *', and a time zone such as Europe/Berlin."
+        ) from error
+
+
+def _check_parameters(entry: DeploymentEntry, schedule: ScheduleEntry) -> None:
+    """A schedule that lacks a parameter is told now, not at two in the morning."""
+    _cron(schedule)
+    try:
+        entry.flow().validate_parameters(entry.parameters | schedule.parameters)
+    except ParameterTypeError as error:
+        raise ConfigError(f"deployments.{entry.name}, schedule {schedule.slug}: {error}") from error

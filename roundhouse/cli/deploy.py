@@ -1,0 +1,56 @@
+"""`roundhouse deploy`: the flows on a Prefect work pool of a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundhouse.cli.options import DEFAULT_STATE, JsonOption, StateOption, out
+from roundhouse.cli.prefect import at_prefect
+
+app = typer.Typer()
+
+TEMPLATE = Path("k8s/work-pool/base-job-template.yaml")
+PRESETS = Path("k8s/work-pool/presets")
+
+
+@app.command("deploy")
+def deploy_command(
+    file: Annotated[Path, typer.Argument(help="Deployments, in Prefect's format.")] = Path("prefect.yaml"),
+    template: Annotated[Path, typer.Option(help="The work pool's base job template.")] = TEMPLATE,
+    presets: Annotated[
+        Path, typer.Option(help="Presets that the form of `train` offers; those in the pods.")
+    ] = PRESETS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be made or changed.")] = False,
+    as_json: JsonOption = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Register the flows on the Kubernetes work pool: the pool, its job template, deployments, schedules."""
+    from roundhouse.config.deployments import read_deployments, read_template
+    from roundhouse.config.forms import PRESETS_VARIABLE, preset_names
+    from roundhouse.errors import ConfigError
+
+    os.environ[PRESETS_VARIABLE] = str(presets)
+    if not preset_names():
+        raise ConfigError(
+            f"--presets {presets}: no run configurations are there, so that the form of `train` has no choice."
+        )
+    pool = read_template(template)
+    wanted = read_deployments(file, pool)
+    at_prefect(state)
+    import flows.economy  # noqa: F401 - before all else of Prefect
+    from flows.work_pool import deploy
+
+    lines = []
+    for line in deploy(wanted, pool, dry_run=dry_run):
+        lines.append(line)
+        if not as_json:
+            out(line)
+    if as_json:
+        out(json.dumps({"dry_run": dry_run, "done": lines}, indent=1))
+    elif dry_run:
+        out("nothing was changed (--dry-run)")

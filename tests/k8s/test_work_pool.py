@@ -1,0 +1,228 @@
+"""Flow runs as Jobs: the work pool's template, what Prefect makes of it, and its worker before a real API server.
+
+The worker is Prefect's own (package prefect-kubernetes), which is not in this environment: ROUNDHOUSE_WORKER_PYTHON names the
+interpreter of one that has it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roundhouse.config.deployments import JobTemplate, read_template
+from roundhouse.config.loading import load_config
+from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from tests.k8s.control_plane import ControlPlane
+from tests.k8s.players import Kubelet, run_container
+from tests.k8s.stand import Stand, cluster_of, real_stand
+from tests.k8s.test_manifests import _dry_run, with_kubectl
+from tests.k8s.validation import pod_specs, problems, rendered_at, unrestricted
+
+Object = dict[str, Any]
+
+ROOT = Path(__file__).parents[2]
+POOL = ROOT / "k8s/work-pool"
+NOT_OF_A_POD = ("parallelism", "completions")
+"""What Prefect's worker insists on and the API server drops."""
+
+
+@pytest.fixture
+def template() -> JobTemplate:
+    return read_template(POOL / "base-job-template.yaml")
+
+
+def job_of(template: JobTemplate, **variables: Any) -> Object:
+    """The template's Job with these job variables, resolved by Prefect, and finished as its worker finishes it."""
+    from prefect.utilities.templating import apply_values
+
+    template.refuse_unknown(variables, "test")
+    known = template.variables["properties"]
+    values = {name: each["default"] for name, each in known.items() if "default" in each} | variables
+    configuration = apply_values(template.model_dump()["job_configuration"], values)
+    job = configuration["job_manifest"]
+    pod = job["spec"]["template"]["spec"]
+    environment = configuration["env"] | variables.get("env", {})
+    job["metadata"]["generateName"] = "a-flow-run-"
+    pod["containers"][0]["env"] = [{"name": k, "value": str(v)} for k, v in environment.items()]
+    pod["containers"][0].setdefault("args", ["prefect", "flow-run", "execute"])
+    for key in NOT_OF_A_POD:
+        del pod[key]
+    return job
+
+
+VARIABLES: list[Object] = [
+    {},
+    {
+        "image": "registry/flow@sha256:0",
+        "queue": "team",
+        "priority_class": "roundhouse-flow",
+        "env": {"MLFLOW_TRACKING_URI": "http://mlflow"},
+        "node_selector": {"pool": "cpu"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "image_pull_secrets": [{"name": "registry"}],
+    },
+]
+
+
+@pytest.mark.parametrize("variables", VARIABLES)
+def test_the_job_of_a_flow_run_is_valid_and_restricted(template: JobTemplate, variables: Object) -> None:
+    job = job_of(template, **variables)
+    named = {**job, "metadata": {**job["metadata"], "name": "a-flow-run-x"}}
+    assert problems(named) == []
+    [(_, pod)] = list(pod_specs(job))
+    assert unrestricted(pod) == []
+    environment = {item["name"]: item["value"] for item in pod["containers"][0]["env"]}
+    assert environment["ROUNDHOUSE_PRESETS"] == "/etc/roundhouse/presets"
+    assert environment.get("MLFLOW_TRACKING_URI") == variables.get("env", {}).get("MLFLOW_TRACKING_URI")
+    labels = job["metadata"]["labels"]
+    assert labels.get("kueue.x-k8s.io/queue-name") == variables.get("queue")
+    pod_labels = job["spec"]["template"]["metadata"]["labels"]
+    assert pod_labels["app.kubernetes.io/component"] == "flow", "network policies let the flow reach engine and gym"
+    assert "{{" not in yaml.safe_dump(job)
+
+
+@with_kubectl
+def test_the_workers_manifests_are_valid_and_restricted_and_the_pool_is_the_templates(template: JobTemplate) -> None:
+    items = rendered_at(POOL)
+    for item in items:
+        assert problems(item) == []
+        for _, spec in pod_specs(item):
+            assert unrestricted(spec) == []
+    maps = {item["metadata"]["name"]: item["data"] for item in items if item["kind"] == "ConfigMap"}
+    assert set(maps["roundhouse-presets"]) == {path.name for path in (POOL / "presets").glob("*.yaml")}
+    mounted = template.variables["properties"]["volumes"]["default"]
+    assert {volume["configMap"]["name"] for volume in mounted if "configMap" in volume} <= set(maps)
+
+
+def test_the_presets_load() -> None:
+    for file in (POOL / "presets").glob("*.yaml"):
+        assert load_config(file).infra.kind == "kubernetes"
+
+
+def test_a_real_api_server_takes_the_job_and_pod_security_its_pod(template: JobTemplate, plane: ControlPlane) -> None:
+    admin = cluster_of(plane.kubeconfig())
+    with restricted_namespace(admin) as namespace:
+        for variables in VARIABLES:
+            job = job_of(template, **variables, namespace=namespace)
+            job["metadata"]["namespace"] = namespace
+            _dry_run(admin, job)
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": namespace}}
+            spec = job["spec"]["template"]["spec"]
+            _dry_run(admin, pod | {"spec": {k: v for k, v in spec.items() if k != "priorityClassName"}})
+
+
+@contextmanager
+def restricted_namespace(admin: Cluster) -> Iterator[str]:
+    name = f"rh-{os.urandom(4).hex()}"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    admin.create("/api/v1/namespaces", body)
+    try:
+        yield name
+    finally:
+        admin.delete(f"/api/v1/namespaces/{name}", propagation="Background")
+
+
+@pytest.fixture
+def worker_python() -> Path:
+    named = os.environ.get("ROUNDHOUSE_WORKER_PYTHON")
+    if named is None:
+        pytest.skip("ROUNDHOUSE_WORKER_PYTHON names no interpreter with prefect-kubernetes: its worker is not run")
+    return Path(named)
+
+
+def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
+    plane: ControlPlane, template: JobTemplate, worker_python: Path, tmp_path: Path
+) -> None:
+    """Deployed, asked for, made by the worker as service account roundhouse-worker, ended by the pod's own command."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.work_pool import deploy
+    from roundhouse.config.deployments import read_deployments
+    from tests.flows.served import serving
+
+    (tmp_path / "served").mkdir()
+    with real_stand(plane) as stand, serving(tmp_path / "served") as served:
+        token = install(stand)
+        pool = {"name": "cluster", "job_variables": {"namespace": stand.namespace, "image": "roundhouse/flow:test"}}
+        settings = {"preset": "small", "run_id": "on-the-cluster", "iterations": 1}
+        entry = {"name": "here", "entrypoint": "flows.deployments.train", "work_pool": pool}
+        (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [entry]}))
+        api = f"{served.services.prefect_ui_url}/api"
+        with temporary_settings({PREFECT_API_URL: api}):
+            list(deploy(read_deployments(tmp_path / "prefect.yaml", template), template))
+        places = {
+            "ROUNDHOUSE_PRESETS": str(served.directory / "presets"),
+            "HOME": str(tmp_path),
+            "TMPDIR": str(tmp_path),
+        }
+        places |= {"ROUNDHOUSE_STATE": str(served.directory / "state"), "PREFECT_HOME": str(tmp_path / "prefect")}
+        kubelet = Kubelet(stand.admin, stand.namespace, selector="app.kubernetes.io/component=flow")
+        kubelet.behave = lambda pod: run_container(kubelet, pod, places)
+        with worker(worker_python, plane, token, api, stand.namespace, tmp_path):
+            deployment = served.call("GET", "deployments/name/train/here")["id"]
+            asked = {"parameters": {"settings": settings}, "state": {"type": "SCHEDULED"}}
+            flow_run = served.call("POST", f"deployments/{deployment}/create_flow_run", **asked)["id"]
+            served.wait(flow_run, "COMPLETED")
+            jobs = stand.admin.get(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs")["items"]
+            kubelet.stop()
+        [job] = jobs
+        assert job["metadata"]["labels"]["app.kubernetes.io/component"] == "flow"
+        assert job["spec"]["template"]["spec"]["serviceAccountName"] == "roundhouse-flow"
+        assert served.run("on-the-cluster").summary() is not None
+
+
+def install(stand: Stand) -> str:
+    """The worker's account with its Role; its token."""
+    plurals = {"Role": "roles", "RoleBinding": "rolebindings", "ServiceAccount": "serviceaccounts"}
+    flow = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "roundhouse-flow"}}
+    for item in [flow, *yaml.safe_load_all((POOL / "rbac.yaml").read_text())]:
+        for subject in item.get("subjects", []):
+            subject["namespace"] = stand.namespace
+        prefix = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
+        stand.admin.create(f"{prefix}/namespaces/{stand.namespace}/{plurals[item['kind']]}", item)
+    body = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "roundhouse-flow"}}
+    with suppress(Refused):  # there from another test
+        stand.admin.create("/apis/scheduling.k8s.io/v1/priorityclasses", body | {"value": 1})
+    path = f"/api/v1/namespaces/{stand.namespace}/serviceaccounts/roundhouse-worker/token"
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+    return str(stand.admin.create(path, request)["status"]["token"])
+
+
+@contextmanager
+def worker(
+    python: Path, plane: ControlPlane, token: str, api: str, namespace: str, directory: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Prefect's worker as its Deployment starts it, with the token of its account."""
+    tree = yaml.safe_load(plane.kubeconfig().read_text())
+    tree["users"][0]["user"] = {"token": token}
+    (directory / "kubeconfig").write_text(yaml.safe_dump(tree))
+    [manifest] = yaml.safe_load_all((POOL / "worker.yaml").read_text())
+    container = manifest["spec"]["template"]["spec"]["containers"][0]
+    given = {item["name"]: item["value"] for item in container["env"]}
+    given |= {"HOME": str(directory), "PREFECT_HOME": str(directory / "worker"), "PREFECT_API_URL": api}
+    given |= {"PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES": namespace}
+    given |= {"KUBECONFIG": str(directory / "kubeconfig"), "PREFECT_WORKER_QUERY_SECONDS": "1"}
+    arguments = [{"roundhouse": "cluster"}.get(each, each) for each in container["args"]]
+    arguments = [each for each in arguments if each != "--with-healthcheck"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "PYTHON"))}
+    with (directory / "worker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(python.parent / arguments[0]), *arguments[1:]], env=clean | given, stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+        text = (directory / "worker.log").read_text()
+        refused = [line for line in text.splitlines() if "orbidden" in line]
+        assert not refused, f"the worker's Role lacks something: {refused[0][:600]}"
+        assert "Traceback" not in text, text[-3000:]
