@@ -27,7 +27,7 @@ def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
     for name, total in found["totals"].items():
         if total or name in found["budget"]:
             limit = found["budget"].get(name)
-            used.add_row(name.replace("_", " "), f"{total:,.4g}", "" if limit is None else f"{limit:,g}")
+            used.add_row(name.replace("_", " "), f"{total:,.4g}", "" if limit is None else f"{limit:,.10g}")
     console().print(used)
     if generated := found["totals"]["generated_tokens"]:
         wasted = Table("not learnt from", "tokens", "share", box=None)

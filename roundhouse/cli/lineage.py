@@ -76,9 +76,11 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
         if segment.note:
             terminal.print(Text(segment.note, style="yellow"))
     table = Table(box=None, header_style="bold")
-    for name in ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "seed", "config", "code"):
-        right = name in ("iteration", "rows", "rollouts", "tokens", "reward", "seed")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name in ("config", "code"))
+    origins = {_origin(entry) for entry in found.iterations}
+    several = len(origins) > 1  # seldom; else it is said once, below
+    left = ("run", "sampled by", "made with")
+    for name in ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "made with")[: 7 + several]:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     shown = _thinned(found.iterations, ITERATIONS_SHOWN)
     for entry in shown:
         table.add_row(
@@ -90,11 +92,11 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
             _number(entry["reward"]),
             f"version {', '.join(map(str, entry['policy_versions']))}"
             + (f" ({entry['dataset']})" if entry["dataset"] else ""),
-            str(entry["seed"]),
-            ", ".join(digest[:8] for digest in entry["config_digests"]),
-            ", ".join(entry["code_versions"]),
+            *([_origin(entry)] if several else []),
         )
     terminal.print(table)
+    if len(origins) == 1:
+        terminal.print(f"[dim]made with {origins.pop()}[/]", highlight=False)
     if len(shown) < len(found.iterations):
         terminal.print(
             f"[dim]{len(shown)} of {len(found.iterations)} iterations; all of them: --json[/]", highlight=False
@@ -116,6 +118,12 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     if len(found.rows) > limit:
         terminal.print(f"[dim]{limit} of {len(found.rows)} rows; more of them: --limit, --json[/]", highlight=False)
     return None
+
+
+def _origin(entry: dict[str, Any]) -> str:
+    """Seed, configuration and code of an iteration."""
+    configs = ", ".join(digest[:8] for digest in entry["config_digests"])
+    return f"seed {entry['seed']}, configuration {configs}, code {', '.join(entry['code_versions'])}"
 
 
 def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
@@ -159,9 +167,9 @@ def _show_comparison(found: Comparison) -> None:
     from rich.text import Text
 
     terminal = console()
-    differences = Table(
-        "key", found.a, found.b, box=None, header_style="bold", title="configuration", title_justify="left"
-    )
+    differences = Table(box=None, header_style="bold", title="configuration", title_justify="left")
+    for name in ("key", found.a, found.b):
+        differences.add_column(name, overflow="fold")
     for key, values in found.differences.items():
         differences.add_row(Text(key), *(Text(json.dumps(value)) for value in values))
     if found.code_versions[0] != found.code_versions[1]:
