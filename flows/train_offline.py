@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import Flow, flow
 
-from flows.borders import at_border
+from flows.borders import at_border, at_end
 from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
 from flows.iteration import is_evaluated
 from flows.recovery import carry_out
@@ -56,6 +56,7 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
             at_border(run, k)
             carry_out(run, k, offline_iteration)
             forget_results()
+        at_end(run)
         return finish_run(run)
 
 
