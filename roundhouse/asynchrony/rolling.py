@@ -31,6 +31,7 @@ from roundhouse.gym.collector import Collection
 from roundhouse.gym.protocol import EnvironmentClient
 from roundhouse.gym.sessions import open_environment
 from roundhouse.health.activity import ACTIVITY
+from roundhouse.progress import announce
 from roundhouse.stages import parts as stage_parts
 from roundhouse.stages.parts import Parts
 from roundhouse.trajectories.records import Rollout, Status
@@ -265,6 +266,7 @@ class Rolling:
     def _take(self, rollout: Rollout, key: Key, given: Continue, opened: OpenCollection) -> None:
         opened.parts.add(rollout)
         opened.rollouts[key] = rollout
+        announce("rollout", tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns), reward=rollout.reward)
         if rollout.status is Status.FAILED:
             self._dispatch.tell(
                 happened.RolloutFailed(*key, given.attempt, rollout.failure_code or "failed", final=True)

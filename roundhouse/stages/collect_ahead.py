@@ -64,6 +64,7 @@ def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Refere
         metrics=collected.metrics() | opened.parts.journal.resumptions.metrics(),
         details={
             "failures": ledger.failures,
+            "sampling": run.config.generation.sampling.model_dump(),
             "policy_versions": sorted(versions),
             "rollouts_by_age": {str(age): count for age, count in sorted(ages.items())},
         },
