@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -114,6 +115,12 @@ def test_the_manifests_of_a_training_step_are_valid_and_restricted(trainer: Obje
         for _, spec in pod_specs(item):
             assert unrestricted(spec) == []
             assert spec["automountServiceAccountToken"] is False
+
+
+def test_the_lines_of_a_trainers_log_say_what_they_are_about() -> None:
+    [container] = train_manifests()[-1]["spec"]["template"]["spec"]["containers"]
+    given = {item["name"]: item.get("value") for item in container["env"]}
+    assert json.loads(given["ROUNDHOUSE_LOG_LABELS"]) == {"run": "run", "iteration": 1, "stage": "train"}
 
 
 def test_the_configurations_in_the_overlays_load(tmp_path: Path) -> None:

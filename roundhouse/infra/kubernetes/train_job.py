@@ -9,6 +9,7 @@ which the others find by its host name under the run's headless Service.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, run_labels, run_object_name
+from roundhouse.logs import LABELS_VARIABLE
 from roundhouse.store.location import Location
 from roundhouse.training.service.exit_codes import EXIT_CODES
 
@@ -183,7 +185,9 @@ class TrainJob:
         trainer, infra = self.infra.trainer, self.infra
         gpus = {"nvidia.com/gpu": str(trainer.gpus)} if trainer.gpus else {}
         environment = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        environment |= infra.environment
+        identity = self.identity
+        about = {"run": identity.run_id, "iteration": identity.iteration, "stage": identity.stage}
+        environment |= {LABELS_VARIABLE: json.dumps(about)} | infra.environment
         container: Manifest = {
             "name": CONTAINER,
             "image": trainer.image,

@@ -1,0 +1,41 @@
+"""An engine's probes and metrics, of a real process: ready only with the wanted version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.generation.engine_services import ProcessEngine
+from tests.generation.test_standalone import CONFIG, engine_process
+
+
+def test_an_engine_is_ready_with_the_wanted_version_and_tells_both(policies: dict[str, Path], tmp_path: Path) -> None:
+    model = str(policies["first"])
+    with engine_process(ROUNDHOUSE_LOG="json") as url:
+        assert httpx.get(f"{url}/ready").status_code == 503
+        engine = ProcessEngine(url)
+        engine.ensure(CONFIG, model, model, 1)
+        assert httpx.get(f"{url}/ready").json()["policy_version"] == 1
+        with pytest.raises(DeploymentFailed):
+            engine.ensure(CONFIG, model, str(tmp_path), 2)
+        refused = httpx.get(f"{url}/ready")
+        assert (refused.status_code, refused.json()["wanted"]["policy_version"]) == (503, 2)
+        page = httpx.get(f"{url}/metrics").text
+        assert "roundhouse_engine_ready 0.0" in page
+        assert "roundhouse_engine_policy_version 1.0" in page
+        assert "roundhouse_engine_wanted_version 2.0" in page
+        engine.ensure(CONFIG, model, str(policies["second"]), 2)
+        assert "roundhouse_engine_ready 1.0" in httpx.get(f"{url}/metrics").text
+
+
+def test_a_logged_refusal_is_a_line_of_json(
+    policies: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with engine_process(ROUNDHOUSE_LOG="json") as url, pytest.raises(DeploymentFailed):
+        ProcessEngine(url).ensure(CONFIG, str(policies["first"]), str(tmp_path), 1)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert any(line["level"] == "error" and "Version 1 cannot be loaded" in line["message"] for line in lines)
