@@ -1,6 +1,6 @@
 """What overlapping collection and training gives in real runs, and what `roundhouse simulate` had foretold.
 
-    python benchmarks/overlap.py [--iterations 16] [--staleness 1 2] [--median 1.5]
+    python benchmarks/overlap.py [--iterations 8] [--staleness 1 2] [--median 6]
 
 Real: `roundhouse train` with its flows, Prefect server, store, journal, validation and a (tiny) trainer. Replaced: inference,
 by an engine that only takes time (`timed_engine.py`), so that two cores can hold a whole cluster's waiting. The synchronous
@@ -54,10 +54,10 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--iterations", type=int, default=16)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--median", type=float, default=1.5, help="seconds of a model call")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithm")
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1])
+    parser.add_argument("--median", type=float, default=6.0, help="seconds of a model call")
+    parser.add_argument("--sigma", type=float, default=0.7, help="of their logarithm")
     parser.add_argument("--directory", type=Path, help="keep everything here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -150,7 +150,7 @@ def _train(directory: Path, engine: str, iterations: int, bound: int) -> Run:
             "max_model_len": 256,
             "sampling": {"max_new_tokens": 48},
         },
-        "rollout": {"tasks": 8, "group_size": 4},
+        "rollout": {"tasks": 4, "group_size": 4},
         # What the engine's log-probabilities are drawn from is no policy.
         "validation": {"recompute_tolerance": None},
         "evaluation": {"every": 0, "before_training": False, "tasks": 1},
