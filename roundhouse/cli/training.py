@@ -111,8 +111,10 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     """Train in the foreground, and show it."""
     if dry_run:
         from roundhouse.config.loading import config_yaml
+        from roundhouse.config.placement import placement
 
-        out(config_yaml(config))
+        plan = "".join(f"# {place}\n" for place in placement(config))
+        out(f"# Where the roles are:\n{plan}{config_yaml(config)}")
         return
     from roundhouse.console import RunView, print_summary
     from roundhouse.store.run import open_run

@@ -1,0 +1,73 @@
+"""Where the roles of a run are, said before anything is started.
+
+Invariant: this is read from the configuration alone, and names what the stages do with it; a role stands in exactly one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roundhouse.config.distribution import Together
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.train_service import ProcessService, RayService, RemoteService
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import RunConfig
+
+FLOW = "in the flow's process"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A role and where it is."""
+
+    role: str
+    where: str
+    gpus: float = 0
+    """Of all its processes together."""
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus:g} GPU" if self.gpus else ""
+        return f"{self.role + ':':<11}{self.where}{gpus}"
+
+
+def placement(config: RunConfig) -> list[Place]:
+    """The places of a run's roles, in the order of an iteration."""
+    return [_engine(config), _collector(config), Place("validator", FLOW), _trainer(config)]
+
+
+def _engine(config: RunConfig) -> Place:
+    generation, infra = config.generation, config.infra
+    gpus = generation.gpus_per_replica * generation.replicas
+    if generation.engine_url is not None:
+        return Place("engine", f"a process of its own at {generation.engine_url}", gpus)
+    count = f"{generation.replicas} replica{'s' if generation.replicas > 1 else ''}"
+    if isinstance(infra, KubernetesInfra) and infra.engine is not None:
+        return Place("engine", f"{count} in RayService {infra.engine.ray_service}, namespace {infra.namespace}", gpus)
+    return Place("engine", f"{count}, Ray Serve actors on the flow's Ray cluster", gpus)
+
+
+def _collector(config: RunConfig) -> Place:
+    distribution = config.rollout.distribution
+    if isinstance(distribution, Together):
+        beside = ", beside training" if config.asynchrony.staleness > 0 else ""
+        return Place("collector", FLOW + beside)
+    return Place("collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own")
+
+
+def _trainer(config: RunConfig) -> Place:
+    service, infra = config.train.service, config.infra
+    if isinstance(service, ProcessService):
+        processes = f"{service.processes} process{'es' if service.processes > 1 else ''}"
+        if isinstance(infra, KubernetesInfra):
+            pods = infra.trainer.pods
+            each = f"{pods} pod{'s' if pods > 1 else ''} of {processes}"
+            return Place("trainer", f"a Job a step in namespace {infra.namespace}: {each}", pods * infra.trainer.gpus)
+        return Place("trainer", f"{processes} a step on the flow's machine")
+    if isinstance(service, RayService):
+        cluster = service.address or "the flow's Ray cluster, else a local one"
+        return Place("trainer", f"an actor on {cluster}", service.gpus)
+    if isinstance(service, RemoteService):
+        return Place("trainer", f"a server at {service.url}")
+    return Place("trainer", FLOW + ", kept between iterations")

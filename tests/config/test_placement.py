@@ -1,0 +1,40 @@
+"""The plan of a run says where each role is, and what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.config.placement import placement
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({}, ["engine:    1 replica, Ray Serve actors on the flow's Ray cluster", "collector: in the flow's process"]),
+        ({"generation": {"replicas": 2, "gpus_per_replica": 0.5}}, ["engine:    2 replicas", ", 1 GPU"]),
+        ({"generation": {"engine_url": "http://e:1"}}, ["engine:    a process of its own at http://e:1"]),
+        ({"train": {"service": {"kind": "ray", "gpus": 1}}}, ["trainer:   an actor on", ", 1 GPU"]),
+        ({"train": {"service": {"kind": "process", "processes": 2}}}, ["trainer:   2 processes a step"]),
+        ({"rollout": {"distribution": {"kind": "process", "shards": 3}}}, ["collector: 3 shards (process)"]),
+        (
+            {
+                "store": "s3://b/s",
+                "infra": {"kind": "kubernetes", "engine": {"ray_service": "eng"}, "trainer": {"pods": 2, "gpus": 4}},
+                "train": {"service": {"kind": "process"}},
+            },
+            [
+                "engine:    1 replica in RayService eng",
+                "a Job a step in namespace roundhouse: 2 pods of 1 process, 8 GPU",
+            ],
+        ),
+    ],
+)
+def test_each_role_stands_where_the_configuration_puts_it(overrides: dict[str, Any], said: list[str]) -> None:
+    plan = placement(parse_config({"run_id": "r", **overrides}))
+    assert [place.role for place in plan] == ["engine", "collector", "validator", "trainer"]
+    text = "\n".join(map(str, plan))
+    for part in said:
+        assert part in text
