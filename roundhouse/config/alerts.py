@@ -20,6 +20,6 @@ class AlertsConfig(Section):
     reward_over: PositiveInt = 3
     """Iterations of that mean: the more, the less a lucky draw of tasks counts."""
     kl_above: PositiveFloat | None = 0.5
-    """Of `train/kl_penalty`, the divergence from the reference policy."""
+    """Of `train/kl_penalty`, the divergence from the reference policy; it is measured where `kl_coefficient` is above 0."""
     mismatch_above: Annotated[float, Field(gt=1)] | None = 1.05
     """Of `train/token_mult_prob_error`, by which factor engine and trainer differ on a token's probability."""
