@@ -38,3 +38,18 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def without_sklearn() -> Iterator[None]:
+    """What is imported of transformers in the block takes no metric from scikit-learn, which brings scipy and pandas: a sixth
+    of a trainer's imports. The metric tunes how far an assistant model drafts ahead; that stays fixed then.
+    """
+    from transformers import utils
+
+    found = utils.is_sklearn_available
+    utils.is_sklearn_available = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_sklearn_available = found

@@ -20,10 +20,14 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.errors import ConfigError, DataError
+from roundhouse.spared_imports import without_sklearn
+
+with without_sklearn():
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from roundhouse.training.attention import PACKED, check_packable, register
 from roundhouse.training.lora import merged
 from roundhouse.training.parallel import Ranks

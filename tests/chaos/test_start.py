@@ -37,6 +37,13 @@ def test_the_train_flow_imports_none_of_the_heavy_libraries_before_a_stage_needs
     assert imported_by("import flows.economy, flows.train, pandas") == ["pandas"]
 
 
+def test_a_trainer_starts_without_scikit_learn_and_pandas_which_can_be_imported_still() -> None:
+    absent = "assert not {'sklearn', 'pandas'} & set(sys.modules)"
+    there = "from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
+    told = imported_by(f"import sys, roundhouse.training.trainer; {absent}; {there}; import sklearn.metrics")
+    assert {"transformers", "sklearn"} <= set(told)
+
+
 def test_spared_packages_are_importable_again_and_those_there_already_stay() -> None:
     import json as present
 
