@@ -42,13 +42,13 @@ class Deployed:
     def config(self, run_id: str, **changed: Any) -> Object:
         """The overlay's run, small."""
         tree = json.loads(json.dumps(self.settings))
-        tree |= {"run_id": run_id, "iterations": 2, "evaluation": {"every": 0}}
+        tree |= {"run_id": run_id, "iterations": 2, "evaluation": {"every": 0, "tasks": 8}}
         tree["policy"] |= {"steps": 300}
         tree["rollout"] |= {"tasks": 4, "group_size": 4}
         tree["train"] |= {"updates": 1}
         tree["generation"] |= {"backend": os.environ.get("ROUNDHOUSE_BACKEND", "vllm")}
         tree["infra"] |= {"namespace": self.nodes.namespace, "state": f"/store/state/{run_id}"}
-        tree["infra"]["trainer"] |= {"image": images()["trainer"]} | changed.pop("trainer", {})
+        tree["infra"]["trainer"] |= {"image": images()["trainer"], "cpu": "100m"} | changed.pop("trainer", {})
         tree["generation"]["engine_url"] = f"http://roundhouse-engine.{self.nodes.namespace}.svc:9000"
         return tree | changed
 
@@ -59,6 +59,7 @@ class Deployed:
         job["metadata"]["name"] = name
         pod = job["spec"]["template"]["spec"]
         pod["containers"][0] |= {"command": command[:1], "args": command[1:]}
+        pod["containers"][0]["resources"]["requests"]["cpu"] = "100m"  # several of them beside the engine, on two CPUs
         next(volume for volume in pod["volumes"] if volume["name"] == "run")["configMap"]["name"] = name
         metadata = {"name": name}
         nodes.cluster.create(
@@ -193,6 +194,7 @@ def test_rollouts_are_played_on_the_gym_pod(deployed: Deployed, small: str) -> N
         "kind": "remote",
         "url": f"http://gym-calculator.{deployed.nodes.namespace}.svc:8001",
         "train_tasks": "/etc/roundhouse/tasks.jsonl",
+        "heldout_tasks": "/etc/roundhouse/tasks.jsonl",
         "restore": "replay",
     }
     policy = {"kind": "pretrained", "path": f"/store/runs/{small}/checkpoints/000000"}
@@ -234,7 +236,7 @@ def test_two_pods_that_meet_by_torchrun_train_what_one_does(deployed: Deployed, 
     pods = deployed.nodes.found("pods", "roundhouse/run=pair")
     assert [pod["status"]["phase"] for pod in pods] == ["Succeeded", "Succeeded"]
     assert told["moved"] > 1e-5
-    assert told["apart"] < 1e-3 * told["moved"]
+    assert told["apart"] < 1e-6, "sums of another order: the rounding of a float32 weight near 1 is 1.2e-7"
 
 
 @pytest.mark.parametrize("component", ["flow", "engine", "trainer"])
