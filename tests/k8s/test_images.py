@@ -120,5 +120,6 @@ def test_manifests_name_images_that_are_built() -> None:
         for container in spec["containers"]
         if "image" in container
     }
-    assert named
-    assert named <= built
+    assert {image for image in named if image.startswith("roundhouse/")} <= built
+    [prefect] = re.findall(r"^prefect==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert named - built == {f"prefecthq/prefect:{prefect}-python3.11-kubernetes"}, "the worker's: Prefect's own"
