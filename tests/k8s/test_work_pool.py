@@ -138,6 +138,7 @@ def worker_python() -> Path:
     return Path(named)
 
 
+@pytest.mark.timeout(900)
 def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
     plane: ControlPlane, template: JobTemplate, worker_python: Path, tmp_path: Path
 ) -> None:
@@ -146,7 +147,7 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
 
     from flows.work_pool import deploy
     from roundhouse.config.deployments import read_deployments
-    from tests.flows.served import serving
+    from tests.flows.served import serving, until
 
     (tmp_path / "served").mkdir()
     with real_stand(plane) as stand, serving(tmp_path / "served") as served:
@@ -170,7 +171,9 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
             deployment = served.call("GET", "deployments/name/train/here")["id"]
             asked = {"parameters": {"settings": settings}, "state": {"type": "SCHEDULED"}}
             flow_run = served.call("POST", f"deployments/{deployment}/create_flow_run", **asked)["id"]
-            served.wait(flow_run, "COMPLETED")
+            ended = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+            until(lambda: served.state(flow_run) in ended, "the flow run's end", seconds=600)
+            assert served.state(flow_run) == "COMPLETED"
             jobs = stand.admin.get(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs")["items"]
             kubelet.stop()
         [job] = jobs
