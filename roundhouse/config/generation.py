@@ -98,7 +98,9 @@ def refuse_unfit_refits(config: RunConfig) -> None:
     """
     generation = config.generation
     if generation.weights == "adapter" and config.train.lora is None:
-        raise ValueError("generation.weights is adapter, but train.lora is not set. Set it, or generation.weights to store.")
+        raise ValueError(
+            "generation.weights is adapter, but train.lora is not set. Set it, or generation.weights to store."
+        )
     if generation.weights == "shared-memory" and config.infra.kind == "kubernetes":
         raise ValueError(
             "generation.weights is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their own. Set "

@@ -140,15 +140,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"generation.engine_url names one engine, but generation.replicas is {self.generation.replicas}. Set it to 1."
             )
-        if self.asynchrony.window > 1:
-            raise ValueError(
-                f"asynchrony.window is {self.asynchrony.window}: a run trains on an iteration's own groups; windows are for "
-                "`roundhouse simulate` so far. Set it to 1 (mode batch-async)."
-            )
         if isinstance(self.infra, KubernetesInfra) and self.infra.engine is not None and self.generation.engine_url:
             raise ValueError(
                 f"generation.engine_url ({self.generation.engine_url}) and infra.engine.ray_service "
                 f"({self.infra.engine.ray_service}) both name an engine. Unset one."
+            )
+        if self.asynchrony.window > 1:
+            raise ValueError(
+                f"asynchrony.window is {self.asynchrony.window}: a run trains on an iteration's own groups; windows are for "
+                "`roundhouse simulate` so far. Set it to 1 (mode batch-async)."
             )
         sampling = self.generation.sampling
         if sampling.temperature == 0:

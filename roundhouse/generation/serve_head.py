@@ -32,7 +32,7 @@ def head_environment(
         directory: for HAProxy's configuration and socket; short, see `SOCKET_PATH_BYTES`.
         stats_port: HAProxy's statistics page.
         metrics_port: HAProxy's own metrics, which it serves whether they are asked for or not.
-        fallback_port: the Python proxy that HAProxy turns to when no replica passes its health check. Ray's default is one fixed
+        fallback_port: the Python proxy that HAProxy turns to when no replica passes its health check. Ray's default is a fixed
             port, which two clusters of a machine share without an error: a request of one is answered by the other's policy.
         grpc_fallback_port: the same for gRPC.
         first_replica_port: `REPLICA_PORTS` ports from here on, apart from Ray's worker ports.
