@@ -8,6 +8,7 @@ or the one that has finished.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable
 
@@ -65,7 +66,9 @@ def run_in_job(
 
 def plan_of(run: Run, spec: StepSpec, infra: KubernetesInfra, service: ProcessService) -> TrainJob:
     """The step as a Job: pure."""
-    depends = spec.model_dump_json(exclude={"report": True, "cache": True, "train": {"service": True}})
+    tree = spec.model_dump(mode="json", exclude={"report": True, "cache": True, "train": {"service": True}})
+    # sorted: a reference that was read back has its counts in another order than one that was just committed
+    depends = json.dumps(tree, sort_keys=True)
     identity = StageIdentity(
         run_id=run.run_id,
         run_uid=run.uid,

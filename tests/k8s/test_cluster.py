@@ -255,8 +255,6 @@ def test_a_run_that_loses_a_pod_ends_well(deployed: Deployed, small: str, compon
     deployed.end(job)
     [found] = look(deployed, run_id)
     assert found["train"]["counts"]["sequences"] > 0
-    if component == "flow":
-        assert len(deployed.nodes.found("jobs", f"roundhouse/run={run_id}")) == 1, "the next flow found the Job"
 
 
 def trainer_of(deployed: Deployed, run_id: str) -> str | None:
