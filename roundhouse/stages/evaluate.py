@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from roundhouse.errors import ConfigError
 from roundhouse.gym.collector import plan_rollouts
 from roundhouse.gym.sessions import open_environment
 from roundhouse.stages.collect import Progress, open_collection
@@ -23,13 +24,22 @@ EVALUATION_SEED = 7
 
 
 def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress | None = None) -> Reference:
-    """Evaluate a policy version that the engine has been refitted to."""
+    """Evaluate a policy version that the engine has been refitted to.
+
+    Raises:
+        ConfigError: the environment has no held-out task.
+    """
     config = run.config
     stage = run.stage(version, "evaluate")
     if (done := stage.reference()) is not None:
         return done
     checkpoint = run.checkpoint(version).reference()
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
+    if not rows:
+        raise ConfigError(
+            f"environment.kind is {config.environment.kind} and has no held-out task, so there is nothing to evaluate on. Name "
+            "a file of rows that are not trained on in environment.heldout_tasks, or raise the environment's held-out share."
+        )
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
     collection = open_collection(run, stage, version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
