@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from roundhouse.errors import ConfigError
 from roundhouse.gym.collector import plan_rollouts
 from roundhouse.gym.sessions import open_environment
-from roundhouse.stages.collect import Progress, open_collection
+from roundhouse.stages.collect import Progress, open_collection, refuse_many_failures
 from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.stages.metrics import deviation, mean, rollout_metrics
 from roundhouse.store.manifest import Reference
@@ -28,6 +28,7 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
 
     Raises:
         ConfigError: the environment has no held-out task.
+        TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed; the next attempt makes these again.
     """
     config = run.config
     stage = run.stage(version, "evaluate")
@@ -44,6 +45,7 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     collection = open_collection(run, stage, version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
     collected = collection.collect(specs, sampling, engine_url, progress, on_policy=False)
+    refuse_many_failures(collected.rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
     return collection.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},

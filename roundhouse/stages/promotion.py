@@ -49,12 +49,13 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
     if evaluation is None:
         raise StoreError(f"Version {version} of run {run.run_id} has no evaluation: nothing says how good it is.")
     attempt = run.begin(run.stage(version, "promote"), policy_version=version)
-    against = _incumbent(run, version)
-    if against is None:
-        verdict = _verdict(run, version, "the first evaluated version", better=True)
+    against, rewards = _incumbent(run, version), _rewards(evaluation)
+    before = _rewards(against) if against is not None else {}
+    if against is None or not rewards.keys() & before.keys():
+        verdict = _without_comparison(run, version, rewards, against)
         metrics = {"promotion/promoted": float(verdict["promoted"])}
         return attempt.commit(inputs={"evaluation": evaluation}, metrics=metrics, details=verdict)
-    difference = paired_difference(_rewards(evaluation), _rewards(against), confidence)
+    difference = paired_difference(rewards, before, confidence)
     why = _why(difference, against.policy_version, confidence)
     verdict = _verdict(run, version, why, better=difference.low > 0)
     return attempt.commit(
@@ -67,6 +68,16 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
         },
         details=verdict,
     )
+
+
+def _without_comparison(run: Run, version: int, rewards: Rewards, against: Reference | None) -> dict[str, Any]:
+    """It is the first, or rollouts of the evaluations failed. Nothing is promoted unmeasured."""
+    if not rewards:
+        return _verdict(run, version, "no rollout of its evaluation has a reward", better=False)
+    if against is None:
+        return _verdict(run, version, "the first evaluated version", better=True)
+    why = f"no task has a reward in this evaluation and in that of version {against.policy_version}"
+    return _verdict(run, version, why, better=False)
 
 
 def _verdict(run: Run, version: int, why: str, *, better: bool) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from roundhouse.config.loading import parse_config
@@ -22,11 +24,18 @@ def run(tmp_path) -> Run:
     return open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
 
 
-def evaluated(run: Run, version: int, rewards: list[float]) -> None:
-    """A checkpoint and an evaluation with one rollout a task."""
+def evaluated(run: Run, version: int, rewards: Sequence[float | None]) -> None:
+    """A checkpoint and an evaluation with one rollout a task; None: it failed."""
     run.begin(run.checkpoint(version), policy_version=version).commit()
     rollouts = [
-        Rollout(f"task-{i}", 0, {"task_id": f"task-{i}"}, "calculator", Status.COMPLETED, reward=reward)
+        Rollout(
+            f"task-{i}",
+            0,
+            {"task_id": f"task-{i}"},
+            "calculator",
+            Status.FAILED if reward is None else Status.COMPLETED,
+            reward=reward,
+        )
         for i, reward in enumerate(rewards)
     ]
     attempt = run.begin(run.stage(version, "evaluate"), policy_version=version)
@@ -54,6 +63,17 @@ def test_a_worse_version_is_not_promoted(run: Run):
     promote(run, 0)
     assert not read_manifest(promote(run, 1)).details["promoted"]
     assert promoted_version(run) == 0
+
+
+def test_what_cannot_be_compared_is_not_promoted_and_the_reason_is_on_record(run: Run):
+    evaluated(run, 0, [None, None])
+    evaluated(run, 1, [1.0, None])
+    evaluated(run, 2, [None, 1.0])
+    told = [read_manifest(promote(run, version)).details for version in (0, 1, 2)]
+    assert [each["promoted"] for each in told] == [False, True, False]
+    assert told[0]["why"] == "no rollout of its evaluation has a reward"
+    assert "that of version 1" in told[2]["why"]
+    assert promoted_version(run) == 1
 
 
 def test_a_crash_between_decision_and_pointer_is_mended_by_the_next_start(run: Run):
