@@ -1,0 +1,73 @@
+"""A night that was missed is collected with the promoted checkpoint, and a run learns from it: deployments, as a person asks.
+
+The story happens once; each test is a claim about what was seen.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from flows.schedules import add_schedule, back_fill, missed, remove_schedule
+from roundhouse.config.forms import CollectForm
+from roundhouse.query.lineage import trained_on
+from roundhouse.stages.datasets import dataset_versions, users_of_datasets
+from roundhouse.store.promoted import promoted_version
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+from tests.flows.served import Served
+
+pytestmark = pytest.mark.timeout(1500)
+
+
+@pytest.fixture(scope="module")
+def learnt(served: Served) -> Run:
+    """The offline run."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    served.wait(served.start("train", preset="small", run_id="source", iterations=1), "COMPLETED")
+    night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
+    with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
+        form = CollectForm(run_id="source", store=served.store, name="nights", checkpoint="promoted", tasks=3)
+        add_schedule(form, "0 0 * * *")
+        [moment] = missed("nights", night, night + timedelta(hours=1))
+        [asked] = back_fill("nights", [moment])
+        served.wait(asked, "COMPLETED")
+        assert missed("nights", night, night + timedelta(hours=1)) == []
+        remove_schedule("nights")
+    settings = {"run_id": "source", "store": served.store, "new_run_id": "learnt", "datasets": ["nights"]}
+    flow_run = served.start("train-offline", **settings, at="promoted", epochs=2, groups=2, on_stale="warn")
+    served.wait(flow_run, "COMPLETED")
+    return served.run("learnt")
+
+
+def test_a_missed_night_is_collected_with_the_promoted_checkpoint(learnt: Run, served: Served) -> None:
+    [night] = dataset_versions(served.store, "nights")
+    assert night.policy_version == promoted_version(served.run("source"))
+    assert night.counts["requested"] == 3 * 2, "three tasks as the form says, though the run has two an iteration"
+
+
+def test_a_run_learns_from_it_and_is_evaluated_and_promoted_as_any(learnt: Run, served: Served) -> None:
+    assert learnt.parent is not None
+    first = learnt.first_version
+    assert first == promoted_version(served.run("source"))
+    summary = learnt.summary()
+    assert summary is not None
+    assert summary["iterations"] == first + 4, "two epochs of two batches"
+    assert [entry["version"] for entry in summary["evaluation"]["all"]] == [first, first + 4]
+    assert promoted_version(learnt) is not None
+    for k in range(first + 1, first + 5):
+        assert learnt.stage(k, "collect").reference() is None
+        for kind in ("validate", "train", "report"):
+            reference = learnt.stage(k, kind).reference()
+            assert reference is not None, (k, kind)
+            assert read_manifest(reference).attempt == 1
+
+
+def test_lineage_leads_from_its_versions_to_the_night(learnt: Run, served: Served) -> None:
+    [night] = dataset_versions(served.store, "nights")
+    assert users_of_datasets(served.store) == {night.uri: ["learnt"]}
+    version = learnt.first_version + 4
+    own = [entry for entry in trained_on(served.store, "learnt", version).iterations if entry["run_id"] == "learnt"]
+    assert {entry["dataset"] for entry in own} == {f"nights@{night.uri.rsplit('/', 1)[-1]}"}
