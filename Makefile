@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-async bench-overlap bench-delta bench-refit reference format lock clean
+.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-pages bench-async bench-overlap bench-delta bench-refit reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench-validate: setup ## false alarms and CPU of the proofs between collection a
 
 bench-view: setup ## the viewer over 100,000 rollouts, on disk and on S3 (BENCH_ARGS="--rollouts 10000 --no-s3")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/view.py $(BENCH_ARGS)
+
+bench-pages: setup ## a long run opened in the Prefect and MLflow pages (BENCH_ARGS="--state DIR --run soak")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.pages $(BENCH_ARGS)
 
 bench-async: setup ## modes and bounds in simulation over ratios of training to generation (BENCH_ARGS="--iterations 20")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)
