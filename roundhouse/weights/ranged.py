@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from roundhouse.errors import StoreError
+from roundhouse.errors import DataError
 from roundhouse.store.location import Location
 
 RANGE_BYTES = 16 * 2**20
@@ -22,7 +22,8 @@ def download(source: Location, sizes: Mapping[str, int], directory: Path, thread
     """Copy objects of known sizes to a local directory.
 
     Raises:
-        StoreError: an object is missing, shorter than said, or the store does not answer.
+        StoreError: an object is missing, or the store does not answer.
+        DataError: an object is shorter than said.
     """
     if source.is_local:
         source.download(list(sizes), directory)
@@ -36,7 +37,10 @@ def download(source: Location, sizes: Mapping[str, int], directory: Path, thread
             name, begin, end = wanted
             data = source.read_range(name, begin, end)
             if len(data) != end - begin:
-                raise StoreError(f"{source.uri}/{name} ended at byte {begin + len(data)} of {sizes[name]}. Restore it.")
+                raise DataError(
+                    f"{source.uri}/{name} is not what its manifest says: it ends at byte {begin + len(data)} of {sizes[name]}. "
+                    "Restore it."
+                )
             os.pwrite(files[name], data, begin)
 
         with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:

@@ -49,12 +49,14 @@ class TensorFile:
             (length,) = struct.unpack("<Q", bytes(data[:8]))
             self.header = bytes(data[: 8 + length])
             entries = json.loads(self.header[8:])
-        except (OSError, ValueError, struct.error) as error:
+            if not isinstance(entries, dict):
+                raise TypeError("its header is no object")
+            entries.pop("__metadata__", None)
+            self._entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
+            end = max((int(entry["data_offsets"][1]) for entry in self._entries.values()), default=0)
+        except (OSError, ValueError, TypeError, LookupError, struct.error) as error:
             raise DataError(f"{path} is no safetensors file: {error}. Point to a complete checkpoint.") from None
-        entries.pop("__metadata__", None)
         self._body = data[8 + length :]
-        self._entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
-        end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
         if end != len(self._body):
             raise DataError(
                 f"{path} is cut short or has more than its header says: {len(self._body)} bytes of tensors, the header "

@@ -16,7 +16,6 @@ from prefect.client.orchestration import get_client
 from prefect.events.worker import EventsWorker
 from prefect.testing.utilities import prefect_test_harness
 
-import flows.recovery
 from flows.recovery import carry_out
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -157,12 +156,12 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setattr("roundhouse.health.policy.FIRST_WAIT_SECONDS", 0.01)
 
     def carry(run: Run, fails: dict[int, list[Exception]]) -> None:
-        monkeypatch.setattr(flows.recovery, "iteration", planted_iteration(tmp_path, fails))
+        planted = planted_iteration(tmp_path, fails)
 
         def loop() -> None:
             with heartbeat(run):
                 for k in range(1, run.config.iterations + 1):
-                    carry_out(run, k)
+                    carry_out(run, k, by=planted)
 
         as_flow(loop)
 

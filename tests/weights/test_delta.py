@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import tracemalloc
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from roundhouse.training.trainer import Trainer
 from roundhouse.weights import delta as deltas
 from roundhouse.weights.delta import apply_delta, write_delta
 from roundhouse.weights.delta_index import DELTA, read_delta
+from roundhouse.weights.tensor_file import TensorFile
 from tests.training.tiny import make_model, sequences
 
 
@@ -160,6 +162,18 @@ def test_a_file_that_is_cut_short_is_no_checkpoint(versions, tmp_path):
     (broken / "model.safetensors").write_bytes((versions[0] / "model.safetensors").read_bytes()[:-7])
     with pytest.raises(DataError, match="cut short"):
         write_delta(versions[0], broken, Location(str(tmp_path / "delta")))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"weights", b"weights 0", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 7) + b'{"a":1}']
+)
+def test_what_is_no_safetensors_file_is_said_to_be_none(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"no safetensors file.*complete checkpoint"):
+        TensorFile(path)
+    with pytest.raises(DataError, match=r"no safetensors file"):
+        TensorFile(path, content)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
