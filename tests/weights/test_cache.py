@@ -28,7 +28,7 @@ def size(count: int):
 
 
 def test_of_several_processes_one_makes_an_entry_and_the_others_take_it(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("fork")
+    spawn = multiprocessing.get_context("spawn")
     makers = [spawn.Process(target=slowly, args=(str(tmp_path), 0.3)) for _ in range(4)]
     for maker in makers:
         maker.start()
@@ -39,7 +39,7 @@ def test_of_several_processes_one_makes_an_entry_and_the_others_take_it(tmp_path
 
 
 def test_what_a_killed_process_left_is_made_anew_and_cleared_away(tmp_path: Path) -> None:
-    maker = multiprocessing.get_context("fork").Process(target=slowly, args=(str(tmp_path), 60))
+    maker = multiprocessing.get_context("spawn").Process(target=slowly, args=(str(tmp_path), 60))
     maker.start()
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".k.partial-*/by-*")):

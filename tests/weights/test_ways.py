@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.models import GenerationConfig, OptimizerConfig, TrainConfig
 from roundhouse.config.training import LoraConfig
-from roundhouse.errors import DataError, StoreError
+from roundhouse.errors import DataError
 from roundhouse.store.location import Location
 from roundhouse.training.trainer import Trainer
 from roundhouse.weights import ranged
@@ -155,7 +155,7 @@ def test_a_bucket_is_read_in_ranges_once_a_node(
     count = len(asked)
     again = bring("s3://ways/one", None, None, cache)
     assert (again.directory, len(asked)) == (arrived.directory, count)
-    with pytest.raises(StoreError, match="ended at byte"):
+    with pytest.raises(DataError, match="it ends at byte"):
         ranged.download(Location("s3://ways/one"), {"model.safetensors": size + 5}, cache.directory)
 
 
