@@ -22,4 +22,5 @@ class AlertsConfig(Section):
     kl_above: PositiveFloat | None = 0.5
     """Of `train/kl_penalty`, the divergence from the reference policy; it is measured where `kl_coefficient` is above 0."""
     mismatch_above: Annotated[float, Field(gt=1)] | None = 1.05
-    """Of `train/token_mult_prob_error`, by which factor engine and trainer differ on a token's probability."""
+    """Of `train/token_mult_prob_error`, by which factor engine and trainer differ on a token's probability. Not judged where
+    rollouts may be of older weights (`asynchrony.staleness` above 0, `offline`)."""

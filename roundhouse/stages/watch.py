@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from roundhouse.health.alerts import REMEMBERED, WATCHED, Alert, Metrics, new_alerts
+from roundhouse.health.alerts import MISMATCH, REMEMBERED, WATCHED, Alert, Metrics, new_alerts
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
@@ -34,10 +34,14 @@ class Watch:
 
 
 def watched_metrics(run: Run, iteration: int) -> dict[str, float]:
-    """The metrics of an iteration that alerts are made of; those of a skipped one are missing."""
-    found: dict[str, float] = {}
+    """The metrics of an iteration that alerts are made of; those of a skipped one are missing.
+
+    Engine and trainer are held against each other only where both had the same weights: old rollouts differ by design.
+    """
+    config, found = run.config, dict[str, float]()
+    judged = WATCHED if config.offline is None and config.asynchrony.staleness == 0 else set(WATCHED) - {MISMATCH}
     for kind in ("collect", "train"):
         if (reference := run.stage(iteration, kind).reference()) is not None:
             metrics = read_manifest(reference).metrics
-            found |= {name: metrics[name] for name in WATCHED if name in metrics}
+            found |= {name: metrics[name] for name in judged if name in metrics}
     return found

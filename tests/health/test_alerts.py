@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.config.alerts import AlertsConfig
+from roundhouse.config.loading import parse_config
 from roundhouse.health.alerts import KL, MISMATCH, REWARD, new_alerts
+from roundhouse.stages.watch import Watch
+from roundhouse.store.run import open_run
 
 
 def told(config: AlertsConfig, metric: str, values: list[float]) -> list[tuple[int, str]]:
@@ -53,3 +58,12 @@ def test_what_is_not_a_number_is_above_its_limit():
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=30), st.integers(1, 4))
 def test_a_rising_reward_never_alerts(rewards, over):
     assert told(AlertsConfig(reward_over=over), REWARD, sorted(rewards)) == []
+
+
+@pytest.mark.parametrize(("asynchrony", "alerts"), [({}, ["mismatch"]), ({"mode": "batch-async", "staleness": 1}, [])])
+def test_old_rollouts_are_no_mismatch_of_engine_and_trainer(
+    tmp_path: Path, asynchrony: dict[str, Any], alerts: list[str]
+) -> None:
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path), "asynchrony": asynchrony}))
+    run.begin(run.stage(1, "train"), policy_version=0).commit(metrics={MISMATCH: 1.4})
+    assert [alert.name for alert in Watch(run).look(1)] == alerts
