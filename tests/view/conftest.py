@@ -52,7 +52,7 @@ def url(store: str) -> Iterator[str]:
         process.wait(15)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # it holds an event loop, in which nothing else of this process can run one
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no chromium on this machine")
