@@ -52,10 +52,15 @@ class Served:
         return load_run(self.store, run_id)
 
     def call(self, method: str, path: str, **body: Any) -> Any:
-        """Prefect's API. It says 503 while its database is busy, and wants to be asked again."""
+        """Prefect's API. It says 503 while its database is busy, or nothing for long, and wants to be asked again."""
         url = f"{self.services.prefect_ui_url}/api/{path}"
         for _ in range(20):
-            reply = httpx.request(method, url, json=body if method == "POST" else None, timeout=30)
+            try:
+                reply = httpx.request(method, url, json=body if method == "POST" else None, timeout=60)
+            except httpx.ReadTimeout:
+                if method != "GET":
+                    raise
+                continue
             if reply.status_code != 503:
                 break
             time.sleep(0.5)
