@@ -65,7 +65,7 @@ def pages(prefect: str, mlflow: str, run_id: str) -> list[Page]:
             "Prefect: its iterations", f"{prefect}/runs/flow-run/{train['id']}", iteration["name"], tab="Subflow Runs"
         ),
         Page("Prefect: the newest iteration", f"{prefect}/runs/flow-run/{iteration['id']}", iteration["name"]),
-        Page("MLflow: runs", base, run_id),
+        Page("MLflow: runs", f"{base}/runs", run_id),
         Page("MLflow: the run", f"{base}/runs/{info.run_id}", "reward/mean"),
         Page("MLflow: its curves", f"{base}/runs/{info.run_id}/model-metrics", "reward"),
     ]
