@@ -26,17 +26,17 @@ def learnt(served: Served) -> Run:
     """The offline run."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    served.wait(served.start("train", preset="small", run_id="source", iterations=1), "COMPLETED")
+    served.wait(served.start("train", preset="small", run_id="taught", iterations=1), "COMPLETED")
     night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
     with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
-        form = CollectForm(run_id="source", store=served.store, name="nights", checkpoint="promoted", tasks=3)
+        form = CollectForm(run_id="taught", store=served.store, name="nights", checkpoint="promoted", tasks=3)
         add_schedule(form, "0 0 * * *")
         [moment] = missed("nights", night, night + timedelta(hours=1))
         [asked] = back_fill("nights", [moment])
         served.wait(asked, "COMPLETED")
         assert missed("nights", night, night + timedelta(hours=1)) == []
         remove_schedule("nights")
-    settings = {"run_id": "source", "store": served.store, "new_run_id": "learnt", "datasets": ["nights"]}
+    settings = {"run_id": "taught", "store": served.store, "new_run_id": "learnt", "datasets": ["nights"]}
     flow_run = served.start("train-offline", **settings, at="promoted", epochs=2, groups=2, on_stale="warn")
     served.wait(flow_run, "COMPLETED")
     return served.run("learnt")
@@ -44,14 +44,14 @@ def learnt(served: Served) -> Run:
 
 def test_a_missed_night_is_collected_with_the_promoted_checkpoint(learnt: Run, served: Served) -> None:
     [night] = dataset_versions(served.store, "nights")
-    assert night.policy_version == promoted_version(served.run("source"))
+    assert night.policy_version == promoted_version(served.run("taught"))
     assert night.counts["requested"] == 3 * 2, "three tasks as the form says, though the run has two an iteration"
 
 
 def test_a_run_learns_from_it_and_is_evaluated_and_promoted_as_any(learnt: Run, served: Served) -> None:
     assert learnt.parent is not None
     first = learnt.first_version
-    assert first == promoted_version(served.run("source"))
+    assert first == promoted_version(served.run("taught"))
     summary = learnt.summary()
     assert summary is not None
     assert summary["iterations"] == first + 4, "two epochs of two batches"
