@@ -29,21 +29,21 @@ def learnt(served: Served) -> Run:
     served.wait(served.start("train", preset="small", run_id="taught", iterations=1), "COMPLETED")
     night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
     with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
-        form = CollectForm(run_id="taught", store=served.store, name="nights", checkpoint="promoted", tasks=3)
+        form = CollectForm(run_id="taught", store=served.store, name="lessons", checkpoint="promoted", tasks=3)
         add_schedule(form, "0 0 * * *")
-        [moment] = missed("nights", night, night + timedelta(hours=1))
-        [asked] = back_fill("nights", [moment])
+        [moment] = missed("lessons", night, night + timedelta(hours=1))
+        [asked] = back_fill("lessons", [moment])
         served.wait(asked, "COMPLETED")
-        assert missed("nights", night, night + timedelta(hours=1)) == []
-        remove_schedule("nights")
-    settings = {"run_id": "taught", "store": served.store, "new_run_id": "learnt", "datasets": ["nights"]}
+        assert missed("lessons", night, night + timedelta(hours=1)) == []
+        remove_schedule("lessons")
+    settings = {"run_id": "taught", "store": served.store, "new_run_id": "learnt", "datasets": ["lessons"]}
     flow_run = served.start("train-offline", **settings, at="promoted", epochs=2, groups=2, on_stale="warn")
     served.wait(flow_run, "COMPLETED")
     return served.run("learnt")
 
 
 def test_a_missed_night_is_collected_with_the_promoted_checkpoint(learnt: Run, served: Served) -> None:
-    [night] = dataset_versions(served.store, "nights")
+    [night] = dataset_versions(served.store, "lessons")
     assert night.policy_version == promoted_version(served.run("taught"))
     assert night.counts["requested"] == 3 * 2, "three tasks as the form says, though the run has two an iteration"
 
@@ -66,8 +66,8 @@ def test_a_run_learns_from_it_and_is_evaluated_and_promoted_as_any(learnt: Run, 
 
 
 def test_lineage_leads_from_its_versions_to_the_night(learnt: Run, served: Served) -> None:
-    [night] = dataset_versions(served.store, "nights")
+    [night] = dataset_versions(served.store, "lessons")
     assert users_of_datasets(served.store) == {night.uri: ["learnt"]}
     version = learnt.first_version + 4
     own = [entry for entry in trained_on(served.store, "learnt", version).iterations if entry["run_id"] == "learnt"]
-    assert {entry["dataset"] for entry in own} == {f"nights@{night.uri.rsplit('/', 1)[-1]}"}
+    assert {entry["dataset"] for entry in own} == {f"lessons@{night.uri.rsplit('/', 1)[-1]}"}
