@@ -253,13 +253,14 @@ def test_a_stage_that_is_killed_takes_its_workers_with_it_and_goes_on_with_any_n
 ) -> None:
     store = str(tmp_path)
     run, weights = begun(store, 2)
-    engine.silent = second = later_calls_of_shard_2(run)
+    engine.silent = second = calls_of_shard_2(run, 2, CALLS)
     process = subprocess.Popen([sys.executable, "-c", COLLECTING, json.dumps(settings(store, 2)), engine.url])
     location = run.stage(1, "collect").location
     try:
         until(lambda: any(name.endswith(f"/{REPORT}") for name in location.tree()))
         until(lambda: len(engine.answered) == TASKS * GROUP * CALLS - len(second))
         until(lambda: len(children_of(process.pid)) == 1)  # one shard is whole, one waits
+        until(lambda: calls_of_shard_2(run, 2, 3) <= engine.unanswered)  # each answer before has arrived
         pids = children_of(process.pid)
     finally:
         process.kill()
@@ -278,15 +279,15 @@ def test_a_stage_that_is_killed_takes_its_workers_with_it_and_goes_on_with_any_n
         assert attempts == [1, 2], "the whole one had no worker again"
 
 
-def later_calls_of_shard_2(run: Run) -> set[int]:
-    """Seeds of the calls, from the third, of the rollouts of the second of two shards."""
+def calls_of_shard_2(run: Run, first: int, end: int) -> set[int]:
+    """Seeds of the calls from number `first` (from 0) to before `end`, of the rollouts of the second of two shards."""
     from roundhouse.gym.plan import plan_rollouts
     from roundhouse.gym.sessions import open_environment
     from roundhouse.stages.rounds import round_tasks
 
     tasks = open_environment(run.config.environment).tasks("train")
     plan = plan_rollouts(round_tasks(tasks, run.config.seed, 1, TASKS, 1), GROUP, run.config.seed, 1)
-    return {derive_seed(spec.seed, number) for spec in split(plan, 2)[1].specs for number in range(2, CALLS)}
+    return {derive_seed(spec.seed, number) for spec in split(plan, 2)[1].specs for number in range(first, end)}
 
 
 def children_of(pid: int) -> list[int]:
@@ -324,7 +325,7 @@ def test_failures_are_weighed_over_all_shards_and_the_next_attempt_makes_only_th
     from roundhouse.errors import TooFewRollouts
 
     run, weights = begun(str(tmp_path), 2, retry={"attempts": 1, "first_delay_seconds": 0.01})
-    engine.silent, engine.broken = later_calls_of_shard_2(run), True
+    engine.silent, engine.broken = calls_of_shard_2(run, 2, CALLS), True
     with pytest.raises(TooFewRollouts, match=r"12 of 20 rollouts failed.*max_failed_fraction"):
         collect_iteration(run, 1, weights, engine.url)
     engine.silent = ()
@@ -347,7 +348,7 @@ def test_an_error_of_a_worker_reaches_the_stage_as_it_was_raised_there(tmp_path:
 
 def test_a_damaged_report_or_part_costs_its_shard_and_no_more(tmp_path: Path, engine: GuessingEngine) -> None:
     run, weights = begun(str(tmp_path), 2)
-    engine.silent, engine.broken = later_calls_of_shard_2(run), True
+    engine.silent, engine.broken = calls_of_shard_2(run, 2, CALLS), True
     with pytest.raises(Exception, match="rollouts failed"):
         collect_iteration(run, 1, weights, engine.url)
     location = run.stage(1, "collect").location

@@ -52,6 +52,7 @@ class GuessingEngine(ThreadingHTTPServer):
         self.answered: list[int] = []
         self.healthy, self.broken = 10**6, False
         self.silent: Container[int] = ()
+        self.unanswered: set[int] = set()
         self.go_on = threading.Event()
         self.counting = threading.Lock()
 
@@ -71,6 +72,8 @@ class GuessedAnswer(BaseHTTPRequestHandler):
             serves = len(engine.answered) < engine.healthy and request["seed"] not in engine.silent
             if serves:
                 engine.answered.append(request["seed"])
+            else:
+                engine.unanswered.add(request["seed"])
         if not serves:
             if not engine.broken:
                 engine.go_on.wait(60)
