@@ -4,7 +4,7 @@
 
 speed: a Qwen3 model (of about 100 million parameters by default, float32, random weights) in vLLM's engine. A refit as a
 replica does it (digest of every tensor, check, load, probe of the layers, probe of the log-probabilities) alternates with its
-peer: a copy of the file and vLLM's own `reload_weights`, which proves nothing (and leaves a tied head on the old weights).
+peer, which proves nothing: a copy of the file, vLLM's own `reload_weights`, and the tied head packed anew, which that leaves out.
 
 load: a tiny model in a standalone engine, in a process of its own. Callers ask without a pause while the engine is brought back
 and forth between two versions of the weights, with running generations waited for, kept and broken off in turn. Each answer's
@@ -41,11 +41,20 @@ from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.protocol import Completion
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
 from roundhouse.generation.terms import Terms
+from roundhouse.generation.vllm_worker import RefitExtension, retie_head
 from roundhouse.weights.cache import NodeCache
 from tests.generation import tiny
 
 MODES = ("keep", "finish", "abort")
 CHECKED_EVERY = 25
+
+
+class WithPeer(RefitExtension):
+    """The worker's extension, with the peer's way of loading beside ours."""
+
+    def bench_reload(self, directory: str) -> None:
+        self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
+        retie_head(self.model_runner.get_model())  # type: ignore[attr-defined]
 
 
 async def speed(work: Path, hidden: int, layers: int, repeats: int) -> list[dict[str, Any]]:
@@ -55,7 +64,8 @@ async def speed(work: Path, hidden: int, layers: int, repeats: int) -> list[dict
     shutil.copytree(work / "a", work / "b")
     _disturb(work / "b" / "model.safetensors")
     size = (work / "a" / "model.safetensors").stat().st_size
-    config = GenerationConfig(kv_cache_gib=0.25)
+    arguments = {"load_format": "safetensors", "worker_extension_cls": "benchmarks.refit.WithPeer"}
+    config = GenerationConfig(kv_cache_gib=0.25, engine_args=arguments)
     engine = VllmEngine(config, str(work / "a"), "policy", [])
     await engine.start(serve=False)
     policy = ServedPolicy(engine, str(work / "a"), "bench", cache=NodeCache(work / "cache", 2**34))
@@ -72,7 +82,7 @@ async def speed(work: Path, hidden: int, layers: int, repeats: int) -> list[dict
                 shutil.rmtree(work / "copied", ignore_errors=True)
                 shutil.copytree(work / name, work / "copied", ignore=shutil.ignore_patterns("*.safetensors"))
                 (work / "copy.safetensors").rename(work / "copied" / "model.safetensors")
-                await engine.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(work / "copied")})
+                await engine.engine.collective_rpc("bench_reload", args=(str(work / "copied"),))
                 theirs = time.perf_counter() - started
                 if turn >= 0:
                     ours.append(mine)

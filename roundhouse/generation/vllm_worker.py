@@ -66,11 +66,11 @@ class RefitExtension:
         path = Path(directory)
         self.reload_weights(weights_iterator=weights.iterate(path))  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        _retie_head(model)
+        retie_head(model)
         return probe(model, path)
 
 
-def _retie_head(model: Any) -> None:
+def retie_head(model: Any) -> None:
     """Pack the head anew from the tied embedding.
 
     The head owns no tensor of the checkpoint, so vLLM's reload never reaches it.
@@ -161,13 +161,12 @@ def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: _Checkpoin
     tensors = [tensor for part in parts if (tensor := checkpoint.get(part)) is not None]
     if len(tensors) != len(parts):
         return False
-    weight = torch.cat(tensors)
     reference = next((p for p in layer.parameters() if p.numel()), None)
-    dtype = getattr(layer, "params_dtype", None) or (reference.dtype if reference is not None else weight.dtype)
+    dtype = getattr(layer, "params_dtype", None) or (reference.dtype if reference is not None else tensors[0].dtype)
     device = reference.device if reference is not None else "cpu"
-    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = x.float() @ weight.to(dtype).float().T
-    got = layer.quant_method.apply(layer, x.to(device))[..., : weight.shape[0]].float().cpu()
+    x = torch.randn(2, tensors[0].shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = torch.cat([x.float() @ tensor.to(dtype).float().T for tensor in tensors], dim=-1)
+    got = layer.quant_method.apply(layer, x.to(device))[..., : expected.shape[-1]].float().cpu()
     bound = TOLERANCE.get(str(dtype).removeprefix("torch."), 5e-2) * float(expected.abs().max() + 1e-6)
     if not float((got - expected).abs().max()) <= bound:
         raise StaleWeights(f"{name} does not compute with the weights that were loaded.")
