@@ -4,7 +4,7 @@
 
 speed: a Qwen3 model (of about 100 million parameters by default, float32, random weights) in vLLM's engine. A refit as a
 replica does it (digest of every tensor, check, load, probe of the layers, probe of the log-probabilities) alternates with its
-peer, which proves nothing: a copy of the file, vLLM's own `reload_weights`, and the tied head packed anew, which that leaves out.
+peer, which proves nothing: a copy of the file, vLLM's own `reload_weights`, and a tied head packed anew, which that leaves out.
 
 load: a tiny model in a standalone engine, in a process of its own. Callers ask without a pause while the engine is brought back
 and forth between two versions of the weights, with running generations waited for, kept and broken off in turn. Each answer's
