@@ -9,6 +9,8 @@
 * Of each flow it makes a model of the parameters and a form of the model: a fifth of a second where one is a run's
   configuration. So flows take a `WholeConfig`, checked as ever, but by itself. No flow that takes one is deployed; those that
   are have forms of their own.
+* Its server answers 503 where two transactions of its SQLite meet, which happens whenever an event is written while a task run
+  is created, and the client asks again after two seconds. It is asked sooner; who stays busy is given as long as ever.
 * At the end of a flow run its heartbeat thread is waited for, half a second on average. An iteration's flow run beats with its
   parent's heart: both are one process.
 """
@@ -17,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
+import httpx
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
@@ -31,11 +34,43 @@ with spared("pandas"), uncollected():
     import prefect.main  # noqa: F401
 
 from prefect import tags
+from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.context import FlowRunContext, TagsContext
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+SOON_SECONDS = (0.05, 0.15, 0.5)
+"""Pauses before the first tries again after a 503 that names none; those after them are Prefect's."""
+
+
+def _ask_again_soon(client: type[httpx.AsyncClient] | type[httpx.Client]) -> None:
+    """Have one of Prefect's clients give a 503 that names no pause a short one, the first few times that a request is sent."""
+    retried: Callable[..., Any] = vars(client)["_send_with_retry"]
+
+    def send_with_retry(self: Any, *args: Any, send: Callable[..., Any], **kwargs: Any) -> Any:
+        pauses = iter(SOON_SECONDS)
+
+        def named(response: httpx.Response) -> httpx.Response:
+            if response.status_code == 503 and "Retry-After" not in response.headers and (pause := next(pauses, None)):
+                response.headers["Retry-After"] = str(pause)
+            return response
+
+        async def send_async(*given: Any, **named_given: Any) -> httpx.Response:
+            return named(await send(*given, **named_given))
+
+        def send_sync(*given: Any, **named_given: Any) -> httpx.Response:
+            return named(send(*given, **named_given))
+
+        own = send_async if isinstance(self, httpx.AsyncClient) else send_sync
+        return retried(self, *args, send=own, **kwargs)
+
+    setattr(client, "_send_with_retry", send_with_retry)  # noqa: B010 (a method of another's class)
+
+
+_ask_again_soon(PrefectHttpxAsyncClient)
+_ask_again_soon(PrefectHttpxSyncClient)
 
 
 class _AsAWhole:

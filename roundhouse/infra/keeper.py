@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import getpid
 from urllib.parse import urlsplit
 
@@ -53,6 +53,13 @@ class Keeper:
     """Called after every change of the record."""
     asked: int = 0
     """Number of the newest request; the record takes it over once the service has been seen to be healthy since."""
+    _newly_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ask(self, request: int) -> None:
+        """Look at the service at once for a newer request."""
+        if request > self.asked:
+            self.asked = request
+            self._newly_asked.set()
 
     async def keep(self) -> None:
         """Runs until the service has failed for good or the task is cancelled."""
@@ -123,7 +130,9 @@ class Keeper:
         """Returns when the service died or stopped answering; says why in the record."""
         ready = answered = probed = time.monotonic()
         while process.poll() is None:
-            await asyncio.sleep(0.2)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._newly_asked.wait(), 0.2)
+            self._newly_asked.clear()
             now = time.monotonic()
             if self.record.restarts and now - ready > STEADY_SECONDS:
                 self.record.restarts = 0

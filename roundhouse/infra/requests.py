@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[ServiceRecord], None]
 """Called with a service's record whenever its status changed."""
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.04
 STOP_SECONDS = 45.0
 """Time limit for an orderly end of everything, beyond each service's grace."""
 SUPERVISOR_STARTS = 3

@@ -163,6 +163,13 @@ class StateDirectory:
         }
         return Wanted(data.get("revision", 0), leases)
 
+    def wishes_changed(self) -> int:
+        """When somebody last wrote `wanted.json`, in nanoseconds; 0 without one."""
+        try:
+            return (self.path / "wanted.json").stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def write_wanted(self, wanted: Wanted) -> None:
         self._write("wanted.json", asdict(wanted))
 

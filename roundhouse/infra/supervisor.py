@@ -10,6 +10,7 @@ It imports the standard library and psutil only: it stays as long as the service
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -27,6 +28,8 @@ from roundhouse.infra.state import Lease, Running, ServiceRecord, StateDirectory
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
+LOOK_SECONDS = 0.04
+"""How often a tick looks for new wishes, which are followed at once."""
 ORPHAN_GRACE_SECONDS = 3.0
 
 
@@ -46,19 +49,25 @@ class Supervisor:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(signum, stop.set)
         while not stop.is_set():
+            seen = self.state.wishes_changed()
             wanted = self._current_wishes()
             self._follow(wanted)
             if not wanted.services and not self.tasks and self._retire(supervision):
                 return
-            try:
-                await asyncio.wait_for(stop.wait(), TICK_SECONDS)
-            except TimeoutError:
-                continue
+            await self._tick(stop, seen)
         log.info("told to stop")
         self._forget_wishes()
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    async def _tick(self, stop: asyncio.Event, seen: int) -> None:
+        """Wait a tick; less when it is told to stop, or wishes were written since `seen`."""
+        until = time.monotonic() + TICK_SECONDS
+        while time.monotonic() < until and self.state.wishes_changed() == seen:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
+                return
 
     def _current_wishes(self) -> Wanted:
         """The leases of those who are alive. A state directory that is gone wants nothing."""
@@ -95,7 +104,7 @@ class Supervisor:
             if name not in self.tasks:
                 self._begin(record, lease)
             elif not self.tasks[name].cancelling():
-                self.keepers[name].asked = lease.asked
+                self.keepers[name].ask(lease.asked)
 
     def _begin(self, record: ServiceRecord, lease: Lease) -> None:
         others = {
