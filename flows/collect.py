@@ -10,8 +10,8 @@ from prefect import flow
 from flows.economy import WholeConfig, untagged_tasks
 from roundhouse.errors import StoreError
 from roundhouse.stages.datasets import Draw, dataset_stage, open_to_collect, retain_versions, version_for
-from roundhouse.stages.offline_fork import version_named
 from roundhouse.store.manifest import Reference
+from roundhouse.store.promoted import version_named
 from roundhouse.store.run import Run
 from tasks.collect import collect_dataset
 from tasks.policy import starting_policy

@@ -10,6 +10,8 @@ import typer
 from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from roundhouse.query.comparison import Comparison
     from roundhouse.query.lineage import TrainedOn
 
@@ -64,7 +66,6 @@ def compare(
 
 
 def _show_trained_on(found: TrainedOn, limit: int) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     terminal = console()
@@ -75,13 +76,22 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     for segment in found.segments:
         if segment.note:
             terminal.print(Text(segment.note, style="yellow"))
+    _show_iterations(terminal, found.iterations)
+    _show_rows(terminal, found.rows, limit)
+    return None
+
+
+def _show_iterations(terminal: Console, iterations: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, header_style="bold")
-    origins = {_origin(entry) for entry in found.iterations}
+    origins = {_origin(entry) for entry in iterations}
     several = len(origins) > 1  # seldom; else it is said once, below
     left = ("run", "sampled by", "made with")
     for name in ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "made with")[: 7 + several]:
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    shown = _thinned(found.iterations, ITERATIONS_SHOWN)
+    shown = _thinned(iterations, ITERATIONS_SHOWN)
     for entry in shown:
         table.add_row(
             Text(entry["run_id"]),
@@ -97,10 +107,14 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     terminal.print(table)
     if len(origins) == 1:
         terminal.print(f"[dim]made with {origins.pop()}[/]", highlight=False)
-    if len(shown) < len(found.iterations):
-        terminal.print(
-            f"[dim]{len(shown)} of {len(found.iterations)} iterations; all of them: --json[/]", highlight=False
-        )
+    if len(shown) < len(iterations):
+        terminal.print(f"[dim]{len(shown)} of {len(iterations)} iterations; all of them: --json[/]", highlight=False)
+
+
+def _show_rows(terminal: Console, found: list[dict[str, Any]], limit: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
     rows = Table(box=None, header_style="bold")
     for name, justify in (
         ("row", "left"),
@@ -110,14 +124,13 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
         ("prompt", "left"),
     ):
         rows.add_column(name, justify=justify, overflow="ellipsis", no_wrap=name == "prompt")  # type: ignore[arg-type]
-    for entry in found.rows[:limit]:
+    for entry in found[:limit]:
         iterations = ", ".join(map(str, entry["iterations"]))
         prompt = Text(" ".join((entry["prompt"] or "–").split())[:120])
         rows.add_row(Text(entry["row"]), iterations, str(entry["rollouts"]), _number(entry["reward"]), prompt)
     terminal.print(rows)
-    if len(found.rows) > limit:
-        terminal.print(f"[dim]{limit} of {len(found.rows)} rows; more of them: --limit, --json[/]", highlight=False)
-    return None
+    if len(found) > limit:
+        terminal.print(f"[dim]{limit} of {len(found)} rows; more of them: --limit, --json[/]", highlight=False)
 
 
 def _origin(entry: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.fork import fork_config
-from roundhouse.store.promoted import promoted_version
-from roundhouse.store.run import Run, load_run, run_exists
+from roundhouse.store.promoted import version_named
+from roundhouse.store.run import load_run, run_exists
 
 Method = Literal["grpo", "rejection", "distillation"]
 TRUNCATION = (0.0, 2.0)
@@ -56,28 +56,6 @@ def offline_config(
         "iterations": version + 1,  # does not count: epochs do
     }
     return fork_config(store, run_id, new_id, version, overrides, keys)
-
-
-def version_named(run: Run, name: str) -> int:
-    """The version that `newest`, `promoted` or a number means.
-
-    Raises:
-        ConfigError: nothing is promoted or made yet, or it is neither of these.
-    """
-    if name.isdecimal():
-        return int(name)
-    if name == "promoted":
-        if (promoted := promoted_version(run)) is None:
-            raise ConfigError(
-                f"Run {run.run_id!r} has no promoted checkpoint: no version was evaluated, or promotion is off "
-                "(evaluation.promotion_confidence). Name newest or a version, or evaluate it: roundhouse evaluate."
-            )
-        return promoted
-    if name != "newest":
-        raise ConfigError(f"{name!r} names no checkpoint: newest, promoted or the number of a version.")
-    if (newest := run.latest_checkpoint()) is None:
-        raise ConfigError(f"Run {run.run_id!r} has no checkpoint yet.")
-    return newest.policy_version
 
 
 def begun_from(store: str, run_id: str, parent_id: str) -> int | None:

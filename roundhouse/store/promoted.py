@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roundhouse.errors import ConfigError
 from roundhouse.store.location import NotFound
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -28,6 +29,28 @@ def promoted_checkpoint(run: Run) -> Reference | None:
     """Its checkpoint."""
     version = promoted_version(run)
     return None if version is None else run.checkpoint(version).reference()
+
+
+def version_named(run: Run, name: str) -> int:
+    """The version that `newest`, `promoted` or a number means.
+
+    Raises:
+        ConfigError: nothing is promoted or made yet, or it is neither of these.
+    """
+    if name.isdecimal():
+        return int(name)
+    if name == "promoted":
+        if (promoted := promoted_version(run)) is None:
+            raise ConfigError(
+                f"Run {run.run_id!r} has no promoted checkpoint: no version was evaluated, or promotion is off "
+                "(evaluation.promotion_confidence). Name newest or a version, or evaluate it: roundhouse evaluate."
+            )
+        return promoted
+    if name != "newest":
+        raise ConfigError(f"{name!r} names no checkpoint: newest, promoted or the number of a version.")
+    if (newest := run.latest_checkpoint()) is None:
+        raise ConfigError(f"Run {run.run_id!r} has no checkpoint yet.")
+    return newest.policy_version
 
 
 def point_to_promoted(run: Run, version: int, approval: str | None = None) -> None:
