@@ -1,0 +1,145 @@
+"""Each mode in real overlapped runs, beside each other on one Prefect server: what they leave in the store.
+
+`fully-async` lies in a bucket, and is killed in the overlap and started again.
+"""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony.controller import Controller
+from roundhouse.asynchrony.decisions import Block
+from roundhouse.asynchrony.dispatch import ENGINE
+from roundhouse.asynchrony.journal import Journal
+from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.stages.collect import read_rollouts
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.verification import verify
+from roundhouse.trajectories.records import Rollout, Status
+from tests.asynchrony.place import ITERATIONS, SECONDS, Place
+from tests.asynchrony.world import check
+from tests.chaos.strikes import Strike
+
+pytestmark = pytest.mark.timeout(900)
+
+MODES: dict[str, dict[str, Any]] = {
+    "fully-async": {"mode": "fully-async", "staleness": 2},
+    "finish": {"mode": "batch-async", "staleness": 1, "refit": "finish"},
+}
+KILLED = "fully-async"
+IN_STEP_2 = Strike("flow", "create iterations/000002/train/manifest.json", "before")
+
+
+@pytest.fixture(scope="module")
+def bucket(s3_server: str) -> Iterator[str]:
+    """A store on an S3 server."""
+    import s3fs
+
+    name = f"rh-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=name)
+    yield f"s3://{name}/store"
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def runs(place: Place, bucket: str) -> dict[str, Run]:
+    """A finished run of each mode."""
+    stores = {KILLED: {"store": bucket}}
+    started = {
+        name: place.train(name, IN_STEP_2 if name == KILLED else None, asynchrony=mode, **stores.get(name, {}))
+        for name, mode in MODES.items()
+    }
+    assert started[KILLED].wait(SECONDS) == -signal.SIGKILL, place.log(KILLED).read_text()
+    started[KILLED] = place.train(KILLED, asynchrony=MODES[KILLED], store=bucket)
+    for name, process in started.items():
+        assert process.wait(SECONDS) == 0, place.log(name).read_text()
+    return {name: place.run(name, stores.get(name, {}).get("store")) for name in MODES}
+
+
+@pytest.fixture(params=MODES)
+def run(runs: dict[str, Run], request: pytest.FixtureRequest) -> Run:
+    return runs[request.param]
+
+
+def collected(run: Run) -> dict[int, list[Rollout]]:
+    return {k: read_rollouts(run.stage(k, "collect").reference()) for k in range(1, ITERATIONS + 1)}
+
+
+def test_every_rollout_of_the_plan_is_made_once_and_trained_on_once(run: Run) -> None:
+    plan, trained = Plan(run.config), {}
+    assert run.latest_checkpoint().policy_version == ITERATIONS
+    for k, rollouts in collected(run).items():
+        assert {r.rollout_id: r.seed for r in rollouts} == {spec.rollout_id: spec.seed for spec in plan.specs(k)}
+        assert len(rollouts) == len(plan.specs(k))
+        sequences = read_table(run.stage(k, "validate").reference(), "sequences")
+        counted = Counter(sequences.column("rollout_id").to_pylist())
+        assert counted == Counter(r.rollout_id for r in rollouts if r.status in (Status.COMPLETED, Status.TRUNCATED))
+        trained[k] = read_manifest(run.stage(k, "train").reference()).inputs["sequences"]
+    assert trained == {k: run.stage(k, "validate").reference() for k in range(1, ITERATIONS + 1)}
+    assert verify(run.location.uri.split("/runs/")[0]).problems == []
+
+
+def test_no_token_is_older_than_the_bound(run: Run) -> None:
+    ages: Counter[int] = Counter()
+    for k, rollouts in collected(run).items():
+        for turn in (turn for rollout in rollouts for turn in rollout.turns):
+            versions = [span["version"] for span in turn.version_spans or ()] or [turn.policy_version]
+            assert min(versions) == turn.policy_version
+            ages.update(k - 1 - version for version in versions)
+        assert read_manifest(run.stage(k, "train").reference()).metrics["staleness/age_max"] <= (
+            run.config.asynchrony.staleness
+        )
+    assert min(ages) >= 0
+    assert 1 <= max(ages) <= run.config.asynchrony.staleness, "it ran ahead, and no further than it may"
+
+
+def test_every_state_that_the_controller_went_through_is_sound(run: Run) -> None:
+    """The journal of the real run, event for event, under the checks of the exploration."""
+    controller = Controller(terms_of(run))
+    for event in Journal(run.location / "asynchrony").events():
+        if isinstance(event, happened.TransferStarted) and controller.terms.drains:
+            assert not controller.replicas[ENGINE].running, "weights wait until running rollouts have ended"
+        controller.apply(event)
+        check(controller)
+    assert controller.version == ITERATIONS
+
+
+def test_with_refit_finish_a_rollout_has_one_version(runs: dict[str, Run]) -> None:
+    for rollouts in collected(runs["finish"]).values():
+        for rollout in rollouts:
+            assert len({turn.policy_version for turn in rollout.turns}) == 1
+            assert not any(len(turn.version_spans or ()) > 1 for turn in rollout.turns)
+
+
+def test_fully_async_holds_no_rollout_back_for_weights_that_are_on_their_way(runs: dict[str, Run]) -> None:
+    """While weights are exchanged a slot is filled, or everything within the bound has begun."""
+    controller = Controller(terms_of(runs["fully-async"]))
+    transfers = 0
+    for event in Journal(runs["fully-async"].location / "asynchrony").events():
+        controller.apply(event)
+        if (
+            ENGINE in controller.replicas
+            and controller.replicas[ENGINE].incoming
+            and controller.replicas[ENGINE].version
+        ):
+            transfers += 1
+            answer = controller.admission(ENGINE)
+            assert not (isinstance(answer, Block) and answer.for_weights)
+    assert transfers
+
+
+def test_killed_in_a_bucket_both_lanes_went_on(runs: dict[str, Run]) -> None:
+    events = list(Journal(runs[KILLED].location / "asynchrony").events())
+    assert sum(isinstance(event, happened.Restarted) for event in events) == 2
+    started = Counter(event.iteration for event in events if isinstance(event, happened.TrainingStarted))
+    assert started == {1: 1, 2: 2, 3: 1, 4: 1}
+    finished = [event.iteration for event in events if isinstance(event, happened.TrainingFinished)]
+    assert finished == list(range(1, ITERATIONS + 1))
