@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,7 +51,10 @@ class ControlPlane:
             "current-context": "test",
         }
         file = self.directory / f"kubeconfig-{abs(hash(server))}"
-        file.write_text(yaml.safe_dump(tree))
+        # renamed into place: kube-controller-manager once read it while a test wrote it again, and ended
+        aside = file.with_suffix(f".{uuid.uuid4().hex}")
+        aside.write_text(yaml.safe_dump(tree))
+        aside.rename(file)
         return file
 
     def tls(self) -> ssl.SSLContext:
