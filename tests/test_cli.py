@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from roundhouse.cli.exit_codes import FINAL, exit_code
 from roundhouse.config.loading import load_config, parse_config
+from roundhouse.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    InfraError,
+    RoundhouseError,
+    StoreError,
+    TooFewRollouts,
+    TooFewSequences,
+)
+from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.stages.budget import BudgetReached
 from roundhouse.store.run import open_run
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
@@ -56,11 +69,32 @@ def test_a_dry_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_key_is_one_clear_line_and_exit_code_1() -> None:
+def test_a_wrong_key_is_one_clear_line_and_the_exit_code_of_a_configuration() -> None:
     done = roundhouse("train", str(CONFIGS[0]), "--set", "rollout.group_sise=4")
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "rollout.group_sise: unknown key. Did you mean 'group_size'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "final"),
+    [
+        (ConfigError, 78, True),
+        (DataError, 65, True),
+        (TooFewSequences, 65, True),
+        (BudgetReached, 77, True),
+        (StoreError, 74, False),
+        (InfraError, 75, False),
+        (DiskFull, 75, False),
+        (TooFewRollouts, 75, False),
+        (DeploymentFailed, 1, False),
+    ],
+)
+def test_exit_codes_tell_whether_the_same_command_can_help(
+    error: type[RoundhouseError], code: int, final: bool
+) -> None:
+    assert exit_code(error("why")) == code
+    assert (code in FINAL) is final
 
 
 def test_a_missing_argument_is_told_without_a_traceback() -> None:
@@ -84,7 +118,7 @@ def test_runs_are_listed_and_shown_for_people_and_programs(tmp_path: Path) -> No
     assert shown["iterations"] == 0
     assert roundhouse("runs", "show", "one", "--store", store).returncode == 0
     missing = roundhouse("runs", "show", "two", "--store", store)
-    assert missing.returncode == 1
+    assert missing.returncode == 74
     assert "Runs there: one." in missing.stderr
 
 

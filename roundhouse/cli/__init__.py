@@ -58,16 +58,17 @@ app.add_typer(simulation.app)
 
 
 def main() -> None:
-    """Entry point: errors that a person can act on are shown without a traceback."""
+    """Entry point: errors that a person can act on are shown without a traceback, and told apart by their exit code."""
     try:
         app()
     except Exception as error:
+        from roundhouse.cli.exit_codes import exit_code
         from roundhouse.health.taxonomy import typed
 
         if not isinstance(known := typed(error), RoundhouseError):
             raise
         error_console().print(f"[bold red]error:[/] {known}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(exit_code(known))
     except SystemExit as end:
         if end.code == INTERRUPTED:
             error_console().print("\ninterrupted; the same command goes on where this one stopped")
