@@ -34,6 +34,7 @@ from roundhouse.health.activity import ACTIVITY
 from roundhouse.progress import announce
 from roundhouse.stages import parts as stage_parts
 from roundhouse.stages.parts import Parts
+from roundhouse.store.cpu import beside
 from roundhouse.trajectories.records import Rollout, Status
 
 END_SECONDS = 60.0
@@ -88,6 +89,7 @@ class Rolling:
         self._stopped = threading.Event()
         self._ready = threading.Event()
         self._running = 0
+        self._cpu_seconds = self._spent_seconds = 0.0
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="generation lane", daemon=True)
 
@@ -169,6 +171,12 @@ class Rolling:
                 f"The generation lane has written nothing down for {FLUSH_PATIENCE_SECONDS:g} s."
             ) from error
 
+    def spend(self) -> float:
+        """CPU seconds of the lane's thread up to the newest flush that were not told of before."""
+        with self._dispatch:
+            spent, self._spent_seconds = self._cpu_seconds - self._spent_seconds, self._cpu_seconds
+        return spent
+
     def close(self, iteration: int) -> None:
         """Let no further rollout of an iteration begin; what runs is given up, to be begun again."""
         with self._dispatch as dispatch:
@@ -189,7 +197,8 @@ class Rolling:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._work())
+            with beside():
+                asyncio.run(self._work())
         except asyncio.CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again where the lane is driven from
@@ -287,6 +296,7 @@ class Rolling:
         for opened in list(self._open.values()):
             opened.parts.flush()
         self._dispatch.record()
+        self._cpu_seconds = time.thread_time()
 
     async def _flush_again_and_again(self) -> None:
         while True:

@@ -2,7 +2,8 @@
 
 Invariants: the collect stage of iteration k holds exactly the rollouts that the synchronous one would make, once each, under
 the same seeds; none has a token older than version k-1 - `asynchrony.staleness`. It is committed after the controller's
-journal has what became of each. `inputs` names the checkpoint of every version that generated.
+journal has what became of each. `inputs` names the checkpoint of every version that generated. CPU seconds of the generation
+lane are those of the stage that is committed next, and no other's (`roundhouse.store.cpu`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from roundhouse.asynchrony.rolling import OpenCollection, Progress, Rolling
 from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.parts import Parts
 from roundhouse.stages.refit import ensure_version, refit_iteration
+from roundhouse.store.cpu import beside
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.trajectories.ledger import Ledger
@@ -31,25 +33,28 @@ def collect_ahead(run: Run, iteration: int, rolling: Rolling, progress: Progress
         return done
     trains_from = iteration - 1
     oldest = max(run.first_version, trains_from - run.config.asynchrony.staleness)
-    parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
-    opened = rolling.open(iteration, parts, progress)
-    try:
-        if not rolling.wait(opened):
-            return None
-        refuse_many_failures(list(opened.rollouts.values()), run.config.rollout, rolling.url)
-        rolling.flush()
-    finally:
-        rolling.close(iteration)
-    return _commit(run, opened, [opened.rollouts[key] for key in rolling.plan.keys(iteration)])
+    with beside():
+        parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
+        opened = rolling.open(iteration, parts, progress)
+        try:
+            if not rolling.wait(opened):
+                return None
+            refuse_many_failures(list(opened.rollouts.values()), run.config.rollout, rolling.url)
+            rolling.flush()
+        finally:
+            rolling.close(iteration)
+        parts.attempt.charge(rolling.spend())
+        return _commit(run, opened, [opened.rollouts[key] for key in rolling.plan.keys(iteration)])
 
 
 def transfer(run: Run, checkpoint: Reference) -> None:
     """Bring the engine to a version; the first time it stands as the refit stage of the iteration that trains from it."""
     iteration = checkpoint.policy_version + 1
-    if run.stage(iteration, "refit").reference() is None:
-        refit_iteration(run, iteration, checkpoint)
-    else:
-        ensure_version(run, checkpoint)
+    with beside():
+        if run.stage(iteration, "refit").reference() is None:
+            refit_iteration(run, iteration, checkpoint)
+        else:
+            ensure_version(run, checkpoint)
 
 
 def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Reference:

@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
+from roundhouse.store import cpu
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance, Reference, sha256
 
@@ -104,7 +105,8 @@ class Attempt:
         self.name = name or f"{number:04d}"
         """Part of the names of all its files."""
         self._started_at = started_at
-        self._started_cpu = _cpu_seconds()
+        self._cpu = cpu.clock()
+        self._started_cpu = self._cpu()
         self._provenance = provenance
         self._files: list[FileEntry] = []
         self._parts: dict[str, int] = {}
@@ -136,7 +138,7 @@ class Attempt:
         return self._provenance
 
     def charge(self, cpu_seconds: float) -> None:
-        """Count the CPU time of another process that worked for this attempt."""
+        """Count the CPU time of another process, or thread (`roundhouse.store.cpu`), that worked for this attempt."""
         self._started_cpu -= cpu_seconds
 
     def adopt(self, entry: FileEntry) -> FileEntry:
@@ -169,7 +171,7 @@ class Attempt:
             started_at=self._started_at,
             finished_at=time.time(),
             resources={
-                "cpu_seconds": round(_cpu_seconds() - self._started_cpu, 3),
+                "cpu_seconds": round(self._cpu() - self._started_cpu, 3),
                 "max_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             },
         )
@@ -284,8 +286,3 @@ def _reference(location: Location, manifest: Manifest, data: bytes) -> Reference
         policy_version=manifest.provenance.policy_version,
         counts=manifest.counts,
     )
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

@@ -258,7 +258,11 @@ CATALOGUE = (
             Entry("seconds/rollouts", "(seconds)", "the window in which rollouts run"),
             Entry("seconds/compute", "(seconds)", "the trainer's computation"),
             Entry("seconds/*", "(seconds)", "wall time of the stage"),
-            Entry("cpu_seconds/*", "(seconds)", "CPU of the process that ran the stage, while it ran"),
+            Entry(
+                "cpu_seconds/*",
+                "(seconds)",
+                "CPU of the process that ran the stage, while it ran; beside other stages, of its own threads",
+            ),
             Entry("refit/replica_seconds_max", "(maximum)", "the slowest replica's loading of the weights"),
             Entry(
                 "overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, MLflow, artifacts"

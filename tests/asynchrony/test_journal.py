@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony import journal as journal_module
 from roundhouse.asynchrony.controller import Controller
 from roundhouse.asynchrony.journal import Journal
 from roundhouse.asynchrony.state import snapshot
@@ -45,6 +46,40 @@ def test_of_two_controllers_of_one_run_one_is_told_to_stop(store_uri):
     with pytest.raises(StoreError, match="another controller of this run"):
         other.append([happened.TransferStarted("b", 0)])
     assert list(Journal(place).events()) == [happened.TransferStarted("a", 0)]
+
+
+def test_segments_that_two_states_stand_for_go_and_nothing_is_forgotten(store_uri, monkeypatch):
+    monkeypatch.setattr(journal_module, "KEPT_SEGMENTS", 3)
+    plan = terms("batch-async", 2, groups=2, group_size=2, iterations=40)
+    place = Location(store_uri) / "asynchrony"
+    controller, journal = Controller(plan, "ab"), Journal(place)
+    run_on(controller, journal, 200, keep_every=20)
+    assert journal.segments == 20
+    left = sorted(name for name in place.names() if name.startswith("events-"))
+    assert left == [f"events-{number:08d}.jsonl" for number in range(16, 21)], "three before the older state, two after"
+    again = Journal(place)
+    assert again.segments == 20, "the next one has the next number"
+    assert snapshot(again.load(plan, "ab")) == snapshot(controller)
+    place.write("state-00000020.json", b"damaged")
+    assert snapshot(Journal(place).load(plan, "ab")) == snapshot(controller)
+    place.write("state-00000018.json", b"damaged")
+    with pytest.raises(DataError, match=r"events-00000001.jsonl is missing"):
+        Journal(place).load(plan, "ab")
+
+
+def test_a_controller_that_slept_while_its_segments_went_is_told_to_stop_too(store_uri, monkeypatch):
+    monkeypatch.setattr(journal_module, "KEPT_SEGMENTS", 0)
+    plan = terms("batch-async", 2, groups=2, group_size=2, iterations=40)
+    place = Location(store_uri) / "asynchrony"
+    slept = Journal(place)
+    controller, journal = Controller(plan, "ab"), Journal(place)
+    run_on(controller, journal, 100, keep_every=20)
+    before = place.names()
+    assert "events-00000001.jsonl" not in before
+    with pytest.raises(StoreError, match=r"events-00000001.jsonl was written by another controller of this run"):
+        slept.append([happened.TransferStarted("a", 0)])
+    assert place.names() == before, "and leaves nothing"
+    assert snapshot(Journal(place).load(plan, "ab")) == snapshot(controller)
 
 
 def test_a_damaged_state_costs_a_replay_and_nothing_else(tmp_path):

@@ -13,10 +13,12 @@ import pytest
 from roundhouse.asynchrony import events as happened
 from roundhouse.asynchrony.journal import Journal
 from roundhouse.asynchrony.plan import Plan
+from roundhouse.errors import InfraError
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
+from roundhouse.training.service.exit_codes import EXIT_CODES
 from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import ITERATIONS, SECONDS, SIZE, STALENESS, TASKS, Place, until
 from tests.chaos.strikes import Strike
@@ -92,7 +94,7 @@ def test_an_engine_that_dies_in_the_overlap_ends_both_lanes(place: Place) -> Non
         process = place.train("dies", generation=generation, rollout=rollout)
         until(lambda: (place.directory / "store/runs/dies/checkpoints/000001/manifest.json").exists(), process)
         engine.stop()
-        assert process.wait(SECONDS) == 1
+        assert process.wait(SECONDS) == EXIT_CODES[InfraError]
         said = place.log("dies").read_text()
         assert "does not answer" in said or "rollouts failed" in said
     finally:
