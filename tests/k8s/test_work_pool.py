@@ -138,7 +138,7 @@ def worker_python() -> Path:
     return Path(named)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
     plane: ControlPlane, template: JobTemplate, worker_python: Path, tmp_path: Path
 ) -> None:
@@ -172,7 +172,7 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
             asked = {"parameters": {"settings": settings}, "state": {"type": "SCHEDULED"}}
             flow_run = served.call("POST", f"deployments/{deployment}/create_flow_run", **asked)["id"]
             ended = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-            until(lambda: served.state(flow_run) in ended, "the flow run's end", seconds=600)
+            until(lambda: served.state(flow_run) in ended, "the flow run's end", seconds=1500)
             assert served.state(flow_run) == "COMPLETED"
             jobs = stand.admin.get(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs")["items"]
             kubelet.stop()
