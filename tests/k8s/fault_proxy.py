@@ -11,9 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Protocol
 from urllib.parse import urlsplit
 
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive", "host"}
+
+LOST, TORN, EXPIRED = 0, -1, -2
+"""What is no status: the call is carried out and its reply lost; an answer that is streamed breaks off in the middle of its
+first line; a watch is told that its version is gone (410)."""
 
 
 @dataclass
@@ -21,13 +26,19 @@ class Fault:
     """What happens to the next calls that fit."""
 
     status: int
-    """Answered instead of passing the call on; 0 cuts the connection after the call was carried out, its reply lost."""
+    """Answered instead of passing the call on; or LOST, TORN, EXPIRED."""
     method: str = ""
     path: str = ""
     """Both empty: any call."""
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
     reason: str = "Planted"
+
+
+class Draws(Protocol):
+    """Where faults come from that nobody plants one by one (`fault_plan`)."""
+
+    def draw(self, method: str, path: str) -> Fault | None: ...
 
 
 class Faults:
@@ -37,6 +48,7 @@ class Faults:
         self.upstream = urlsplit(upstream)
         self.tls = tls
         self.planted: list[Fault] = []
+        self.plan: Draws | None = None
         self.away = False
         """Every connection is closed without an answer."""
         self.seen: list[tuple[str, str]] = []
@@ -54,7 +66,7 @@ class Faults:
                 if fault.times > 0 and fault.method in ("", method) and fault.path in path:
                     fault.times -= 1
                     return fault
-        return None
+            return None if self.plan is None else self.plan.draw(method, path)
 
     def cut_streams(self) -> int:
         """Break every answer that is being streamed; how many there were."""
@@ -95,7 +107,7 @@ class _Pass(BaseHTTPRequestHandler):
         if self.faults.away:
             self.close_connection = True
             return
-        if fault is not None and fault.status:
+        if fault is not None and fault.status > 0:
             data = json.dumps(
                 {"kind": "Status", "code": fault.status, "reason": fault.reason, "message": "planted"}
             ).encode()
@@ -111,11 +123,14 @@ class _Pass(BaseHTTPRequestHandler):
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
             upstream.request(self.command, self.path, body or None, headers)
             answer = upstream.getresponse()
-            if fault is not None:
-                answer.read()
-                self.close_connection = True
+            if fault is None or (fault.status != LOST and not answer.chunked):
+                self._answer(answer)
                 return
-            self._answer(answer)
+            self.close_connection = True
+            if fault.status == LOST:
+                answer.read()
+            else:
+                self._break(answer, fault.status)
         except (OSError, http.client.HTTPException):
             self.close_connection = True
         finally:
@@ -136,9 +151,26 @@ class _Pass(BaseHTTPRequestHandler):
         self.end_headers()
         with self.faults.streaming(self.connection):
             while data := answer.read1(65536):
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-                self.wfile.flush()
+                self._chunk(data)
             self.wfile.write(b"0\r\n\r\n")
+
+    def _break(self, answer: http.client.HTTPResponse, how: int) -> None:
+        """Begin to answer what is streamed, and break off."""
+        self.send_response(answer.status)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        if how == EXPIRED:
+            gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+            self._chunk(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+            self.wfile.write(b"0\r\n\r\n")
+            return
+        with self.faults.streaming(self.connection):
+            piece = answer.read1(65536)
+            self._chunk(piece[: len(piece) // 2])
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
 
     do_GET = do_POST = do_DELETE = do_PATCH = do_PUT = _pass
 

@@ -12,6 +12,7 @@ from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseErro
 from roundhouse.infra.kubernetes import patience as patience_module
 from roundhouse.infra.kubernetes.cluster import Refused
 from roundhouse.infra.kubernetes.train_job import TrainJob
+from tests.k8s.fault_proxy import EXPIRED, Fault
 from tests.k8s.stand import Stand
 
 Object = dict[str, Any]
@@ -290,6 +291,38 @@ def test_a_version_that_is_gone_is_listed_anew(stand: Stand) -> None:
     assert begun.result() == 1
 
 
+@pytest.mark.parametrize("fault", [EXPIRED, 410, 429])
+def test_a_server_that_refuses_or_ends_every_watch_is_asked_ever_more_rarely(stand: Stand, fault: int) -> None:
+    stand.faults.plant(fault, "GET", "watch=1", times=1000)
+
+    def behave(pod: Object) -> None:
+        stand.kubelet.run(pod)
+        until(lambda: len(watches(stand)) >= 8, 60)
+        stand.kubelet.exit(pod, 0)
+
+    stand.kubelet.behave = behave
+    began = time.monotonic()
+    begun = stand.begin(stand.plan())
+    until(lambda: len(watches(stand)) >= 8, 60)
+    stand.faults.planted.clear()
+    assert begun.result(60) == 1
+    seconds = time.monotonic() - began
+    assert len(watches(stand)) <= 2 * (6 + seconds), "0.1 s, 0.2, 0.4, … 5 between two of the same kind"
+
+
+def watches(stand: Stand) -> list[str]:
+    return [path for _, path in stand.faults.seen if "watch=1" in path]
+
+
+def test_a_create_that_met_another_write_of_its_quota_is_made_again(stand: Stand) -> None:
+    """409 too, but nothing has that name: it was told as an object that is there and has vanished."""
+    for path in ("/configmaps", "/jobs"):
+        stand.faults.planted.append(Fault(409, "POST", path, reason="Conflict"))
+    assert stand.run(stand.plan()) == 1
+    assert len(stand.kubelet.pods) == 1
+    assert stand.cluster.calls["create jobs"] == 2
+
+
 def test_an_api_server_that_is_away_too_long_fails_the_stage_and_leaves_the_job_for_the_next_attempt(
     stand: Stand,
 ) -> None:
@@ -384,6 +417,18 @@ def test_the_log_of_the_first_pod_comes_line_by_line_once_also_when_its_connecti
     go.set()
     assert begun.result() == 1
     assert [line for line in fake.said if line in ("one", "two", "three", "four")] == ["one", "two", "three", "four"]
+
+
+def test_the_log_of_a_pod_that_has_ended_is_read_from_a_server_that_is_busy(fake: Stand) -> None:
+    def behave(pod: Object) -> None:
+        fake.kubelet.bind(pod)
+        fake.kubelet.say(pod, "one\ntwo")
+        fake.kubelet.exit(pod, 0)
+
+    fake.kubelet.behave = behave
+    fake.faults.plant(429, "GET", "/log", times=2)
+    assert fake.run(fake.plan()) == 1
+    assert [line for line in fake.said if line in ("one", "two")] == ["one", "two"]
 
 
 def test_a_pod_that_failed_without_a_message_is_told_with_the_end_of_its_log(fake: Stand) -> None:

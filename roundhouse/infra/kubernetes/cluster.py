@@ -1,8 +1,9 @@
 """Calls of a cluster's API server.
 
-Invariant: every call has a time limit and is counted. What may pass by itself (429, 500, 502 to 504, a broken connection, a
-server that restarts) is repeated with back-off until `patience_seconds` are over; callers choose names so that a repeated
-create finds its own object. What will not pass is an error that says which right or object is missing.
+Invariant: every call has a time limit and is counted. What may pass by itself (429, 500, 502 to 504, a create that met another
+write of its quota, a broken connection, a server that restarts) is repeated with back-off until `patience_seconds` are over;
+callers choose names so that a repeated create finds its own object. What will not pass is an error that says which right or
+object is missing.
 
 The official client carries credentials, TLS and token renewal; bodies are plain JSON, as manifests are.
 """
@@ -34,6 +35,8 @@ Object = dict[str, Any]
 CALL_SECONDS = (10.0, 30.0)
 """To connect, and between two bytes of an answer."""
 _PASSING = (408, 429, 500, 502, 503, 504)
+_CONTENDED = "Conflict"
+"""Reason of a 409 of a create that met another write of its namespace's quota; a name that is taken is `AlreadyExists`."""
 _SLOWEST = 15.0
 """Longest pause between two tries."""
 IN_CLUSTER_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
@@ -133,7 +136,7 @@ class Cluster:
                 answer = self._send(method, path, query, body, headers or {}, CALL_SECONDS, _VERBS[method])
                 return json.loads(answer.data)
             except Refused as refused:
-                if refused.status not in _PASSING:
+                if refused.status not in _PASSING and not (method == "POST" and refused.reason == _CONTENDED):
                     raise
                 problem, wait = str(refused), refused.retry_after
             except (HTTPError, OSError, ValueError) as error:
@@ -196,7 +199,7 @@ def connect(infra: KubernetesInfra) -> Cluster:
             "its contexts; in a pod, mount the token of a service account."
         ) from error
     settings.retries = False  # repeated here, where it is counted
-    settings.connection_pool_maxsize = 32
+    settings.connection_pool_maxsize = 512  # kept, not opened: each shard's Job has a log of its own
     return Cluster(client.ApiClient(settings), patience_seconds=infra.patience_seconds)
 
 

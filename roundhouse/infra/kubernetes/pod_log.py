@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused
@@ -58,13 +59,16 @@ class PodLog:
                     return
             except Refused as refused:
                 # 400 and 404 pass: a container that has just started has no log for a moment
-                if refused.status == 403 or over:
+                if refused.status == 403 or (over and refused.status in (400, 404)):
                     logger.warning("%s cannot be read: %s", self._path, refused.message)
                     return
             except (HTTPError, OSError, AttributeError) as error:
                 logger.info("%s: %s: %s", self._path, type(error).__name__, error)
             idle = 0 if self._last != last else idle + 1
-            self._ended.wait(0.2 * 2**idle)
+            if over:
+                time.sleep(0.2 * 2**idle)
+            else:
+                self._ended.wait(0.2 * 2**idle)
 
     def _read(self) -> None:
         query = {"container": self._container, "follow": "true", "timestamps": "true"}

@@ -7,6 +7,8 @@ Jobs are watched, only on time: two lists, and two watches renewed every four mi
     list ──> watch ──> event … event ──> closed, broken ──> watch from the last version
       ^                                  410 Gone
       └────────────────────────────────────┘
+
+Each arrow back waits longer than the one before, until a watch goes well.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ WATCH_SECONDS = 240
 """After this the server ends a watch, and the next one begins."""
 SILENCE_SECONDS = 120.0
 """A connection that says nothing for longer is taken for dead; the server sends a bookmark every minute."""
-_SLOWEST = 5.0
+_QUICKEST, _SLOWEST = 0.1, 5.0
+"""Pauses before a watch begins again: the first, doubled until one goes well, and the longest."""
+_SHORT = 1.0
+"""A watch that lasted for less and brought nothing did not go well: a server that ends each at once is not asked in a storm."""
 
 
 class Watched:
@@ -56,6 +61,10 @@ class Watched:
         self._version: str | None = None
         self._stopped = threading.Event()
         self._stream: Any = None
+        self._opened: float | None = None
+        """When the present watch was accepted."""
+        self._heard: float | None = None
+        """When its last event came."""
         self.failure: RoundhouseError | None = None
         """Why nothing is known any more: no right to watch, or the server was away for too long."""
         self.listed = threading.Event()
@@ -98,41 +107,19 @@ class Watched:
         self._thread.join(5)
 
     def _follow(self) -> None:
-        from urllib3.exceptions import HTTPError
-
-        silent_since, pause = time.monotonic(), 0.1
+        well_at, pause = time.monotonic(), _QUICKEST
         while not self._stopped.is_set():
+            self._opened, self._heard = None, None
             try:
-                if self._version is None:
-                    self._list()
-                for event in self._events():
-                    silent_since, pause = time.monotonic(), 0.1
-                    if not self._take(event):
-                        break
-                else:
-                    silent_since, pause = time.monotonic(), 0.1
-                continue
-            except Refused as refused:
-                problem: str = str(refused)
-                if refused.status == 410:
-                    self._version = None
-                    continue
-                if refused.status in (401, 403, 404):
-                    self._fail(explained(refused, f"list and watch {self._path}"))
-                    return
-            except InfraError as error:
+                problem, wait = self._watch()
+            except RoundhouseError as error:
                 self._fail(error)
                 return
-            except (
-                HTTPError,
-                OSError,
-                ValueError,
-                AttributeError,
-            ) as error:  # AttributeError: closed while it was read
-                problem = f"{type(error).__name__}: {error}"
-            if self._stopped.is_set():
-                return
-            if time.monotonic() - silent_since > self._cluster.patience_seconds:
+            now = time.monotonic()
+            lasted = 0.0 if self._opened is None else now - self._opened
+            if self._heard is not None or _SHORT <= lasted < SILENCE_SECONDS:
+                well_at, pause = self._heard or now, _QUICKEST
+            if now - well_at > self._cluster.patience_seconds:
                 self._fail(
                     InfraError(
                         f"The API server {self._cluster.host} could not be watched for {self._cluster.patience_seconds:g} s "
@@ -140,9 +127,34 @@ class Watched:
                     )
                 )
                 return
-            logger.info("watch of %s: %s; again in %.1f s", self._path, problem, pause)
-            self._stopped.wait(pause)
+            wait = max(pause, min(wait, _SLOWEST))
+            logger.info("watch of %s: %s; again in %.1f s", self._path, problem, wait)
+            self._stopped.wait(wait)
             pause = min(2 * pause, _SLOWEST)
+
+    def _watch(self) -> tuple[str, float]:
+        """Watch until the watch ends: why it did, and how long the server asks to be left alone.
+
+        Raises:
+            RoundhouseError: nothing will be known any more.
+        """
+        from urllib3.exceptions import HTTPError
+
+        try:
+            if self._version is None:
+                self._list()
+            for event in self._events():
+                self._take(event)
+                self._heard = time.monotonic()
+        except Refused as refused:
+            if refused.status in (401, 403, 404):
+                raise explained(refused, f"list and watch {self._path}") from refused
+            if refused.status == 410:
+                self._version = None
+            return str(refused), refused.retry_after or 0.0
+        except (HTTPError, OSError, ValueError, AttributeError) as error:  # AttributeError: closed while it was read
+            return f"{type(error).__name__}: {error}", 0.0
+        return "it has ended", 0.0
 
     def _list(self) -> None:
         found = self._cluster.get(self._path, **self._selected())
@@ -172,6 +184,7 @@ class Watched:
             "timeoutSeconds": str(WATCH_SECONDS),
         }
         stream = self._stream = self._cluster.stream(self._path, query, SILENCE_SECONDS)
+        self._opened = time.monotonic()
         try:
             for line in lines_of(stream):
                 if self._stopped.is_set():
@@ -181,17 +194,18 @@ class Watched:
             self._stream = None
             stream.close()
 
-    def _take(self, event: Object) -> bool:
-        """Apply an event; False when the watch cannot go on from the version it has."""
+    def _take(self, event: Object) -> None:
+        """Apply an event.
+
+        Raises:
+            Refused: 410 when the watch cannot go on from the version it has.
+        """
         item, kind = event["object"], event["type"]
         if kind == "ERROR":
-            if item.get("code") == 410:
-                self._version = None
-                return False
             raise Refused(int(item.get("code") or 500), str(item.get("reason")), str(item.get("message")))
         self._version = item["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
-            return True
+            return
         uid = item["metadata"]["uid"]
         with self._lock:
             if kind == "DELETED":
@@ -201,7 +215,6 @@ class Watched:
                 self._present[uid] = item
             self._keep_by_owner(item)
         self._changed(item)
-        return True
 
     def _fail(self, error: RoundhouseError) -> None:
         self.failure = error
