@@ -15,6 +15,7 @@ from flows.train import next_iteration, train
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.stages.offline import with_iterations
+from roundhouse.stages.refit import awake_at_end
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from tasks.checkpoint import checkpoint
@@ -38,7 +39,7 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
     run = with_iterations(open_run(config, first_start=is_first_start()))
     if (summary := run.summary()) is not None and summary["iterations"] >= run.config.iterations:
         return summary
-    with untagged_tasks(), without_heartbeats(), heartbeat(run):
+    with untagged_tasks(), without_heartbeats(), heartbeat(run), awake_at_end(run):
         begins = not run.is_reported(run.first_version)
         if begins:
             link_tracking(run)

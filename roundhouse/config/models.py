@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.algorithms import GRPO
 from roundhouse.config.asynchrony import Asynchrony
+from roundhouse.config.colocation import PlacementConfig, refuse_unfit_placement
 from roundhouse.config.cost import CostConfig
 from roundhouse.config.distribution import Together
 from roundhouse.config.environments import (
@@ -104,6 +105,7 @@ class RunConfig(Section):
     failures: FailuresConfig = FailuresConfig()
     alerts: AlertsConfig = AlertsConfig()
     infra: InfraConfig = LocalInfra()
+    placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")
     def _no_secrets(self) -> RunConfig:
@@ -164,6 +166,7 @@ class RunConfig(Section):
         if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
             raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
         refuse_unfit_refits(self)
+        refuse_unfit_placement(self)
         self._reachable_store()
         self._distributed()
         return self

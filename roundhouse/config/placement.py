@@ -5,9 +5,10 @@ Invariant: this is read from the configuration alone, and names what the stages 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.distribution import Together
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, RayService, RemoteService
@@ -26,15 +27,32 @@ class Place:
     where: str
     gpus: float = 0
     """Of all its processes together."""
+    shares: str = ""
+    """What it shares with another role, and when it gives it back."""
 
     def __str__(self) -> str:
         gpus = f", {self.gpus:g} GPU" if self.gpus else ""
-        return f"{self.role + ':':<11}{self.where}{gpus}"
+        shares = f"; {self.shares}" if self.shares else ""
+        return f"{self.role + ':':<11}{self.where}{gpus}{shares}"
+
+
+_BESIDE_ENGINE = {
+    "anywhere": "",
+    "apart": "on another node than the engine",
+    "node": "on the engine's node",
+    "gpu": "on the engine's GPU",
+}
 
 
 def placement(config: RunConfig) -> list[Place]:
     """The places of a run's roles, in the order of an iteration."""
-    return [_engine(config), _collector(config), Place("validator", FLOW), _trainer(config)]
+    engine, trainer = _engine(config), _trainer(config)
+    if engine_sleeps(config):
+        engine = replace(engine, shares="asleep while the trainer works: its weights and cache give their memory back")
+    near = _BESIDE_ENGINE[config.placement.trainer_with_engine]
+    turns = "holds memory only in its turn" if engine_sleeps(config) else ""
+    trainer = replace(trainer, shares="; ".join(filter(None, (near, turns))))
+    return [engine, _collector(config), Place("validator", FLOW), trainer]
 
 
 def _engine(config: RunConfig) -> Place:
@@ -70,4 +88,4 @@ def _trainer(config: RunConfig) -> Place:
         return Place("trainer", f"an actor on {cluster}", service.gpus)
     if isinstance(service, RemoteService):
         return Place("trainer", f"a server at {service.url}")
-    return Place("trainer", FLOW + ", kept between iterations")
+    return Place("trainer", FLOW if engine_sleeps(config) else FLOW + ", kept between iterations")

@@ -76,6 +76,8 @@ class Replica:
     """How the weights came."""
     way_note: str | None
     """Why it was not the way that was wanted."""
+    asleep: str | None = None
+    """What it sleeps for, without weights."""
 
     @classmethod
     def parse(cls, status: dict[str, Any]) -> Replica:
@@ -316,6 +318,8 @@ def all_there(found: list[Replica], count: int, digest: str, user_config: dict[s
             raise DeploymentFailed(f"Replica {replica.replica_id} cannot be refitted. {replica.error}")
     if len(found) != count or any(replica.application != digest for replica in found):
         return False
+    if (what_for := user_config.get("asleep")) is not None:
+        return all(replica.asleep == what_for for replica in found)
     if user_config["weights"] is None:
         return True
     version, weights = user_config["policy_version"], user_config["weights"]

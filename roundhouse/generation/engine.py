@@ -91,6 +91,14 @@ class Engine(Protocol):
         """Log-probabilities of all tokens but the first, each given those before it, at temperature 1."""
         ...
 
+    async def sleep(self) -> None:
+        """Give back the memory of weights, keys and values. No generation runs, and none begins before `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Become able to take weights again; those of before are gone, and `load_weights` follows."""
+        ...
+
     async def check_health(self) -> None:
         """Raise when the engine is dead."""
         ...

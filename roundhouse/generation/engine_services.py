@@ -105,7 +105,8 @@ class ProcessEngine:
         }
         found = self._want(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:
-            if not (replica.ready and replica.policy_version == version):
+            there = replica.ready and replica.policy_version == version
+            if not (there if terms.asleep is None else replica.asleep == terms.asleep):
                 raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
         return found
 

@@ -4,6 +4,7 @@ Invariant: every answer is labelled, token by token, with the versions whose wei
 come during a refit until it is over. Those inside are waited for, go on with the new weights, or begin again (`running`).
 When the wanted weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
 
+    wanted asleep  ──gate, sleep────────────> no weights; 503 with what for, until the next wish wakes it
     wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
                   ──load, probe───────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
                   ──proved────────────────> ready
@@ -59,6 +60,8 @@ class Wanted:
     running: RunningGenerations = "finish"
     """What becomes of generations that are running."""
     keep_prefix_cache: bool = False
+    asleep: str | None = None
+    """The engine is to give its memory back until the next wish; the text says what for, to whoever asks it meanwhile."""
 
     @classmethod
     def parse(cls, user_config: dict[str, Any]) -> Wanted:
@@ -72,6 +75,8 @@ class Wanted:
         parse_way(wanted.way)
         if wanted.running not in get_args(RunningGenerations):
             raise ValueError(f"running is {wanted.running!r}; it is one of {', '.join(get_args(RunningGenerations))}.")
+        if wanted.asleep is not None and not (isinstance(wanted.asleep, str) and wanted.asleep):
+            raise ValueError(f"asleep is {wanted.asleep!r}; it is a text that says what for, or null.")
         return wanted
 
     def same_weights(self, other: Wanted | None) -> bool:
@@ -133,6 +138,7 @@ class ServedPolicy:
         self._error: str | None = "No weights were given yet."
         self._failed_request: int | None = None
         self._poisoned = False
+        self._asleep: str | None = None
         self._refits = 0
         self._refit_seconds = 0.0
         self._retry: asyncio.Task[None] | None = None
@@ -175,7 +181,25 @@ class ServedPolicy:
                 self._retry.cancel()
                 self._retry = None
             self._wanted = wanted
-            await self._bring(wanted, FIRST_RETRY_SECONDS)
+            if wanted.asleep is not None:
+                await self._sleep(wanted, wanted.asleep)
+            else:
+                await self._bring(wanted, FIRST_RETRY_SECONDS)
+
+    async def _sleep(self, wanted: Wanted, what_for: str) -> None:
+        """Requests inside are waited for; those in front of the gate and later ones are refused until the engine is awake."""
+        if self._poisoned:
+            return
+        await self._gate.close(until_empty=True)
+        try:
+            if self._asleep is None:
+                await self.engine.sleep()
+            self._asleep, self._error = what_for, f"The engine sleeps: {what_for}"
+            self._failed_request = None
+        except Exception as error:  # noqa: BLE001 (border of a change: the engine may be half asleep)
+            self._poison(wanted, error, "Going to sleep")
+        finally:
+            self._gate.open()
 
     async def _bring(self, wanted: Wanted, pause: float) -> None:
         if wanted.weights is None or (wanted.same_weights(self._held) and self._error is None):
@@ -198,6 +222,9 @@ class ServedPolicy:
         ready = time.perf_counter()
         await self._gate.close(until_empty=wanted.running == "finish")
         try:
+            if self._asleep is not None:
+                await self.engine.wake()
+                self._asleep = None
             await self.engine.load_weights(
                 str(brought.directory), wanted.policy_version, wanted.running, wanted.keep_prefix_cache
             )
@@ -257,11 +284,10 @@ class ServedPolicy:
 
         self._retry = asyncio.create_task(again())
 
-    def _poison(self, wanted: Wanted, error: Exception) -> None:
+    def _poison(self, wanted: Wanted, error: Exception, doing: str | None = None) -> None:
         self._poisoned = True
-        self._error = (
-            f"Loading version {wanted.policy_version} from {wanted.weights} failed: {type(error).__name__}: {error}"
-        )
+        doing = doing or f"Loading version {wanted.policy_version} from {wanted.weights}"
+        self._error = f"{doing} failed: {type(error).__name__}: {error}"
         self._failed_request = wanted.request
         logger.exception("%s", self._error)
 
@@ -288,6 +314,7 @@ class ServedPolicy:
             "way_note": None if self._weights is None else self._weights.note,
             "seconds": {} if self._weights is None else self._weights.seconds,
             "wanted": None if self._wanted is None else asdict(self._wanted),
+            "asleep": self._asleep,
             "error": self._error,
             # The error may be of the wish before, while the newest is being fulfilled.
             "failed_request": self._failed_request,

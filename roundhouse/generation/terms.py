@@ -22,6 +22,8 @@ class Terms:
     """`roundhouse.weights.ways.Way` as JSON."""
     running: RunningGenerations = "finish"
     keep_prefix_cache: bool = False
+    asleep: str | None = None
+    """The engine is to sleep at this version, and the text says what for."""
 
     def wish(self) -> dict[str, Any]:
         """What differs from the defaults."""

@@ -87,6 +87,19 @@ class TransformersEngine:
         scores: list[float] = await self._between(lambda: score_tokens(self._model, token_ids))
         return scores
 
+    async def sleep(self) -> None:
+        def forget() -> None:
+            self._model = None
+            give_back_memory()
+
+        await self._between(forget)
+
+    async def wake(self) -> None:
+        def build() -> None:
+            self._model = self._build()
+
+        await self._between(build)
+
     async def _between(self, work: Callable[[], Any]) -> Any:
         """Have the thread do something: between two tokens of the batch that is running, or at once."""
         done: Future[Any] = Future()
@@ -170,6 +183,22 @@ def build_model(model_dir: str, config: GenerationConfig) -> Any:
     dtype = getattr(torch, config.dtype)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
     return model.to("cuda") if config.gpus_per_replica > 0 else model
+
+
+def give_back_memory() -> None:
+    """Return what nothing refers to any more to the GPU and to the machine."""
+    import ctypes
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps freed pages for itself
+    except (OSError, AttributeError):
+        return  # another C library: it has its own way
 
 
 def load_into(model: Any, directory: str) -> None:

@@ -185,6 +185,13 @@ class VllmEngine:
         given = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
         return [entry[token].logprob for entry, token in given if entry is not None]
 
+    async def sleep(self) -> None:
+        # Level 2 keeps no copy of the weights in the machine's memory: whichever come next, they come from the node's cache.
+        await self.engine.sleep(level=2, mode="wait")
+
+    async def wake(self) -> None:
+        await self.engine.wake_up()
+
     async def check_health(self) -> None:
         await self.engine.check_health()
 

@@ -3,19 +3,27 @@
 Invariant: when a function here returns, all replicas have said themselves that they answer with the wanted version. What is
 wanted is written to Serve, so a replica that starts later comes up with it too.
 
+An engine that shares its memory with the trainer sleeps while that works (`placement`). Any refit wakes it; a run that ends, in
+whatever way, leaves it awake.
+
 A refit is not a thing to skip because it was done before: the engine may have been restarted since. Only when the
 rollouts it is for are complete is there nothing to do.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from roundhouse.config.colocation import engine_sleeps, served_generation
 from roundhouse.config.models import KubernetesInfra
-from roundhouse.errors import StoreError
+from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.generation.agreement import proof_of, require_agreement
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
+from roundhouse.generation.terms import Terms
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
 from roundhouse.infra.services import state_directory, status
@@ -25,6 +33,8 @@ from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
+
+logger = logging.getLogger(__name__)
 
 
 def engine_service(run: Run) -> EngineService:
@@ -72,7 +82,7 @@ def start_engine(run: Run) -> None:
     """Ask for the engine with the policy's architecture; it loads while the starting policy is still being made."""
     announce("engine", text="starting")
     if (model := engine_model(run)) is not None:
-        engine_service(run).start(run.config.generation, model)
+        engine_service(run).start(served_generation(run.config), model)
 
 
 def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
@@ -88,9 +98,44 @@ def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
         offered(run, checkpoint, engine.replicas() if generation.weights == "delta" else []) as terms,
     ):
-        replicas = engine.ensure(generation, model, checkpoint.uri, version, terms)
+        replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, terms)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     return replicas
+
+
+def put_to_sleep(run: Run, checkpoint: Reference) -> None:
+    """Have every replica give its memory back until the next refit; `checkpoint` is what the engine was brought to."""
+    model = engine_model(run)
+    if model is None:
+        raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
+    announce("engine", text="asleep")
+    engine, generation = engine_service(run), served_generation(run.config)
+    patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
+    with ACTIVITY.track("sleep", "engine", "", engine.url, patience):
+        engine.ensure(generation, model, checkpoint.uri, checkpoint.policy_version, Terms(asleep=_what_for(run)))
+
+
+@contextmanager
+def awake_at_end(run: Run) -> Iterator[None]:
+    """Behind the block, however it ends, no engine sleeps for this run any more."""
+    try:
+        yield
+    finally:
+        if engine_sleeps(run.config):
+            _wake(run)
+
+
+def _wake(run: Run) -> None:
+    try:
+        sleeping = any(replica.asleep == _what_for(run) for replica in engine_service(run).replicas())
+        if sleeping and (newest := run.latest_checkpoint()) is not None:
+            ensure_version(run, newest)
+    except RoundhouseError as error:  # what ended the block, if anything did, is the error to be told
+        logger.warning("The engine sleeps, and cannot be woken: %s The next run's refit wakes it.", error)
+
+
+def _what_for(run: Run) -> str:
+    return f"run {run.run_id} trains with the memory that it gave back."
 
 
 def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:

@@ -4,7 +4,8 @@ Invariant: where the step runs (`train.service`) does not change what it writes.
 
 A trainer stays open between iterations when it can (`_resident`), in this process, a Ray actor or a remote server; what it
 holds is then exactly what the input checkpoint holds, told by the digest of its weights. A fresh process loads the
-checkpoint and goes on bit for bit. With `kind: process` each step is a process that begins from the store; on
+checkpoint and goes on bit for bit. Where it holds memory in turns with the engine (`placement`), it is given back with each
+step. With `kind: process` each step is a process that begins from the store; on
 `infra.kind: kubernetes` it is a Job.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundhouse.asynchrony.ages import staleness_metrics
+from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, ResidentService
 from roundhouse.health.activity import ACTIVITY
@@ -25,6 +28,7 @@ from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_metrics, judge_importance, settle
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
+from roundhouse.stages.refit import put_to_sleep
 from roundhouse.store.directories import local_directory, upload_directory
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
@@ -60,10 +64,11 @@ def train_iteration(
         return done
     prove_trainable(sequences.counts, read_table(sequences, "sequences"))
     attempt = run.begin(stage, policy_version=base.policy_version)
-    if isinstance(run.config.train.service, ProcessService):
-        result, columns = _in_process(run, iteration, sequences, base, cache, say)
-    else:
-        result, columns = _in_service(run, iteration, sequences, base, cache)
+    with _turn(run, base):
+        if isinstance(run.config.train.service, ProcessService):
+            result, columns = _in_process(run, iteration, sequences, base, cache, say)
+        else:
+            result, columns = _in_service(run, iteration, sequences, base, cache)
     attempt.write_table("columns", columns)
     recorded = read_table(sequences, "sequences")
     _prove_log_probs(run, attempt, recorded, columns, base)
@@ -81,6 +86,19 @@ def train_iteration(
         },
         details={"checkpoint_files": [entry.model_dump() for entry in result.checkpoint_files]},
     )
+
+
+@contextmanager
+def _turn(run: Run, base: Reference) -> Iterator[None]:
+    """The trainer's turn at the memory that it shares with the engine; behind it, the trainer holds none."""
+    if not engine_sleeps(run.config):
+        yield
+        return
+    put_to_sleep(run, base)
+    try:
+        yield
+    finally:
+        release_trainer()
 
 
 def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa.Table, base: Reference) -> None:
@@ -116,6 +134,11 @@ def _offline_drift(run: Run, iteration: int, recorded: pa.Table, columns: pa.Tab
 
 def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: Path) -> np.ndarray:
     """[T] log-probabilities of the generated tokens under a checkpoint; the trainer that it takes stays for the next step."""
+    with _turn(run, base):
+        return _log_probs_under(run, base, batch, cache)
+
+
+def _log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: Path) -> np.ndarray:
     from roundhouse.training.trainer import Trainer
 
     if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed right here

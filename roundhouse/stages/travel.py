@@ -125,7 +125,9 @@ class _Offer:
 
     def delta(self, directory: Path, digest: str, replicas: Sequence[Replica]) -> Way | None:
         """None: no replica holds other weights of which a checkpoint is left."""
-        bases = Counter((one.digest, one.weights) for one in replicas if one.ready and one.digest and one.weights)
+        bases = Counter(
+            (one.digest, one.weights) for one in replicas if (one.ready or one.asleep) and one.digest and one.weights
+        )
         if not bases:
             return None
         (base_digest, base_uri), _ = bases.most_common(1)[0]

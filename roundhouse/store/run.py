@@ -60,6 +60,7 @@ OPERATIONAL = (
     "validation.max_quarantine_fraction",
     "validation.recompute_tolerance",
     "train.service",
+    "placement.",
     "generation.replicas",
     "generation.engine_url",
     "generation.kv_cache_gib",

@@ -18,6 +18,25 @@ from roundhouse.config.placement import placement
         ({"generation": {"engine_url": "http://e:1"}}, ["engine:    a process of its own at http://e:1"]),
         ({"train": {"service": {"kind": "ray", "gpus": 1}}}, ["trainer:   an actor on", ", 1 GPU"]),
         ({"train": {"service": {"kind": "process", "processes": 2}}}, ["trainer:   2 processes a step"]),
+        (
+            {
+                "generation": {"gpus_per_replica": 0.5},
+                "train": {"service": {"kind": "ray", "gpus": 0.5}},
+                "placement": {"trainer_with_engine": "gpu"},
+            },
+            [
+                "Ray cluster, 0.5 GPU; asleep while the trainer works: its weights and cache give their memory back",
+                ", 0.5 GPU; on the engine's GPU; holds memory only in its turn",
+            ],
+        ),
+        (
+            {"generation": {"backend": "transformers"}, "placement": {"engine_sleeps": True}},
+            ["cluster; asleep while", "trainer:   in the flow's process; holds memory only in its turn"],
+        ),
+        (
+            {"train": {"service": {"kind": "ray"}}, "placement": {"trainer_with_engine": "apart"}},
+            ["trainer:   an actor on the flow's Ray cluster, else a local one; on another node than the engine"],
+        ),
         ({"rollout": {"distribution": {"kind": "process", "shards": 3}}}, ["collector: 3 shards (process)"]),
         (
             {

@@ -144,6 +144,8 @@ class TrainEngine:
     def close(self) -> None:
         self._scorers.clear()
         self._optimizer = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep the memory for itself, and the engine has its turn
 
     def _accumulate(self, batch: LossBatch) -> Gradient:
         """Add the gradient up over the batch's microbatches."""
