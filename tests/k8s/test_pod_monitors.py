@@ -1,0 +1,145 @@
+"""The optional component for the Prometheus operator: what it names is there, in every overlay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roundhouse.infra.kubernetes.cluster import Refused
+from tests.k8s.control_plane import ControlPlane
+from tests.k8s.kuberay import until
+from tests.k8s.stand import cluster_of
+from tests.k8s.validation import OVERLAYS, POD_MONITOR_GROUP, ROOT, crd_of, problems, rendered, rendered_at
+
+Object = dict[str, Any]
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl to render overlays with")
+
+RAY = {"name": "metrics", "containerPort": 8080}
+"""What KubeRay adds to a container of its pods that does not declare it."""
+
+
+def with_component(overlay: str, directory: Path) -> list[Object]:
+    k8s = os.path.relpath(ROOT / "k8s", directory.resolve())
+    tree = {"resources": [f"{k8s}/overlays/{overlay}"], "components": [f"{k8s}/components/pod-monitors"]}
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(tree | {"namespace": "roundhouse"}))
+    return rendered_at(directory)
+
+
+def of_kind(items: list[Object], kind: str) -> list[Object]:
+    return [item for item in items if item["kind"] == kind]
+
+
+def key(item: Object) -> tuple[str, str]:
+    return item["kind"], item["metadata"]["name"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_component_adds_valid_monitors_and_changes_nothing_else(overlay: str, tmp_path: Path) -> None:
+    items, plain = with_component(overlay, tmp_path), rendered(overlay)
+    added = [item for item in items if key(item) not in {key(other) for other in plain}]
+    assert {item["kind"] for item in added} == {"PodMonitor", "NetworkPolicy"}
+    assert [item for item in items if item not in added] == plain
+    for item in added:
+        assert problems(item) == []
+        assert item["metadata"]["namespace"] == "roundhouse"
+    assert {item["metadata"]["labels"]["release"] for item in of_kind(added, "PodMonitor")} == {"prometheus"}
+
+
+def pods(items: list[Object]) -> list[tuple[Object, list[Object], bool]]:
+    """(labels, declared ports, whether KubeRay makes it) of every pod template."""
+    found: list[tuple[Object, list[Object], bool]] = []
+
+    def look(item: Any, ray: bool) -> None:
+        if isinstance(item, dict):
+            template = item.get("template")
+            if isinstance(template, dict) and "metadata" in template:
+                ports = [port for each in template["spec"]["containers"] for port in each.get("ports", [])]
+                found.append((template["metadata"]["labels"], ports + [RAY] * ray, ray))
+            for value in item.values():
+                look(value, ray)
+        elif isinstance(item, list):
+            for value in item:
+                look(value, ray)
+
+    for item in items:
+        look(item, item["kind"] == "RayService")
+    return found
+
+
+def matches(selector: Object, labels: Object) -> bool:
+    asked = selector.get("matchExpressions", [])
+    assert {each["operator"] for each in asked} <= {"In"}
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in asked
+    )
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_ports_that_are_scraped_are_declared_and_open_to_prometheus(overlay: str, tmp_path: Path) -> None:
+    items = with_component(overlay, tmp_path)
+    scraped = set()
+    for monitor in of_kind(items, "PodMonitor"):
+        for labels, ports, _ in pods(items):
+            if not matches(monitor["spec"]["selector"], labels):
+                continue
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                numbers = [port["containerPort"] for port in ports if port.get("name") == endpoint["port"]]
+                for number in numbers:
+                    scraped.add((labels["app.kubernetes.io/component"], number))
+                    assert any(admits(policy, labels, number) for policy in of_kind(items, "NetworkPolicy"))
+    assert scraped == {("flow", 9464), ("gym", 9464)} | ({("engine", 8080)} if overlay == "gpu" else set())
+
+
+def admits(policy: Object, labels: Object, port: int) -> bool:
+    """Whether the policy lets Prometheus of another namespace to the pod."""
+    if not matches(policy["spec"]["podSelector"], labels):
+        return False
+    return any(
+        "namespaceSelector" in source
+        and source.get("podSelector", {}).get("matchLabels") == {"app.kubernetes.io/name": "prometheus"}
+        and port in [each["port"] for each in rule["ports"]]
+        for rule in policy["spec"].get("ingress", [])
+        for source in rule.get("from", [])
+    )
+
+
+def test_a_misspelt_field_a_wrong_duration_and_an_unknown_operator_are_found() -> None:
+    file = ROOT / "k8s/components/pod-monitors/monitors.yaml"
+    first, _ = list(yaml.safe_load_all(file.read_text()))
+    assert problems(first) == []
+    for place, name, value in (
+        (first["spec"]["podMetricsEndpoints"][0], "ports", "metrics"),
+        (first["spec"]["podMetricsEndpoints"][0], "interval", "15 seconds"),
+        (first["spec"]["selector"]["matchExpressions"][0], "operator", "Is"),
+    ):
+        before = dict(place)
+        place[name] = value
+        assert problems(first), name
+        place.clear()
+        place.update(before)
+    assert problems(first) == []
+
+
+def test_a_real_api_server_takes_the_monitors_by_the_definition_that_is_used_offline(plane: ControlPlane) -> None:
+    admin = cluster_of(plane.kubeconfig())
+    path = f"/apis/{POD_MONITOR_GROUP}/v1/namespaces/default/podmonitors"
+
+    def known() -> bool:
+        try:
+            return bool(admin.get(path))
+        except Refused:
+            return False
+
+    if not known():
+        admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("PodMonitor"))
+        until(known, 60)
+    for item in yaml.safe_load_all((ROOT / "k8s/components/pod-monitors/monitors.yaml").read_text()):
+        admin.create(path, item, dry_run=True)
+        with pytest.raises(Refused, match="unknown field"):
+            admin.create(path, {**item, "spec": {**item["spec"], "selectors": {}}}, dry_run=True)
