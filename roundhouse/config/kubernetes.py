@@ -44,6 +44,11 @@ class TrainerPods(Section):
     """Size of /dev/shm; counts as memory."""
     scratch: Quantity = "50Gi"
     """Disk for downloaded checkpoints and temporary files."""
+    cache_claim: ObjectName | None = None
+    """PersistentVolumeClaim, best of a disk of the node, where steps leave checkpoints for the next one. Unset: each fetches
+    its checkpoint from the store. Only for a store that is a bucket."""
+    cache_gib: PositiveFloat = 200
+    """What the checkpoints in it may take, the longest unused deleted first; less than the claim has."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often Kubernetes replaces a failed pod by itself; the task's own retries come on top."""
     pending_seconds: PositiveInt = 1800

@@ -43,7 +43,10 @@ def run_in_job(
     plan = plan_of(run, spec, infra, service)
 
     def prepare(number: int) -> None:
-        placed = spec.model_copy(update={"report": plan.report(number), "cache": train_job.CACHE})
+        places: dict[str, object] = {"report": plan.report(number), "cache": train_job.CACHE}
+        if infra.trainer.cache_claim:
+            places |= {"node_cache": train_job.NODE_CACHE, "node_cache_bytes": int(infra.trainer.cache_gib * 2**30)}
+        placed = spec.model_copy(update=places)
         Location(plan.report(number)).write("spec.json", placed.model_dump_json().encode())
 
     def told(number: int) -> RoundhouseError | None:
@@ -66,7 +69,16 @@ def run_in_job(
 
 def plan_of(run: Run, spec: StepSpec, infra: KubernetesInfra, service: ProcessService) -> TrainJob:
     """The step as a Job: pure."""
-    tree = spec.model_dump(mode="json", exclude={"report": True, "cache": True, "train": {"service": True}})
+    tree = spec.model_dump(
+        mode="json",
+        exclude={
+            "report": True,
+            "cache": True,
+            "node_cache": True,
+            "node_cache_bytes": True,
+            "train": {"service": True},
+        },
+    )
     # sorted: a reference that was read back has its counts in another order than one that was just committed
     depends = json.dumps(tree, sort_keys=True)
     identity = StageIdentity(

@@ -139,6 +139,16 @@ CATALOGUE = (
         "generated ones when no group had spread. Tokens are the trained ones, once an epoch.",
         (
             Entry("train/skipped", "(state)", "1 where the iteration was skipped ([failures](failures.md))", "absent"),
+            Entry(
+                "train/kubernetes_calls", "(count)", "calls of the API server for a step as a Job, repeated ones too"
+            ),
+            Entry("train/kubernetes_seconds", "(seconds)", "of a step as a Job beyond its own: pods, images, imports"),
+            Entry(
+                "train/fetched_bytes",
+                "(bytes)",
+                "checkpoints that were not in `infra.trainer.cache_claim` when the step asked for them",
+                "0 after a node's first step",
+            ),
             *(
                 Entry(f"train/{name}", _over(metric.denominator), metric.meaning, metric.healthy)
                 for name, metric in METRICS.items()

@@ -84,6 +84,17 @@ def test_every_rendered_manifest_is_valid_and_restricted(overlay: str) -> None:
             assert spec["priorityClassName"] in classes
 
 
+def test_a_cache_claim_is_mounted_in_the_training_pods_and_asks_for_no_directory_of_the_node() -> None:
+    for pods in (1, 2):
+        manifests = train_manifests(cache_claim="roundhouse-cache", pods=pods)
+        assert [problems(item) for item in manifests] == [[]] * len(manifests)
+        spec = manifests[-1]["spec"]["template"]["spec"]
+        assert unrestricted(spec) == [], "hostPath would be one"
+        [volume] = [volume for volume in spec["volumes"] if volume["name"] == "cache"]
+        assert volume["persistentVolumeClaim"] == {"claimName": "roundhouse-cache"}
+        assert {"name": "cache", "mountPath": "/cache"} in spec["containers"][0]["volumeMounts"]
+
+
 @with_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_selector_selects_a_pod(overlay: str) -> None:

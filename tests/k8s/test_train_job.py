@@ -35,7 +35,7 @@ def bucket(s3_server: str) -> str:
     return f"s3://{name}/store"
 
 
-def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> Run:
     """The run of `make_run`, with its training on the cluster."""
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
     monkeypatch.setattr(train_job, "CACHE", str(tmp_path / "pod-cache"))
@@ -45,7 +45,7 @@ def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.Mo
         "kind": "kubernetes",
         "namespace": stand.namespace,
         "state": str(tmp_path / "flow"),
-        "trainer": {"memory": "64Mi", "cpu": "100m"},
+        "trainer": {"memory": "64Mi", "cpu": "100m"} | trainer,
     }
     return open_run(parse_config(tree))
 
@@ -74,6 +74,21 @@ def test_a_job_a_step_writes_what_a_resident_trainer_writes_and_its_retry_finds_
     again = train_iteration(run, 1, batch, start, tmp_path / "cache")
     assert again == update.model_copy(update={"digest": again.digest})
     assert len(stand.kubelet.pods) == 1, "the flow died before its commit: the finished Job is found"
+
+
+def test_with_a_cache_claim_a_step_does_not_fetch_what_the_one_before_it_wrote(
+    fake: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(train_job, "NODE_CACHE", str(tmp_path / "node"))
+    run = cluster_run(fake, bucket, tmp_path, monkeypatch, cache_claim="roundhouse-cache")
+    base, fetched = starting_policy(run), []
+    for iteration in (1, 2):
+        update = train_iteration(run, iteration, sequences(run, iteration), base, tmp_path / "cache")
+        fetched.append(read_manifest(update).metrics["train/fetched_bytes"])
+        base = publish(run, update)
+    size = sum(file.size for file in read_manifest(run.checkpoint(0).reference()).files)
+    assert fetched == [size, 0], "version 0 came from the store, and version 1 was left there by the step that made it"
 
 
 def test_the_error_of_a_step_reaches_the_stage_as_it_was_raised_in_the_pod(

@@ -144,7 +144,8 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     """What pods name: a missing one is found by a pod only when it starts."""
     named = [("serviceaccounts", infra.service_account, "infra.service_account")]
     named += [("secrets", infra.secret, "infra.secret")] if infra.secret else []
-    named += [("persistentvolumeclaims", infra.store_claim, "infra.store_claim")] if infra.store_claim else []
+    claims = {"infra.store_claim": infra.store_claim, "infra.trainer.cache_claim": infra.trainer.cache_claim}
+    named += [("persistentvolumeclaims", claim, key) for key, claim in claims.items() if claim]
     found = []
     for plural, name, key in named:
         try:

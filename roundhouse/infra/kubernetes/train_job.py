@@ -27,6 +27,8 @@ CONTAINER = "trainer"
 STEP = "roundhouse.training.service.one_shot"
 SCRATCH = "/scratch"
 CACHE = f"{SCRATCH}/cache"
+NODE_CACHE = "/cache"
+"""Where `infra.trainer.cache_claim` is mounted."""
 MEETING_PORT = 29500
 USER = 10001
 """Not root, and not a user of the node; the images make the same one."""
@@ -173,6 +175,8 @@ class TrainJob:
             pod["subdomain"] = run_object_name(self.identity.run_id, self.identity.run_uid)
         if infra.store_claim:
             pod["volumes"].append({"name": "store", "persistentVolumeClaim": {"claimName": infra.store_claim}})
+        if trainer.cache_claim:
+            pod["volumes"].append({"name": "cache", "persistentVolumeClaim": {"claimName": trainer.cache_claim}})
         if trainer.priority_class:
             pod["priorityClassName"] = trainer.priority_class
         if trainer.node_selector:
@@ -214,6 +218,8 @@ class TrainJob:
         if infra.store_claim:
             path = str(Location(self.store).local_path)
             container["volumeMounts"].append({"name": "store", "mountPath": path})
+        if trainer.cache_claim:
+            container["volumeMounts"].append({"name": "cache", "mountPath": NODE_CACHE})
         if infra.secret:
             container["envFrom"] = [{"secretRef": {"name": infra.secret}}]
         return container

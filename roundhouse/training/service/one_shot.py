@@ -17,6 +17,7 @@ import io
 import logging
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,6 +39,7 @@ from roundhouse.training.report import StepReport
 from roundhouse.training.service.border import exit_code, read_spec, tell_error
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.trainer import Trainer
+from roundhouse.weights.checkpoint_cache import CheckpointCache
 
 REPORT, COLUMNS = "report.json", "columns.parquet"
 
@@ -66,6 +68,10 @@ class StepSpec(BaseModel):
     """URI of the directory for report, columns or error."""
     cache: str
     """Directory on this machine for what has to be downloaded."""
+    node_cache: str | None = None
+    """Directory that the node's steps have in common, for checkpoints. Unset: each step fetches its own."""
+    node_cache_bytes: int = 0
+    """What the checkpoints in it may take that no step uses."""
 
 
 class StepResult(BaseModel):
@@ -84,23 +90,30 @@ class StepResult(BaseModel):
 def run_step(spec: StepSpec, ranks: Ranks) -> None:
     """Train and write the result; every rank calls it, the first one writes."""
     cache = Path(spec.cache)
+    kept = None if spec.node_cache is None else CheckpointCache(Path(spec.node_cache), spec.node_cache_bytes)
     batch = TrainingSequences.from_table(read_table(spec.sequences, "sequences"))
     engine = TrainEngine(spec.train, temperature=spec.temperature, ranks=ranks)
-    model = local_directory(spec.base, cache)
+    model = _checkpoint(spec.base, cache, kept)
     state = model / TRAINER_DIRECTORY
     trainer = Trainer.over(
         engine,
         model,
         spec.train,
         trainer_state=state if state.is_dir() else None,
-        reference_dir=_reference(spec, cache),
+        reference_dir=_reference(spec, cache, kept),
         seed=spec.seed,
     )
     report = trainer.step(batch, spec.iteration)
     with tempfile.TemporaryDirectory() as directory:
         trainer.save(Path(directory))
         if ranks.leads:
-            _write(spec, len(batch), report, upload_directory(Location(spec.checkpoint), Path(directory)))
+            files = upload_directory(Location(spec.checkpoint), Path(directory))
+            if kept is not None:
+                kept.keep(files, Path(directory))
+            more = {} if kept is None else {"fetched_bytes": float(kept.fetched_bytes)}
+            _write(spec, len(batch), report, files, more)
+    if kept is not None:
+        kept.release()
 
 
 def read_result(location: Location) -> tuple[StepResult, pa.Table]:
@@ -116,17 +129,23 @@ def read_result(location: Location) -> tuple[StepResult, pa.Table]:
         raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
 
 
-def _reference(spec: StepSpec, cache: Path) -> Path | None:
+def _checkpoint(reference: Reference, cache: Path, kept: CheckpointCache | None) -> Path:
+    return local_directory(reference, cache) if kept is None else kept.checkpoint(reference, cache)
+
+
+def _reference(spec: StepSpec, cache: Path, kept: CheckpointCache | None) -> Path | None:
     if isinstance(spec.reference, Reference):
-        return local_directory(spec.reference, cache)
+        return _checkpoint(spec.reference, cache, kept)
     return None if spec.reference is None else plain_directory(Location(spec.reference), cache)
 
 
-def _write(spec: StepSpec, sequences: int, report: StepReport, files: list[FileEntry]) -> None:
+def _write(
+    spec: StepSpec, sequences: int, report: StepReport, files: list[FileEntry], more: Mapping[str, float]
+) -> None:
     result = StepResult(
         sequences=sequences,
         updates=report.updates,
-        metrics=report.metrics,
+        metrics={**report.metrics, **more},
         seconds=report.seconds,
         tokens=report.tokens,
         checkpoint_files=files,
