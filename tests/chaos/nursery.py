@@ -141,9 +141,9 @@ def _be(order: dict[str, Any]) -> int:
     try:
         module = importlib.import_module(order["module"])
         if hasattr(module, "main"):
-            module.main()
-        else:
-            runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+            ended = module.main()
+            return ended if isinstance(ended, int) else 0
+        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception:

@@ -160,14 +160,10 @@ def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None =
         places: variables whose values are paths, as they are here.
     """
     container = pod["spec"]["containers"][0]
-    # what has no value comes from secrets and from the pod's own fields, which no test's process reads
-    given = {item["name"]: item["value"] for item in container["env"] if "value" in item}
-    given = {name: value for name, value in given.items() if name not in ("HOME", "TMPDIR")} | (places or {})
-    given["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kubelet.run(pod)
     process = subprocess.Popen(
         [*container.get("command", []), *container["args"]],
-        env=os.environ | given,
+        env=variables_of(pod, places),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -176,6 +172,15 @@ def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None =
     for line in process.stdout:
         kubelet.say(pod, line.rstrip())
     kubelet.exit(pod, process.wait(60))
+
+
+def variables_of(pod: Object, places: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment of the pod's process, as it is on this machine."""
+    # what has no value comes from secrets and from the pod's own fields, which no test's process reads
+    given = {item["name"]: item["value"] for item in pod["spec"]["containers"][0]["env"] if "value" in item}
+    given = {name: value for name, value in given.items() if name not in ("HOME", "TMPDIR")} | (places or {})
+    given["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | given
 
 
 class _Nothing:
