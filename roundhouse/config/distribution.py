@@ -27,7 +27,7 @@ class Shards(Section):
     restarts: Annotated[int, Field(ge=0)] = 2
     """How often a worker that was lost is started again within an attempt at the stage; it makes only what is missing."""
     timeout_seconds: PositiveFloat = 3600
-    """Time limit of one worker, from its start to its last rollout."""
+    """Time limit of one worker, from its start to its last rollout. A Job's wait for a node counts."""
 
 
 class ProcessShards(Shards):
@@ -36,4 +36,10 @@ class ProcessShards(Shards):
     kind: Literal["process"] = "process"
 
 
-Distribution = Annotated[Together | ProcessShards, Field(discriminator="kind")]
+class JobShards(Shards):
+    """Jobs of one pod each, on the cluster of `infra`; `infra.collector` says what a pod is."""
+
+    kind: Literal["job"] = "job"
+
+
+Distribution = Annotated[Together | ProcessShards | JobShards, Field(discriminator="kind")]

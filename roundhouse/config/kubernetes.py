@@ -61,6 +61,35 @@ class TrainerPods(Section):
     tolerations: tuple[Toleration, ...] = ()
 
 
+class CollectorPods(Section):
+    """The pods of a collection's shards, with `rollout.distribution.kind: job`: one a shard. An environment in process runs in
+    them, so the image needs its modules, and servers are called from them."""
+
+    image: Annotated[str, Field(min_length=1)] = "roundhouse/flow:0.1.0"
+    """With the collector and the environment in it; name a digest in production."""
+    cpu: Quantity = "1"
+    """CPU of each pod, as a request."""
+    memory: Quantity = "2Gi"
+    """Memory of each pod, as request and limit."""
+    scratch: Quantity = "10Gi"
+    """Disk for temporary files."""
+    pending_seconds: PositiveInt = 1800
+    """How long a pod may wait for a node."""
+    image_seconds: PositiveInt = 300
+    """How long a container may fail to start (image pull, missing secret) before the shard is given up."""
+    priority_class: ObjectName | None = None
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+    service_account: ObjectName = "roundhouse-collector"
+    """Of these pods. Its token is not mounted; a cloud's workload identity uses its annotations."""
+    secret: ObjectName | None = None
+    """Secret whose keys become environment variables: for the store and for gym servers. The engine's token is not among them:
+    who has that can change weights."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """More variables, beside those of infra.environment. No secrets: they stand in the run's configuration."""
+
+
 class RayServiceEngine(Section):
     """A RayService of KubeRay that answers for the policy. What it costs (GPUs, autoscaling bounds) stands in its manifest."""
 
@@ -82,6 +111,8 @@ class KubernetesInfra(Section):
     context: str | None = None
     """Context of the kubeconfig. Unset: the pod's service account, else the current context."""
     trainer: TrainerPods = TrainerPods()
+    collector: CollectorPods | None = None
+    """The pods of a collection that is spread over Jobs. Unset: there are none."""
     engine: RayServiceEngine | None = None
     """The engine, where KubeRay runs it. Unset: generation.engine_url names one, or Ray Serve runs beside the flow."""
     service_account: ObjectName = "roundhouse-trainer"

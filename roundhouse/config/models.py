@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.algorithms import GRPO
 from roundhouse.config.asynchrony import Asynchrony
+from roundhouse.config.collectors import refuse_unfit_collectors
 from roundhouse.config.colocation import PlacementConfig, refuse_unfit_placement
 from roundhouse.config.cost import CostConfig
 from roundhouse.config.distribution import Together
@@ -191,6 +192,7 @@ class RunConfig(Section):
                 f"rollout.distribution.timeout_seconds ({distribution.timeout_seconds:g}) is the limit of a whole shard and "
                 f"not above that of one rollout, rollout.timeout_seconds ({rollout.timeout_seconds:g}). Raise the first."
             )
+        refuse_unfit_collectors(self)
 
     def _reachable_store(self) -> None:
         infra = self.infra

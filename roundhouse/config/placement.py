@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from roundhouse.config.colocation import engine_sleeps
-from roundhouse.config.distribution import Together
+from roundhouse.config.distribution import JobShards, Together
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, RayService, RemoteService
 
@@ -71,6 +71,10 @@ def _collector(config: RunConfig) -> Place:
     if isinstance(distribution, Together):
         beside = ", beside training" if config.asynchrony.staleness > 0 else ""
         return Place("collector", FLOW + beside)
+    if isinstance(distribution, JobShards) and isinstance(config.infra, KubernetesInfra):
+        return Place(
+            "collector", f"{distribution.shards} shards, a Job of one pod each in namespace {config.infra.namespace}"
+        )
     return Place("collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own")
 
 

@@ -86,6 +86,7 @@ class Distributed:
         self._rounds = 0
         self._outcomes: list[Outcome] = []
         self._lost = 0
+        self._cost: dict[str, float] = {}
 
     def collect(
         self,
@@ -107,10 +108,12 @@ class Distributed:
         missing = [(shard, task) for shard, task in zip(shards, tasks, strict=True) if shard.label not in found]
         if missing:
             before = sum(len(outcome.rollouts) for outcome in found.values())
-            with workers_of(self._distribution) as workers:
+            with workers_of(self._run, [task for _, task in missing]) as workers:
                 work = _Work(workers, self._distribution.restarts, before, len(specs), progress, self._outcome)
                 found |= {outcome.label: outcome for outcome in work.carry_out(missing)}
                 self._lost += work.lost
+                for name, value in workers.metrics().items():
+                    self._cost[name] = self._cost.get(name, 0.0) + value
         outcomes = [found[shard.label] for shard in shards]
         self._take(outcomes)
         seconds = max((outcome.report.seconds for outcome in outcomes if outcome.fresh), default=0.0)
@@ -122,6 +125,7 @@ class Distributed:
             "rollout/shards": float(len(reports)),
             "rollout/shards_lost": float(self._lost),
             "rollout/shard_cpu_seconds": sum(report.cpu_seconds for report in reports),
+            **{f"rollout/{name}": value for name, value in self._cost.items()},
         }
 
     def commit(
@@ -286,7 +290,9 @@ class _Work:
             try:
                 with ACTIVITY.track("collect", "shard", task.label) as token:
                     self._workers.run(task, partial(self._heard, task.label, token), self._stopped)
-                    return self._outcome(shard, task)
+                    outcome = self._outcome(shard, task)
+                self._finished[task.label] = len(outcome.rollouts)  # what it said last may not have been heard
+                return outcome
             except InfraError as error:
                 if again >= self._restarts or self._stopped.is_set():
                     raise

@@ -1,4 +1,4 @@
-"""Where the workers of shards run: processes here.
+"""Where the workers of shards run: processes here, Jobs in `shard_jobs`.
 
 Invariant: wherever it runs, a worker does the same with the same spec (`shard_worker.carry_out`). `Workers.run` returns when
 the worker has ended, with its report in the store or an error that says what became of it, and leaves none running.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from roundhouse.config.distribution import Distribution, ProcessShards
+from roundhouse.config.distribution import JobShards, ProcessShards
 from roundhouse.stages.child_process import ENDING_SECONDS, ChildProcess
 from roundhouse.stages.shard_spec import SPEC, ShardSpec
 from roundhouse.store.location import Location
+from roundhouse.store.run import Run
 from roundhouse.training.service.border import ERROR, read_error
 
 Say = Callable[[str], None]
@@ -54,6 +55,10 @@ class Workers(AbstractContextManager["Workers"], Protocol):
     ending_seconds: float
     """How long they take to end when they are told to."""
 
+    def metrics(self) -> dict[str, float]:
+        """What they cost whoever waits for them, beside the shards' own work."""
+        ...
+
     def run(self, task: ShardTask, said: Say, stopped: threading.Event) -> None:
         """Have one worker carry out the task, to its end.
 
@@ -68,8 +73,13 @@ class Workers(AbstractContextManager["Workers"], Protocol):
         ...
 
 
-def workers_of(distribution: Distribution) -> Workers:
-    """The workers that the configuration wants."""
+def workers_of(run: Run, tasks: Sequence[ShardTask]) -> Workers:
+    """The workers that the configuration wants for these tasks."""
+    distribution = run.config.rollout.distribution
+    if isinstance(distribution, JobShards):
+        from roundhouse.stages.shard_jobs import JobWorkers
+
+        return JobWorkers(run, distribution, tasks)
     assert isinstance(distribution, ProcessShards), "who collects together has no workers"
     return ProcessWorkers(distribution.timeout_seconds)
 
@@ -90,6 +100,9 @@ class ProcessWorkers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._scratch.cleanup()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def run(self, task: ShardTask, said: Say, stopped: threading.Event) -> None:
         task.prepare()

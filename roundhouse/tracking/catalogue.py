@@ -76,6 +76,7 @@ RESUMPTIONS = (
     ),
     Entry("rollout/shards_lost", "(count)", "workers that were lost, and another went on where they were"),
     Entry("rollout/shard_cpu_seconds", "(seconds)", "CPU time of all these workers, their start included"),
+    Entry("rollout/kubernetes_calls", "(count)", "calls of the API server for a collection by Jobs, repeated ones too"),
 )
 
 ROLLOUTS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.infra.kubernetes.train_job import USER
+from roundhouse.infra.kubernetes.stage_pod import USER
 from tests.k8s.validation import pod_specs, written
 
 ROOT = Path(__file__).parents[2]

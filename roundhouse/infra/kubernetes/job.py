@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -28,8 +28,10 @@ from roundhouse.infra.kubernetes.cluster import Cluster, Refused
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.own_objects import OwnObjects
 from roundhouse.infra.kubernetes.patience import Patience
+from roundhouse.infra.kubernetes.pod_keys import PodKeys
 from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
-from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, judge
+from roundhouse.infra.kubernetes.stage_pod import PodSettings
+from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, Waiting, judge
 from roundhouse.infra.kubernetes.watching import Watched
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 Object = dict[str, Any]
 Say = Callable[[str], None]
 
+STOP_SECONDS = 0.5
+"""How often who waits looks whether the Job is still wanted."""
 MOST_TRIES = 50
 """Numbers that are looked through; a Job's time to live frees them."""
 GONE_SECONDS = 120.0
@@ -44,7 +48,7 @@ GONE_SECONDS = 120.0
 
 
 class JobPlan(Protocol):
-    """What a stage wants run (`train_job.TrainJob`)."""
+    """What a stage wants run (`train_job.TrainJob`, `shard_job.ShardJob`)."""
 
     @property
     def identity(self) -> StageIdentity: ...
@@ -52,6 +56,10 @@ class JobPlan(Protocol):
     def namespace(self) -> str: ...
     @property
     def infra(self) -> Any: ...
+    @property
+    def settings(self) -> PodSettings: ...
+    @property
+    def keys(self) -> PodKeys: ...
     def run_object(self) -> Object: ...
     def run_service(self, owner: Object) -> Object | None: ...
     def job(self, number: int, owner: Object) -> Object: ...
@@ -87,6 +95,8 @@ class RunJobs:
         say: Say,
         prepare: Callable[[int], None] = lambda number: None,
         told: Callable[[int], RoundhouseError | None] = lambda number: None,
+        left: Callable[[int], bool] = lambda number: True,
+        stopped: threading.Event | None = None,
     ) -> int:
         """Bring the Job to its end; returns the number of the try that succeeded.
 
@@ -94,14 +104,17 @@ class RunJobs:
             say: given the log of the first pod, line by line, and what the Job waits for.
             prepare: called with a try's number before its Job may be created; called again for one that is found.
             told: the error that the process of a try left behind, where it ended by itself.
+            left: whether a try that is found finished has its result still there; without it the next number is tried.
+            stopped: once set, the Job is not wanted any more.
 
         Raises:
             DataError, ConfigError, InfraError, StoreError: see `verdict`.
+            Unwanted: `stopped` was set; the Job is gone.
         """
-        number, job = self._create_or_find(plan, prepare)
+        number, job = self._create_or_find(plan, prepare, left, stopped)
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         try:
-            return self._wait(plan, number, job, say, told)
+            return self._wait(plan, number, job, say, told, stopped)
         except _ServerAway as away:
             raise InfraError(f"{away} Job {name} goes on; a new attempt finds it.") from away
         except _Over as over:
@@ -114,16 +127,43 @@ class RunJobs:
             self._jobs.forget(uid)
             self._pods.forget(uid)
 
-    def _create_or_find(self, plan: JobPlan, prepare: Callable[[int], None]) -> tuple[int, Object]:
+    def end_others(self, annotations: dict[str, str], wanted: Container[str]) -> None:
+        """Delete the Jobs with these annotations that are under way for what nobody wants now.
+
+        Args:
+            wanted: digests of what is (`StageIdentity`).
+        """
+        self._jobs.listed.wait(self._cluster.patience_seconds)
+        others = []
+        for job in self._jobs.all_present():
+            has = job["metadata"].get("annotations") or {}
+            if annotations.items() <= has.items() and has.get(f"{LABEL}digest") not in wanted and is_under_way(job):
+                others.append((job["metadata"]["name"], job["metadata"]["uid"]))
+        for name, uid in others:
+            logger.warning("Job %s does what is not wanted any more and is deleted", name)
+            self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
+        for name, uid in others:
+            self._until_gone(name, uid)
+
+    def _create_or_find(
+        self,
+        plan: JobPlan,
+        prepare: Callable[[int], None],
+        left: Callable[[int], bool],
+        stopped: threading.Event | None,
+    ) -> tuple[int, Object]:
         owner = self._own.owner(plan)
         for number in range(1, MOST_TRIES + 1):
+            if stopped is not None and stopped.is_set():
+                raise Unwanted
             prepare(number)
             wanted = plan.job(number, owner)
             found = self._own.ensure("batch/v1", "jobs", wanted)
             if found["metadata"].get("deletionTimestamp"):
                 self._until_gone(found["metadata"]["name"], found["metadata"]["uid"])
                 found = self._own.ensure("batch/v1", "jobs", wanted)
-            if not isinstance(judge(found, []), Failed):
+            verdict = judge(found, [], plan.keys)
+            if isinstance(verdict, Waiting) or (isinstance(verdict, Succeeded) and left(number)):
                 return number, found
         raise InfraError(
             f"{MOST_TRIES} Jobs of this stage failed; the last was {wanted['metadata']['name']}. Look at them, and delete them "
@@ -131,7 +171,13 @@ class RunJobs:
         )
 
     def _wait(
-        self, plan: JobPlan, number: int, job: Object, say: Say, told: Callable[[int], RoundhouseError | None]
+        self,
+        plan: JobPlan,
+        number: int,
+        job: Object,
+        say: Say,
+        told: Callable[[int], RoundhouseError | None],
+        stopped: threading.Event | None,
     ) -> int:
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         patience = Patience(plan)
@@ -142,14 +188,14 @@ class RunJobs:
             while True:
                 changed.clear()
                 job, pods = self._look(name, uid, job)
-                verdict = judge(job, pods)
+                verdict = judge(job, pods, plan.keys)
                 if isinstance(verdict, Succeeded):
                     log = log or self._log(pods, say)
                     return number
                 if isinstance(verdict, Failed):
                     if log is not None:
                         log.finish(5)
-                    raise _Over(self._explained(job, pods, lambda: told(number)))
+                    raise _Over(self._explained(plan.keys, job, pods, lambda: told(number)))
                 if verdict.text != said:
                     said = verdict.text
                     say(f"Job {name}: {said}")
@@ -157,7 +203,7 @@ class RunJobs:
                 seconds = patience.left(verdict, bool(pods), time.monotonic())
                 if not pods and patience.is_time_for_events(time.monotonic()):
                     self._tell_events(uid, say, patience)
-                changed.wait(patience.next_look(seconds))
+                _pause(changed, stopped, patience.next_look(seconds))
         finally:
             self._waiters.pop(uid, None)
             if log is not None:
@@ -187,14 +233,14 @@ class RunJobs:
         return None
 
     def _explained(
-        self, job: Object, known: list[Object], told: Callable[[], RoundhouseError | None]
+        self, keys: PodKeys, job: Object, known: list[Object], told: Callable[[], RoundhouseError | None]
     ) -> RoundhouseError:
         """The error of a Job that failed: as its process told it, else with the end of its log."""
         # The two watches are not in step: the Job's end may be known before the end of the pod that caused it.
         selector = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}"
         fresh = self._cluster.get(self._own.path("v1", "pods"), labelSelector=selector).get("items") or []
         pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *fresh]}.values())
-        failed = judge(job, pods)
+        failed = judge(job, pods, keys)
         assert isinstance(failed, Failed)
         if failed.by_exit_code and (error := told()) is not None:
             return error
@@ -261,6 +307,29 @@ class RunJobs:
                 concerned = [self._waiters[uid] for uid in uids if uid in self._waiters]
         for waiter in concerned:
             waiter.set()
+
+
+def is_under_way(job: Object) -> bool:
+    """Whether a Job goes on, unless it is being deleted."""
+    return not job["metadata"].get("deletionTimestamp") and isinstance(judge(job, []), Waiting)
+
+
+def _pause(changed: threading.Event, stopped: threading.Event | None, seconds: float) -> None:
+    """Wait for a change.
+
+    Raises:
+        Unwanted: told to stop.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if changed.wait(left if stopped is None else min(left, STOP_SECONDS)):
+            return
+        if stopped is not None and stopped.is_set():
+            raise Unwanted
+
+
+class Unwanted(Exception):
+    """The Job was deleted because its result is not wanted any more."""
 
 
 class _ServerAway(InfraError):

@@ -25,6 +25,8 @@ class StageIdentity:
     stage: str
     digest: str
     """Of everything that the stage depends on: another digest is another Job."""
+    shard: str = ""
+    """Which part of the stage, where several Jobs do it."""
 
     def job_name(self, number: int) -> str:
         """Name of the Job for a try.
@@ -32,15 +34,27 @@ class StageIdentity:
         >>> StageIdentity("My_run", "0123456789ab", 12, "train", "89abcdef0123", ).job_name(2)
         'my-run-012345-i12-train-89abcdef-2'
         """
-        rest = f"-{self.run_uid[:6]}-i{self.iteration}-{self.stage}-{self.digest[:8]}-{number}"
+        part = f"{self.stage}-{self.shard}" if self.shard else self.stage
+        rest = f"-{self.run_uid[:6]}-i{self.iteration}-{part}-{self.digest[:8]}-{number}"
         return dns_label(self.run_id, JOB_NAME_LENGTH - len(rest)) + rest
 
     def labels(self) -> dict[str, str]:
         """By which a person and our own watches find it."""
         return run_labels(self.run_id, self.run_uid) | {
-            f"{LABEL}iteration": str(self.iteration),
-            f"{LABEL}stage": self.stage,
+            f"{LABEL}{name}": str(value) for name, value in self._part().items()
         }
+
+    def annotations(self) -> dict[str, str]:
+        """What tells a Job that is this piece of work from one that has its name by accident."""
+        return {f"{LABEL}digest": self.digest}
+
+    def about(self) -> dict[str, str | int]:
+        """For the lines of its logs."""
+        return {"run": self.run_id, **self._part()}
+
+    def _part(self) -> dict[str, str | int]:
+        shard = {"shard": self.shard} if self.shard else {}
+        return {"iteration": self.iteration, "stage": self.stage, **shard}
 
 
 def run_labels(run_id: str, run_uid: str) -> dict[str, str]:

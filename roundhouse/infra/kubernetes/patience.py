@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from roundhouse.errors import InfraError
 from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.stage_pod import PodSettings
 from roundhouse.infra.kubernetes.verdict import Waiting
 
 NO_POD_SECONDS = 20.0
@@ -26,6 +27,8 @@ class Awaited(Protocol):
     def identity(self) -> StageIdentity: ...
     @property
     def infra(self) -> Any: ...
+    @property
+    def settings(self) -> PodSettings: ...
     def seconds(self) -> int: ...
 
 
@@ -47,7 +50,7 @@ class Patience:
         Raises:
             InfraError, ConfigError: it has not.
         """
-        infra, trainer = self._plan.infra, self._plan.infra.trainer
+        infra, settings = self._plan.infra, self._plan.settings
         name = self._plan.identity.stage
         if waiting.queued:
             self._queued = now - self._began
@@ -65,11 +68,11 @@ class Patience:
             return total
         since = self._problem_since = self._problem_since if self._problem_since is not None else now
         if not waiting.pending:
-            return min(total, self._or_raise(since + trainer.image_seconds - now, waiting.problem))
+            return min(total, self._or_raise(since + settings.image_seconds - now, waiting.problem))
         problem = waiting.problem
         if not has_pods and self.event:
             problem = InfraError(f"{problem} The cluster says: {self.event}")
-        return min(total, self._or_raise(since + trainer.pending_seconds - now, problem))
+        return min(total, self._or_raise(since + settings.pending_seconds - now, problem))
 
     def is_time_for_events(self, now: float) -> bool:
         """Once, when no pod came for a while."""

@@ -8,7 +8,8 @@ Each failure is the error of the kind that decides about a retry, with what a pe
     evicted, preempted, drained, node lost  InfraError    yes
     no node for the pod, deadline           InfraError    yes
     exit 75, killed by a signal             InfraError    yes
-    out of memory                           ConfigError   no: the same step needs the same memory
+    out of memory of a training step        ConfigError   no: the same step needs the same memory
+    out of memory of a shard                InfraError    yes: another try goes on with what it had written
     image or secret that is not there       ConfigError   no
     exit 65, 74, 78                         DataError, StoreError, ConfigError
 """
@@ -21,6 +22,7 @@ from enum import IntEnum
 from typing import Any
 
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.infra.kubernetes.pod_keys import TRAINER, PodKeys
 from roundhouse.training.service.exit_codes import EXIT_CODES
 
 Status = dict[str, Any]
@@ -79,18 +81,18 @@ class Failed:
 Verdict = Waiting | Succeeded | Failed
 
 
-def judge(job: Status, pods: Sequence[Status]) -> Verdict:
-    """The verdict on a Job, given the pods of it that were ever seen, in their last state."""
+def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> Verdict:
+    """The verdict on a Job, given the pods of it that were ever seen, in their last state. Errors name `keys`."""
     conditions = {
         item["type"]: item for item in job.get("status", {}).get("conditions") or [] if item["status"] == "True"
     }
     if "Complete" in conditions:
         return Succeeded()
     if "Failed" in conditions:
-        return _failed(job, conditions["Failed"], pods)
+        return _failed(job, conditions["Failed"], pods, keys)
     if not {"FailureTarget", "Suspended"} & set(conditions) and _all_succeeded(job, pods):
         return Succeeded()
-    return _waiting(job, pods)
+    return _waiting(job, pods, keys)
 
 
 def _all_succeeded(job: Status, pods: Sequence[Status]) -> bool:
@@ -106,20 +108,20 @@ def _ended_well(pod: Status) -> bool:
     return all(state.get("terminated", {}).get("exitCode") == 0 for state in states)
 
 
-def _failed(job: Status, condition: Status, pods: Sequence[Status]) -> Failed:
+def _failed(job: Status, condition: Status, pods: Sequence[Status], keys: PodKeys) -> Failed:
     name = job["metadata"]["name"]
     if condition.get("reason") == "DeadlineExceeded":
         seconds = job["spec"].get("activeDeadlineSeconds")
-        stuck = _waiting(job, pods)
+        stuck = _waiting(job, pods, keys)
         hint = f" At the end: {stuck.text}." if stuck.pending else ""
         return Failed(
             InfraError(
                 f"Job {name} was ended after {seconds} s, its deadline.{hint} "
-                "Raise train.service.timeout_seconds, or infra.trainer.pending_seconds where it waited for nodes."
+                f"Raise {keys.timeout}, or {keys.section}.pending_seconds where it waited for nodes."
             )
         )
     causes = sorted(
-        (cause for pod in pods if (cause := _cause(pod)) is not None), key=lambda cause: (cause[0], cause[1])
+        (cause for pod in pods if (cause := _cause(pod, keys)) is not None), key=lambda cause: (cause[0], cause[1])
     )
     if causes:
         _, _, failed = causes[0]
@@ -128,7 +130,7 @@ def _failed(job: Status, condition: Status, pods: Sequence[Status]) -> Failed:
     return Failed(InfraError(f"Job {name} failed: {told}. Its pods are gone; look at `kubectl describe job {name}`."))
 
 
-def _cause(pod: Status) -> tuple[_Rank, str, Failed] | None:
+def _cause(pod: Status, keys: PodKeys) -> tuple[_Rank, str, Failed] | None:
     """Why a pod failed, with what orders it among its peers; None for one that did not."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     ended = _terminated(pod)
@@ -156,16 +158,16 @@ def _cause(pod: Status) -> tuple[_Rank, str, Failed] | None:
     if ended is None:
         text = status.get("message") or status.get("reason") or "no reason given"
         return _Rank.OTHER, at, Failed(InfraError(f"Pod {name}{node} failed: {text}"), name)
-    return _exited(name, node, pod, ended, at)
+    return _exited(name, node, pod, ended, at, keys)
 
 
-def _exited(name: str, node: str, pod: Status, ended: Status, at: str) -> tuple[_Rank, str, Failed]:
+def _exited(name: str, node: str, pod: Status, ended: Status, at: str, keys: PodKeys) -> tuple[_Rank, str, Failed]:
     code = int(ended.get("exitCode") or 0)
     if ended.get("reason") == OUT_OF_MEMORY:
         limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "none")
-        error: RoundhouseError = ConfigError(
-            f"Pod {name}{node} ran out of memory (OOMKilled; its limit is {limit}). Raise infra.trainer.memory, or lower "
-            "train.tokens_per_microbatch or infra.trainer.shared_memory, which counts as memory."
+        error: RoundhouseError = keys.out_of_memory(
+            f"Pod {name}{node} ran out of memory (OOMKilled; its limit is {limit}). Raise {keys.section}.memory, or "
+            f"{keys.less_memory}."
         )
         return _Rank.OUT_OF_MEMORY, at, Failed(error, name)
     kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
@@ -178,7 +180,7 @@ def _exited(name: str, node: str, pod: Status, ended: Status, at: str) -> tuple[
     return rank, at, Failed(error, name, by_exit_code=True)
 
 
-def _waiting(job: Status, pods: Sequence[Status]) -> Waiting:
+def _waiting(job: Status, pods: Sequence[Status], keys: PodKeys) -> Waiting:
     name, wanted = job["metadata"]["name"], int(job["spec"].get("completions") or 1)
     if job["spec"].get("suspend"):
         return Waiting("waiting in the queue to be admitted", queued=True)
@@ -188,7 +190,7 @@ def _waiting(job: Status, pods: Sequence[Status]) -> Waiting:
         if pod.get("status", {}).get("phase") in ("Running", "Succeeded"):
             started += 1
             continue
-        if (waiting := _pending(pod)) is not None:
+        if (waiting := _pending(pod, keys)) is not None:
             return waiting
     if started < wanted:
         problem = InfraError(f"Job {name} has {started} of {wanted} pods after all its time to get them.")
@@ -196,13 +198,13 @@ def _waiting(job: Status, pods: Sequence[Status]) -> Waiting:
     return Waiting(f"{started} of {wanted} pods run")
 
 
-def _pending(pod: Status) -> Waiting | None:
+def _pending(pod: Status, keys: PodKeys) -> Waiting | None:
     """What keeps a pod that has not started; None when it is only on its way."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             text = f"no node for pod {name}: {condition.get('message') or condition.get('reason')}"
-            remedy = "Free or add nodes, ask for less in infra.trainer, or raise infra.trainer.pending_seconds."
+            remedy = f"Free or add nodes, ask for less in {keys.section}, or raise {keys.section}.pending_seconds."
             return Waiting(text, InfraError(f"There is {text} {remedy}"), pending=True)
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}
@@ -210,14 +212,12 @@ def _pending(pod: Status) -> Waiting | None:
         if reason in _IMAGE_REASONS:
             final = reason == "InvalidImageName" or any(word in message.lower() for word in _NOT_FOUND)
             text = f"the image {container.get('image')} of pod {name} cannot be pulled ({reason}: {message})"
-            remedy = "Check infra.trainer.image, and that the nodes may pull from its registry (imagePullSecrets)."
+            remedy = f"Check {keys.section}.image, and that the nodes may pull from its registry (imagePullSecrets)."
             error = (ConfigError if final else InfraError)(f"{text[0].upper()}{text[1:]}. {remedy}")
             return Waiting(text, error)
         if reason in _START_REASONS:
             text = f"pod {name} cannot start ({reason}: {message})"
-            return Waiting(
-                text, ConfigError(f"P{text[1:]}. Check infra.secret, infra.store_claim and infra.environment.")
-            )
+            return Waiting(text, ConfigError(f"P{text[1:]}. {keys.remedy_for_start}"))
     return None
 
 

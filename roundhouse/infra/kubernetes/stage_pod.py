@@ -1,0 +1,185 @@
+"""What the Jobs of all stages have in common: pure.
+
+Invariant: the pods satisfy Pod Security `restricted`, hold no token of the cluster, and write nothing but their scratch volumes
+and the store; they belong to the run's ConfigMap, whose deletion ends them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from roundhouse.config.kubernetes import Toleration
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
+from roundhouse.logs import LABELS_VARIABLE
+from roundhouse.store.location import Location
+from roundhouse.training.service.exit_codes import EXIT_CODES
+
+Manifest = dict[str, Any]
+
+SCRATCH = "/scratch"
+USER = 10001
+"""Not root, and not a user of the node; the images make the same one."""
+FINAL_EXIT_CODES = sorted(EXIT_CODES[kind] for kind in (DataError, ConfigError))
+"""Of work for which repeating cannot help."""
+
+
+class PodSettings(Protocol):
+    """A section of pods (`config.kubernetes`), as far as all have it."""
+
+    @property
+    def image(self) -> str: ...
+    @property
+    def cpu(self) -> str: ...
+    @property
+    def memory(self) -> str: ...
+    @property
+    def scratch(self) -> str: ...
+    @property
+    def pending_seconds(self) -> int: ...
+    @property
+    def image_seconds(self) -> int: ...
+    @property
+    def priority_class(self) -> str | None: ...
+    @property
+    def node_selector(self) -> dict[str, str]: ...
+    @property
+    def tolerations(self) -> tuple[Toleration, ...]: ...
+
+
+def run_object(identity: StageIdentity, namespace: str, store: str) -> Manifest:
+    """The ConfigMap that owns all else of the run: deleting it ends the run's Jobs."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": run_object_name(identity.run_id, identity.run_uid),
+            "namespace": namespace,
+            "labels": run_labels(identity.run_id, identity.run_uid),
+        },
+        "data": {"run_id": identity.run_id, "run_uid": identity.run_uid, "store": store},
+    }
+
+
+def owner_reference(owner: Manifest) -> Manifest:
+    metadata = owner["metadata"]
+    return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
+
+
+def job(
+    identity: StageIdentity,
+    number: int,
+    namespace: str,
+    owner: Manifest,
+    spec: Manifest,
+    pod: Manifest,
+    labels: Mapping[str, str],
+    queue: str | None,
+    annotations: Mapping[str, str] | None = None,
+) -> Manifest:
+    """The Job of a try: `spec` without its template, which is `pod`."""
+    queued = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+    spec = spec | {"template": {"metadata": {"labels": dict(labels)}, "spec": pod}}
+    if queue:
+        spec["suspend"] = True  # until Kueue admits it
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": identity.job_name(number),
+            "namespace": namespace,
+            "labels": {**labels, **queued},
+            "annotations": {**identity.annotations(), **(annotations or {})},
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "spec": spec,
+    }
+
+
+def pod(
+    settings: PodSettings,
+    container: Manifest,
+    service_account: str,
+    volumes: Sequence[Manifest],
+    store_claim: str | None,
+) -> Manifest:
+    """A pod of one container, with scratch."""
+    found: Manifest = {
+        "restartPolicy": "Never",
+        "serviceAccountName": service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        # as process 1 Python would not hear SIGTERM: each drain and cancellation would last the whole grace period
+        "shareProcessNamespace": True,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch}}, *volumes],
+    }
+    if store_claim:
+        found["volumes"].append({"name": "store", "persistentVolumeClaim": {"claimName": store_claim}})
+    if settings.priority_class:
+        found["priorityClassName"] = settings.priority_class
+    if settings.node_selector:
+        found["nodeSelector"] = dict(settings.node_selector)
+    if settings.tolerations:
+        found["tolerations"] = [accepted.model_dump(exclude_none=True) for accepted in settings.tolerations]
+    return found
+
+
+def container(
+    name: str,
+    settings: PodSettings,
+    identity: StageIdentity,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    store: str,
+    store_claim: str | None,
+    secret: str | None,
+    mounts: Sequence[Manifest] = (),
+    devices: Mapping[str, str] | None = None,
+) -> Manifest:
+    """The interpreter with `arguments`, and what it writes to.
+
+    Args:
+        store: URI of the store's root, where the claim is mounted.
+        devices: more resources, such as GPUs, as request and limit.
+    """
+    basic = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    variables = {**basic, LABELS_VARIABLE: json.dumps(identity.about()), **environment}
+    found: Manifest = {
+        "name": name,
+        "image": settings.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python"],
+        "args": list(arguments),
+        "env": [{"name": name, "value": value} for name, value in sorted(variables.items())],
+        "resources": {
+            "requests": {"cpu": settings.cpu, "memory": settings.memory, **(devices or {})},
+            "limits": {"memory": settings.memory, **(devices or {})},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        # the last lines of the log are the message of a pod that failed without one
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": "scratch", "mountPath": SCRATCH}, *mounts],
+    }
+    if store_claim:
+        path = str(Location(store).local_path)
+        found["volumeMounts"].append({"name": "store", "mountPath": path})
+    if secret:
+        found["envFrom"] = [{"secretRef": {"name": secret}}]
+    return found

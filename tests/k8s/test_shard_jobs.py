@@ -1,0 +1,450 @@
+"""A collection over Jobs of a cluster is the collection by one process, and a lost Job costs its own shard and nothing else.
+
+There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundhouse.config.distribution import JobShards
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.loading import parse_config
+from roundhouse.config.placement import placement
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.infra.kubernetes.job import Unwanted
+from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.shard_job import PLACE, ShardJob
+from roundhouse.stages.collect import collect_iteration
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_manifest
+from roundhouse.store.verification import verify
+from roundhouse.tracking.catalogue import meaning_of
+from tests.k8s.players import run_container
+from tests.k8s.stand import Stand
+from tests.k8s.validation import problems, unrestricted
+from tests.stages.test_distributed import TASKS, begun, sequences_digest
+from tests.stages.test_distributed import settings as processes
+from tests.stages.test_interrupted_collect import (
+    COLLECTING,
+    GROUP,
+    GuessingEngine,
+    dataset,
+    recorded_seeds,
+)
+from tests.stages.test_interrupted_collect import engine as engine
+
+Object = dict[str, Any]
+
+PODS = {"cpu": "100m", "memory": "64Mi", "scratch": "1Gi"}
+ENGINE = "http://roundhouse-engine:9000"
+"""As a pod would call it; the tests hand the real address to the stage."""
+
+
+def until(true: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.02)
+
+
+def settings(namespace: str, store: str, shards: int, **collector: Any) -> Object:
+    tree = processes(store, 0)
+    tree["rollout"]["distribution"] = {"kind": "job", "shards": shards}
+    tree["generation"] = tree["generation"] | {"engine_url": ENGINE}
+    claim = {} if store.startswith("s3://") else {"store_claim": "store"}
+    return tree | {
+        "infra": {"kind": "kubernetes", "namespace": namespace, "collector": PODS | collector, **claim},
+    }
+
+
+def on_cluster(stand: Stand, store: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Reference]:
+    """A run whose shards are Jobs of the stand, and its weights."""
+    monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
+    stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod)
+    run = open_run(parse_config(settings(stand.namespace, store, shards)))
+    refit = run.stage(1, "refit")
+    return run, refit.reference() or run.begin(refit, policy_version=0).commit()
+
+
+def shard_of(item: Object) -> str:
+    return str(item["metadata"]["labels"]["roundhouse/shard"])
+
+
+def pods_by_shard(stand: Stand) -> dict[str, int]:
+    """How many pods each shard had, also those that are gone."""
+    labels = ["s0001of0002", "s0002of0002"]
+    return {label: sum(label in name for name in stand.kubelet.pods) for label in labels}
+
+
+# -- the same as one process ----------------------------------------------------------------------------------------
+
+
+def test_a_collection_over_two_jobs_is_byte_equal_to_that_of_one_process_and_collected_again_has_jobs_of_its_own(
+    stand: Stand, tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = begun(f"{tmp_path}/alone", 0)
+    alone = collect_iteration(run, 1, weights, engine.url)
+    rows, digest, everything = dataset(alone), sequences_digest(run, alone), sorted(engine.answered)
+    engine.answered.clear()
+
+    run, weights = on_cluster(stand, f"{tmp_path}/jobs", 2, monkeypatch)
+    told: list[tuple[int, int]] = []
+    spread = collect_iteration(run, 1, weights, engine.url, lambda *progress: told.append(progress))
+    assert sorted(engine.answered) == everything, "each call once"
+    assert dataset(spread) == rows
+    assert sequences_digest(run, spread) == digest
+    assert told[-1] == (TASKS * GROUP, TASKS * GROUP)
+    manifest = read_manifest(spread)
+    assert manifest.details["distribution"]["kind"] == "job"
+    assert manifest.metrics["rollout/shards"] == 2
+    assert manifest.metrics["rollout/kubernetes_calls"] <= 5 + 2 * 6, "ConfigMap, two lists, two watches; six a shard"
+    assert all(meaning_of(name) for name in manifest.metrics)
+    assert verify(f"{tmp_path}/jobs").problems == []
+
+    jobs = stand.found("jobs")
+    assert sorted(shard_of(job) for job in jobs) == ["s0001of0002", "s0002of0002"]
+    [owner] = stand.found("configmaps")
+    for job in jobs:
+        labels = job["metadata"]["labels"]
+        assert (labels["roundhouse/run"], labels["roundhouse/iteration"]) == ("r", "1")
+        assert labels["roundhouse/stage"] == "collect"
+        assert [ref["uid"] for ref in job["metadata"]["ownerReferences"]] == [owner["metadata"]["uid"]]
+    assert pods_by_shard(stand) == {"s0001of0002": 1, "s0002of0002": 1}
+
+    run.stage(1, "collect").location.delete("manifest.json")
+    again = collect_iteration(run, 1, weights, engine.url)
+    assert dataset(again) == rows, "the finished Jobs of before are there, their reports are not"
+    assert pods_by_shard(stand) == {"s0001of0002": 2, "s0002of0002": 2}
+
+
+def test_what_a_shard_says_in_its_pod_is_the_stages_log_and_its_progress(
+    fake: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, weights = on_cluster(fake, f"{tmp_path}/jobs", 2, monkeypatch)
+    told: list[tuple[int, int]] = []
+    heard = threading.Event()
+
+    def behave(pod: Object) -> None:
+        label = shard_of(pod)
+        fake.kubelet.run(pod)
+        fake.kubelet.say(pod, f"{label} says something\n{label}: 7 of 10 rollouts\n{label} ends")
+        heard.wait(60)
+        fake.kubelet.exit(pod, 78)
+
+    fake.kubelet.behave = behave
+
+    def progress(done: int, planned: int) -> None:
+        told.append((done, planned))
+        if done == 14:
+            heard.set()
+
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError):
+        collect_iteration(run, 1, weights, "http://nobody", progress)
+    assert (14, TASKS * GROUP) in told
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("distributed")]
+    assert any("s0001of0002 says something" in line for line in lines)
+    assert any("1 of 1 pods run" in line for line in lines)
+    assert not any("of 10 rollouts" in line for line in lines), "progress is no line of the log"
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_pod_costs_its_shard_alone_and_what_it_had_finished_is_not_made_again(
+    stand: Stand, tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = begun(f"{tmp_path}/alone", 0)
+    expected = sequences_digest(run, collect_iteration(run, 1, weights, engine.url))
+    everything = set(engine.answered)
+    engine.answered.clear()
+
+    run, weights = on_cluster(stand, f"{tmp_path}/jobs", 2, monkeypatch)
+    engine.healthy = 43
+    lost = threading.Event()
+
+    def behave(pod: Object) -> None:
+        if shard_of(pod) != "s0002of0002" or lost.is_set():
+            run_container(stand.kubelet, pod)
+            return
+        container = pod["spec"]["containers"][0]
+        stand.kubelet.run(pod)
+        process = subprocess.Popen([sys.executable, *container["args"]], stdout=subprocess.DEVNULL)
+        try:
+            until(lambda: len(recorded_seeds(run.stage(1, "collect").location)) == engine.healthy)
+        finally:
+            process.kill()
+            process.wait()
+        lost.set()
+        engine.healthy = 10**6
+        stand.kubelet.disrupt(pod, "PreemptionByScheduler")
+        engine.go_on.set()
+
+    stand.kubelet.behave = behave
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert lost.is_set()
+    assert pods_by_shard(stand) == {"s0001of0002": 1, "s0002of0002": 2}, "nobody touched the other one"
+    assert set(engine.answered) == everything
+    assert len(engine.answered) == len(everything), "no finished call was made again"
+    assert sequences_digest(run, reference) == expected
+    manifest = read_manifest(reference)
+    assert manifest.metrics["rollout/shards_lost"] == 1
+    assert manifest.details["resumptions"]["turns_resumed"] > 0
+
+
+def test_a_job_that_somebody_deletes_is_made_again(
+    stand: Stand, tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = on_cluster(stand, f"{tmp_path}/jobs", 2, monkeypatch)
+    first = threading.Event()
+
+    def behave(pod: Object) -> None:
+        if shard_of(pod) == "s0002of0002" and not first.is_set():
+            first.set()
+            stand.kubelet.run(pod)
+            name = pod["metadata"]["labels"].get("job-name") or pod["metadata"]["ownerReferences"][0]["name"]
+            stand.admin.delete(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs/{name}")
+            return
+        run_container(stand.kubelet, pod)
+
+    stand.kubelet.behave = behave
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert read_manifest(reference).metrics["rollout/shards_lost"] == 1
+    assert pods_by_shard(stand) == {"s0001of0002": 1, "s0002of0002": 2}
+
+
+def test_a_flow_that_is_killed_and_comes_back_finds_the_jobs_of_its_shards(
+    stand: Stand, tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f"{tmp_path}/jobs"
+    run, weights = on_cluster(stand, store, 2, monkeypatch)
+    engine.healthy = 10
+    flow = subprocess.Popen(
+        [sys.executable, "-c", COLLECTING, json.dumps(settings(stand.namespace, store, 2)), engine.url],
+        env=os.environ,
+    )
+    try:
+        until(lambda: len(engine.answered) == engine.healthy or flow.poll() is not None)
+        until(lambda: len(stand.kubelet.pods) == 2 or flow.poll() is not None)
+        assert flow.poll() is None, "the flow ended by itself"
+    finally:
+        flow.send_signal(signal.SIGKILL)
+        flow.wait()
+    engine.healthy = 10**6
+    engine.go_on.set()
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert pods_by_shard(stand) == {"s0001of0002": 1, "s0002of0002": 1}, "no second Job"
+    assert len(stand.found("jobs")) == 2
+    assert reference.counts["completed"] == TASKS * GROUP
+    assert read_manifest(reference).attempt == 2
+
+
+def test_a_shard_that_cannot_succeed_ends_the_others_and_no_job_is_left_at_work(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = on_cluster(stand, f"{tmp_path}/jobs", 3, monkeypatch)
+
+    def behave(pod: Object) -> None:
+        stand.kubelet.run(pod)
+        if shard_of(pod) == "s0001of0003":
+            until(lambda: len(stand.kubelet.pods) == 3)
+            stand.kubelet.exit(pod, 78, message="no such task file")
+
+    stand.kubelet.behave = behave
+    with pytest.raises(ConfigError, match="no such task file"):
+        collect_iteration(run, 1, weights, "http://nobody")
+    assert [shard_of(job) for job in stand.found("jobs")] == ["s0001of0003"], "kept to be looked at"
+    until(lambda: {shard_of(pod) for pod in stand.found("pods")} <= {"s0001of0003"})
+
+
+# -- one Job --------------------------------------------------------------------------------------------------------
+
+
+def plan(namespace: str, digest: str = "89abcdef0123", stage: str = "file:///store/a", **given: Any) -> ShardJob:
+    collector = PODS | given.pop("collector", {})
+    infra = KubernetesInfra.model_validate({"namespace": namespace, "collector": collector, **given})
+    identity = StageIdentity("My_run.1", "0123456789ab", 3, "collect", digest, shard="s0001of0200")
+    return ShardJob(identity, infra, JobShards(timeout_seconds=1000), f"{stage}/spec.json", stage, "file:///store")
+
+
+def test_a_stop_deletes_the_job_and_waits_until_it_is_gone(stand: Stand) -> None:
+    stopped = threading.Event()
+
+    def behave(pod: Object) -> None:
+        stand.kubelet.run(pod)
+        stopped.set()
+
+    stand.kubelet.behave = behave
+    with stand.jobs() as jobs, pytest.raises(Unwanted):
+        jobs.run(plan(stand.namespace), stand.said.append, stopped=stopped)
+    assert stand.found("jobs") == []
+    with stand.jobs() as jobs, pytest.raises(Unwanted):
+        jobs.run(plan(stand.namespace), stand.said.append, stopped=stopped)
+    assert stand.cluster.calls["create jobs"] == 1, "nothing is begun that is not wanted"
+
+
+def test_jobs_of_another_plan_of_the_stage_are_ended_and_those_of_other_stages_stay(stand: Stand) -> None:
+    stand.kubelet.behave = lambda pod: stand.kubelet.run(pod)
+    place = {PLACE: "file:///store/a"}
+    plans = [
+        plan(stand.namespace, "aaaaaaaa0000"),
+        plan(stand.namespace, "bbbbbbbb0000"),
+        plan(stand.namespace, "cccccccc0000", "file:///store/b"),
+    ]
+    owner = stand.admin.create(f"/api/v1/namespaces/{stand.namespace}/configmaps", plans[0].run_object())
+    for each in plans:
+        stand.admin.create(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs", each.job(1, owner))
+    with stand.jobs() as jobs:
+        jobs.end_others(place, {"bbbbbbbb0000"})
+    left = {job["metadata"]["annotations"]["roundhouse/digest"] for job in stand.found("jobs")}
+    assert left == {"bbbbbbbb0000", "cccccccc0000"}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        (
+            "out of memory",
+            InfraError,
+            r"limit is 64Mi\). Raise infra.collector.memory, or raise rollout.distribution.sh",
+        ),
+        ("evicted", InfraError, "Evicted.*low on memory"),
+        ("preempted", InfraError, "was preempted by a pod of higher priority"),
+        ("told to end", InfraError, "exit code 75"),
+        ("no node", InfraError, r"ask for less in infra.collector, or raise infra.collector.pending_seconds"),
+        ("no image", ConfigError, r"Check infra.collector.image"),
+        ("no secret", ConfigError, r"Check infra.collector.secret, infra.store_claim and infra.collector.environment"),
+    ],
+)
+def test_an_error_of_a_collectors_pod_names_the_keys_of_the_collector(
+    fake: Stand, what: str, kind: type[RoundhouseError], message: str
+) -> None:
+    kubelet = fake.kubelet
+
+    def behave(pod: Object) -> None:
+        if what == "no node":
+            return kubelet.unschedulable(pod, "0/3 nodes: 3 Insufficient cpu")
+        if what in ("no image", "no secret"):
+            reason = {"no image": "ErrImagePull", "no secret": "CreateContainerConfigError"}[what]
+            return kubelet.stuck(pod, reason, "manifest unknown")
+        kubelet.run(pod)
+        if what == "out of memory":
+            return kubelet.exit(pod, 137, "OOMKilled")
+        if what == "evicted":
+            return kubelet.evict(pod, "The node was low on memory")
+        if what == "preempted":
+            return kubelet.disrupt(pod, "PreemptionByScheduler")
+        return kubelet.exit(pod, 75)
+
+    kubelet.behave = behave
+    impatient = plan(fake.namespace, collector={"pending_seconds": 1, "image_seconds": 1})
+    with fake.jobs() as jobs, pytest.raises(kind, match=message) as raised:
+        jobs.run(impatient, fake.said.append)
+    assert type(raised.value) is kind
+    assert "infra.trainer" not in str(raised.value)
+    assert len(kubelet.pods) == 1, "whoever waits decides about another try"
+
+
+def test_a_shard_beyond_its_deadline_says_what_to_raise(fake: Stand) -> None:
+    fake.kubelet.behave = lambda pod: fake.kubelet.run(pod)
+    slow = plan(fake.namespace)
+    slow = ShardJob(slow.identity, slow.infra, JobShards(timeout_seconds=1), slow.spec, slow.stage, slow.store)
+    with (
+        fake.jobs() as jobs,
+        pytest.raises(InfraError, match=r"Raise rollout.distribution.timeout_seconds, or infra.coll"),
+    ):
+        jobs.run(slow, fake.said.append)
+
+
+# -- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def manifest(**given: Any) -> Object:
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "1111"}}
+    return plan("roundhouse", **given).job(1, owner)
+
+
+def test_the_manifest_of_a_shard_is_valid_restricted_and_takes_all_from_the_collectors_section() -> None:
+    collector = {
+        "image": "collector:1",
+        "cpu": "3",
+        "memory": "5Gi",
+        "scratch": "7Gi",
+        "priority_class": "roundhouse-collector",
+        "node_selector": {"pool": "spot"},
+        "tolerations": [{"key": "spot"}],
+        "secret": "gym-keys",
+        "environment": {"GYM_REGION": "x"},
+    }
+    job = manifest(
+        collector=collector, queue="team", store_claim="store", secret="trainers", environment={"AWS_REGION": "y"}
+    )
+    assert problems(job) == []
+    spec = job["spec"]["template"]["spec"]
+    assert unrestricted(spec) == []
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["serviceAccountName"] == "roundhouse-collector"
+    assert (spec["priorityClassName"], spec["nodeSelector"]) == ("roundhouse-collector", {"pool": "spot"})
+    [container] = spec["containers"]
+    assert container["image"] == "collector:1"
+    assert container["resources"] == {"requests": {"cpu": "3", "memory": "5Gi"}, "limits": {"memory": "5Gi"}}
+    assert container["envFrom"] == [{"secretRef": {"name": "gym-keys"}}], "not the trainer's"
+    assert {"GYM_REGION", "AWS_REGION"} <= {item["name"] for item in container["env"]}
+    assert container["args"] == ["-m", "roundhouse.stages.shard_worker", "--spec", "file:///store/a/spec.json"]
+    assert {"name": "store", "mountPath": "/store"} in container["volumeMounts"]
+    about = next(json.loads(item["value"]) for item in container["env"] if item["name"] == "ROUNDHOUSE_LOG_LABELS")
+    assert about == {"run": "My_run.1", "iteration": 3, "stage": "collect", "shard": "s0001of0200"}
+    assert job["spec"]["activeDeadlineSeconds"] == 1000
+    assert job["spec"]["ttlSecondsAfterFinished"] == 86_400
+    assert job["spec"]["suspend"] is True
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert job["metadata"]["name"] == "my-run-1-012345-i3-collect-s0001of0200-89abcdef-1"
+    assert len(manifest(digest="f" * 32)["metadata"]["name"]) <= 58
+
+
+# -- the configuration ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"infra": {"kind": "local"}}, r"infra.kind is local.*Set infra.kind to kubernetes"),
+        ({"infra": {"kind": "kubernetes", "store_claim": "s"}}, r"infra.collector.* is unset. Add it"),
+        ({"generation": {"max_model_len": 100_000}}, r"generation.engine_url and infra.engine are unset.*Set one"),
+        (
+            {"generation": {"engine_url": "http://localhost:1"}},
+            r"generation.engine_url is http://localhost:1.*Service's",
+        ),
+        ({"generation": {"engine_url": "http://[::1]:1"}}, r"generation.engine_url is http://\[::1\]:1"),
+        (
+            {"environment": {"kind": "remote", "url": "http://127.0.0.1:8001", "train_tasks": "t"}},
+            r"environment.url is http://127.0.0.1:8001",
+        ),
+    ],
+)
+def test_what_jobs_cannot_work_with_is_refused_at_load_with_key_value_and_remedy(change: Object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(settings("roundhouse", "/store", 2) | change)
+
+
+def test_an_engine_of_the_cluster_needs_no_url_and_a_dry_run_names_the_jobs() -> None:
+    tree = settings("team", "s3://bucket/store", 4)
+    tree["generation"].pop("engine_url")
+    tree["infra"]["engine"] = {"ray_service": "engine"}
+    [line] = [str(place) for place in placement(parse_config(tree)) if place.role == "collector"]
+    assert line == "collector: 4 shards, a Job of one pod each in namespace team"
+    tree["infra"]["engine"]["url"] = "http://localhost:8000"
+    with pytest.raises(ConfigError, match=r"infra.engine.url is http://localhost:8000"):
+        parse_config(tree)
