@@ -25,6 +25,8 @@ BESIDE_TRAINING = ("refit", "collect")
 """Stages that an overlapped run makes beside the others."""
 _PROCESS = uuid.uuid4().hex
 """Tells whether two reports were written by one process without a restart in between."""
+KUBERNETES_CALLS = "kubernetes_calls"
+"""Name under which each stage counts its calls of the API server: train/kubernetes_calls."""
 LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")
 
 
@@ -51,6 +53,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
             metrics["overhead/total"] -= waited
             metrics["overhead/orchestration"] -= waited
             metrics["seconds/waited_for_rollouts"] = waited
+    metrics |= _kubernetes_calls(manifests)
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
     before = run_totals(run, iteration - 1) if iteration > run.first_version else {}
@@ -93,6 +96,17 @@ def iteration_manifests(run: Run, iteration: int) -> dict[str, Manifest]:
         if reference is not None:
             found[kind] = read_manifest(reference)
     return found
+
+
+def _kubernetes_calls(manifests: dict[str, Manifest]) -> dict[str, float]:
+    """Calls of the API server for all stages of an iteration; nothing where no stage made any."""
+    counts = [
+        count
+        for manifest in manifests.values()
+        for name, count in manifest.metrics.items()
+        if name.endswith(f"/{KUBERNETES_CALLS}")
+    ]
+    return {"kubernetes/calls": sum(counts)} if counts else {}
 
 
 def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:

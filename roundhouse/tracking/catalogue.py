@@ -278,6 +278,12 @@ CATALOGUE = (
             Entry(
                 "overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, MLflow, artifacts"
             ),
+            Entry(
+                "kubernetes/calls",
+                "(count)",
+                "calls of the API server for all stages of the iteration, repeated ones too",
+                "about 10 a step; it does not grow with time",
+            ),
             Entry("overhead/total", "(seconds)", "what Roundhouse adds: all but rollouts, computation and evaluation"),
             Entry("overhead/*", "(seconds)", "the stage outside rollouts and computation"),
             Entry("iteration", "(state)", "the iteration; its history tells which ones MLflow has"),
