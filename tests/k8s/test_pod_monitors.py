@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.train_service import ProcessService
 from roundhouse.infra.kubernetes.cluster import Refused
+from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.train_job import TrainJob
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import until
 from tests.k8s.stand import cluster_of
@@ -82,7 +86,7 @@ def matches(selector: Object, labels: Object) -> bool:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_ports_that_are_scraped_are_declared_and_open_to_prometheus(overlay: str, tmp_path: Path) -> None:
-    items = with_component(overlay, tmp_path)
+    items = [*with_component(overlay, tmp_path), trainer({"ROUNDHOUSE_METRICS_PORT": "9464"})]
     scraped = set()
     for monitor in of_kind(items, "PodMonitor"):
         for labels, ports, _ in pods(items):
@@ -93,7 +97,33 @@ def test_the_ports_that_are_scraped_are_declared_and_open_to_prometheus(overlay:
                 for number in numbers:
                     scraped.add((labels["app.kubernetes.io/component"], number))
                     assert any(admits(policy, labels, number) for policy in of_kind(items, "NetworkPolicy"))
-    assert scraped == {("flow", 9464), ("gym", 9464)} | ({("engine", 8080)} if overlay == "gpu" else set())
+    assert scraped == {("flow", 9464), ("gym", 9464), ("trainer", 9464)} | (
+        {("engine", 8080)} if overlay == "gpu" else set()
+    )
+
+
+def trainer(environment: dict[str, str]) -> Object:
+    """The Job of a step whose run has this in infra.environment."""
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "b"}}
+    identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
+    infra = KubernetesInfra(environment=environment)
+    return TrainJob(identity, infra, ProcessService(), reports="s3://b/r", store="s3://b").job(1, owner)
+
+
+@pytest.mark.parametrize("value", ["9464", "0.0.0.0:9464"])
+def test_a_trainer_that_opens_its_page_says_so_to_prometheus(value: str) -> None:
+    job = trainer({"ROUNDHOUSE_METRICS_PORT": value})
+    assert problems(job) == []
+    template = job["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"prometheus.io/scrape": "true", "prometheus.io/port": "9464"}
+    assert template["spec"]["containers"][0]["ports"] == [{"name": "metrics", "containerPort": 9464}]
+
+
+@pytest.mark.parametrize("environment", [{}, {"ROUNDHOUSE_METRICS_PORT": "127.0.0.1:9464"}])
+def test_a_trainer_without_a_page_for_others_declares_none(environment: dict[str, str]) -> None:
+    template = trainer(environment)["spec"]["template"]
+    assert "annotations" not in template["metadata"]
+    assert "ports" not in template["spec"]["containers"][0]
 
 
 def admits(policy: Object, labels: Object, port: int) -> bool:

@@ -14,6 +14,7 @@ from roundhouse.config.kubernetes import Toleration
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
 from roundhouse.logs import LABELS_VARIABLE
+from roundhouse.observed import METRICS_VARIABLE
 from roundhouse.store.location import Location
 from roundhouse.training.service.exit_codes import EXIT_CODES
 
@@ -22,6 +23,8 @@ Manifest = dict[str, Any]
 SCRATCH = "/scratch"
 USER = 10001
 """Not root, and not a user of the node; the images make the same one."""
+METRICS = "metrics"
+"""Name of the port of the page for Prometheus, as in the manifests of `k8s/`."""
 FINAL_EXIT_CODES = sorted(EXIT_CODES[kind] for kind in (DataError, ConfigError))
 """Of work for which repeating cannot help."""
 
@@ -81,7 +84,7 @@ def job(
 ) -> Manifest:
     """The Job of a try: `spec` without its template, which is `pod`."""
     queued = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
-    spec = spec | {"template": {"metadata": {"labels": dict(labels)}, "spec": pod}}
+    spec = spec | {"template": {"metadata": {"labels": dict(labels), **_scraped(pod)}, "spec": pod}}
     if queue:
         spec["suspend"] = True  # until Kueue admits it
     return {
@@ -177,9 +180,24 @@ def container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "scratch", "mountPath": SCRATCH}, *mounts],
     }
+    if (port := _metrics_port(environment)) is not None:
+        found["ports"] = [{"name": METRICS, "containerPort": port}]
     if store_claim:
         path = str(Location(store).local_path)
         found["volumeMounts"].append({"name": "store", "mountPath": path})
     if secret:
         found["envFrom"] = [{"secretRef": {"name": secret}}]
     return found
+
+
+def _scraped(pod: Manifest) -> Manifest:
+    """Annotations by which Prometheus finds the page of a pod that has one."""
+    declared = [port for container in pod["containers"] for port in container.get("ports", [])]
+    found = [port["containerPort"] for port in declared if port["name"] == METRICS]
+    return {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": str(found[0])}} if found else {}
+
+
+def _metrics_port(environment: Mapping[str, str]) -> int | None:
+    """Port of the page for Prometheus, where the environment opens one to others."""
+    host, _, port = environment.get(METRICS_VARIABLE, "").rpartition(":")
+    return int(port) if port.isdigit() and host in ("", "0.0.0.0") else None
