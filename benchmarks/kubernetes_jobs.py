@@ -2,6 +2,7 @@
 
     KUBECONFIG=… python -m benchmarks.kubernetes_jobs --image roundhouse/gym:0.1.0   on a cluster with nodes
     KUBEBUILDER_ASSETS=… python -m benchmarks.kubernetes_jobs                        an API server and Job controller, no nodes
+    KUBEBUILDER_ASSETS=… python -m benchmarks.kubernetes_shards                      a whole collect stage over 200 Jobs
 
 One Job after the other, `--steps` times: where the seconds of a Job without work go, as this process sees them by its watches.
 Then `--jobs` of one run at once, each waited for by a thread, as shards of a stage are. The program in the pods does nothing;

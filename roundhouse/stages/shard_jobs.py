@@ -96,8 +96,9 @@ class JobWorkers:
 
 
 def plan_of(run: Run, infra: KubernetesInfra, distribution: JobShards, task: ShardTask) -> ShardJob:
-    """The shard as a Job: pure. Which attempt at the stage asks for it makes no difference."""
-    tree = task.spec.model_dump(mode="json", exclude={"attempt"}) | {"after": task.after}
+    """The shard as a Job: pure. Which attempt at the stage asks for it makes no difference, nor which version of the code: what
+    one has begun, another goes on with, as with a report that one has left."""
+    tree = task.spec.model_dump(mode="json", exclude={"attempt", "provenance"}) | {"after": task.after}
     identity = StageIdentity(
         run_id=run.run_id,
         run_uid=run.uid,

@@ -20,6 +20,7 @@ from roundhouse.infra.kubernetes.train_job import TrainJob
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import install_crd
 from tests.k8s.stand import cluster_of
+from tests.k8s.test_shard_jobs import manifest as shard_manifest
 from tests.k8s.validation import (
     CRDS,
     OVERLAYS,
@@ -105,7 +106,8 @@ def test_every_selector_selects_a_pod(overlay: str) -> None:
     ] + [
         train_job().job(1, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "b"}})[
             "metadata"
-        ]["labels"]
+        ]["labels"],
+        shard_manifest()["metadata"]["labels"],
     ]
     for item in items:
         spec = item.get("spec", {})
@@ -232,7 +234,7 @@ def test_a_real_api_server_takes_every_manifest_of_an_overlay(overlay: str, inst
 
 
 def test_a_real_api_server_takes_the_manifests_of_a_training_step(installed: Cluster) -> None:
-    for item in train_manifests():
+    for item in [*train_manifests(), shard_manifest()]:
         _dry_run(installed, item)
 
 
@@ -240,7 +242,7 @@ def test_a_real_api_server_takes_the_manifests_of_a_training_step(installed: Clu
 def test_pod_security_takes_every_pod_and_refuses_one_that_may_be_root(installed: Cluster) -> None:
     """`restricted` is enforced where a pod is made; templates only get a warning. So each template is made a pod."""
     specs = [spec for overlay in OVERLAYS for item in rendered(overlay) for _, spec in pod_specs(item)]
-    specs += [spec for item in train_manifests() for _, spec in pod_specs(item)]
+    specs += [spec for item in [*train_manifests(), shard_manifest()] for _, spec in pod_specs(item)]
     assert len(specs) >= 7
     pod: Object = {}
     for spec in specs:

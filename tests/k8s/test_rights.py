@@ -5,6 +5,7 @@ Before a real API server, with a token of the real service account.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError
 from roundhouse.infra.checks import kubernetes as checks
 from roundhouse.infra.kubernetes.cluster import Refused
+from roundhouse.infra.kubernetes.job import Unwanted
 from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
+from roundhouse.infra.kubernetes.shard_job import PLACE
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd
 from tests.k8s.stand import Stand, cluster_of, real_stand
 from tests.k8s.test_rayservice import manifest
+from tests.k8s.test_shard_jobs import plan as shard_plan
 
 Object = dict[str, Any]
 
@@ -74,6 +78,35 @@ def test_the_flows_account_may_do_all_that_a_run_does(as_flow: Stand) -> None:
     as_flow.kubelet.behave = lambda pod: as_flow.kubelet.stuck(pod, "ErrImagePull", "reset")
     with pytest.raises(Exception, match="cannot be pulled"):  # deletes the Job, and sees it gone
         as_flow.run(as_flow.plan(digest="third0000", trainer={"image_seconds": 1}))
+
+
+def test_the_flows_account_may_do_all_that_a_collection_over_jobs_does_and_has_no_more_rights_for_it(
+    as_flow: Stand,
+) -> None:
+    stopped = threading.Event()
+    with as_flow.jobs() as jobs:
+        assert jobs.run(shard_plan(as_flow.namespace), as_flow.said.append) == 1
+        assert jobs.run(shard_plan(as_flow.namespace), as_flow.said.append) == 1, "found: get"
+
+        def behave(pod: Object) -> None:
+            as_flow.kubelet.run(pod)
+            stopped.set()
+
+        as_flow.kubelet.behave = behave
+        unwanted = shard_plan(as_flow.namespace, "another01")
+        with pytest.raises(Unwanted):  # deletes the Job, and sees it gone
+            jobs.run(unwanted, as_flow.said.append, stopped=stopped)
+        owner = as_flow.admin.get(
+            f"/api/v1/namespaces/{as_flow.namespace}/configmaps/{unwanted.run_object()['metadata']['name']}"
+        )
+        path = f"/apis/batch/v1/namespaces/{as_flow.namespace}/jobs"
+        as_flow.admin.create(path, shard_plan(as_flow.namespace, "third0000").job(1, owner))
+        with as_flow.jobs() as later:
+            later.end_others({PLACE: unwanted.stage}, ())
+        assert [job["metadata"]["name"][-10:] for job in as_flow.found("jobs")] == ["89abcdef-1"]
+    used = {call for call in as_flow.cluster.calls if not call.endswith("pods/log")}
+    granted = {f"{verb} {resource}" for verb, _, resource in checks.NEEDED}
+    assert {call.replace("get jobs", "list jobs").replace("get pods", "list pods") for call in used} <= granted
 
 
 def test_the_flows_account_may_refit_a_rayservice_and_neither_make_nor_delete_one(
@@ -154,6 +187,9 @@ def test_the_doctor_finds_what_is_missing_on_a_cluster_and_says_what_to_do(
     assert "list events" in found["rights"].detail
     assert "rbac.yaml" in found["rights"].remedy
     assert (found["queue"].status, found["gpus"].status, found["secrets"].status) == ("fail", "warn", "fail")
+    found = statuses(as_flow, monkeypatch, collector={"secret": "gym-keys"})
+    assert "infra.collector.secret: " in found["secrets"].detail
+    assert "infra.collector.service_account: " in found["serviceaccounts"].detail
     as_flow.admin.patch(role, {"rules": [*rules, {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]})
     found = statuses(as_flow, monkeypatch)
     assert found["rights"].status == "warn"

@@ -5,6 +5,7 @@ There are no nodes: the kubelet of the test runs the container's command as a pr
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from roundhouse.config.distribution import JobShards
+from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.placement import placement
@@ -34,7 +37,7 @@ from roundhouse.store.verification import verify
 from roundhouse.tracking.catalogue import meaning_of
 from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
-from tests.k8s.validation import problems, unrestricted
+from tests.k8s.validation import ROOT, problems, unrestricted
 from tests.stages.test_distributed import TASKS, begun, sequences_digest
 from tests.stages.test_distributed import settings as processes
 from tests.stages.test_interrupted_collect import (
@@ -53,7 +56,7 @@ ENGINE = "http://roundhouse-engine:9000"
 """As a pod would call it; the tests hand the real address to the stage."""
 
 
-def until(true: Any, seconds: float = 60) -> None:
+def until(true: Any, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come to be"
@@ -110,7 +113,8 @@ def test_a_collection_over_two_jobs_is_byte_equal_to_that_of_one_process_and_col
     manifest = read_manifest(spread)
     assert manifest.details["distribution"]["kind"] == "job"
     assert manifest.metrics["rollout/shards"] == 2
-    assert manifest.metrics["rollout/kubernetes_calls"] <= 5 + 2 * 6, "ConfigMap, two lists, two watches; six a shard"
+    # ConfigMap, two lists, two watches, a Job a shard; each shard's log, which a server without nodes is asked for in vain
+    assert manifest.metrics["rollout/kubernetes_calls"] <= (20 if stand.state is not None else 40)
     assert all(meaning_of(name) for name in manifest.metrics)
     assert verify(f"{tmp_path}/jobs").problems == []
 
@@ -292,7 +296,7 @@ def test_a_stop_deletes_the_job_and_waits_until_it_is_gone(stand: Stand) -> None
     assert stand.found("jobs") == []
     with stand.jobs() as jobs, pytest.raises(Unwanted):
         jobs.run(plan(stand.namespace), stand.said.append, stopped=stopped)
-    assert stand.cluster.calls["create jobs"] == 1, "nothing is begun that is not wanted"
+    assert len(stand.kubelet.pods) == 1, "nothing is begun that is not wanted"
 
 
 def test_jobs_of_another_plan_of_the_stage_are_ended_and_those_of_other_stages_stay(stand: Stand) -> None:
@@ -349,9 +353,9 @@ def test_an_error_of_a_collectors_pod_names_the_keys_of_the_collector(
         return kubelet.exit(pod, 75)
 
     kubelet.behave = behave
-    impatient = plan(fake.namespace, collector={"pending_seconds": 1, "image_seconds": 1})
+    impatient = {"no node": {"pending_seconds": 5}, "no image": {"image_seconds": 1}, "no secret": {"image_seconds": 1}}
     with fake.jobs() as jobs, pytest.raises(kind, match=message) as raised:
-        jobs.run(impatient, fake.said.append)
+        jobs.run(plan(fake.namespace, collector=impatient.get(what, {})), fake.said.append)
     assert type(raised.value) is kind
     assert "infra.trainer" not in str(raised.value)
     assert len(kubelet.pods) == 1, "whoever waits decides about another try"
@@ -412,6 +416,74 @@ def test_the_manifest_of_a_shard_is_valid_restricted_and_takes_all_from_the_coll
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert job["metadata"]["name"] == "my-run-1-012345-i3-collect-s0001of0200-89abcdef-1"
     assert len(manifest(digest="f" * 32)["metadata"]["name"]) <= 58
+
+
+# -- whom a collector reaches ---------------------------------------------------------------------------------------
+
+POLICIES = [
+    item for item in yaml.safe_load_all((ROOT / "k8s/base/network.yaml").read_text()) if item["kind"] == "NetworkPolicy"
+]
+
+
+def selects(selector: Object, labels: dict[str, str]) -> bool:
+    def holds(wanted: Object) -> bool:
+        assert wanted["operator"] == "In"
+        return labels.get(wanted["key"]) in wanted["values"]
+
+    matched = selector.get("matchLabels", {}).items() <= labels.items()
+    return matched and all(holds(wanted) for wanted in selector.get("matchExpressions", []))
+
+
+def may(sender: dict[str, str], receiver: dict[str, str], port: int | str) -> bool:
+    """Whether the policies let a pod of the namespace call another one of it on a port: both ends have to."""
+    return _lets(sender, receiver, port, "Egress") and _lets(receiver, sender, port, "Ingress")
+
+
+def _lets(pod: dict[str, str], other: dict[str, str], port: int | str, way: str) -> bool:
+    own = [item["spec"] for item in POLICIES if selects(item["spec"]["podSelector"], pod)]
+    own = [spec for spec in own if way in spec["policyTypes"]]
+    key = {"Egress": "to", "Ingress": "from"}[way]
+    for rule in (rule for spec in own for rule in spec.get(way.lower(), [])):
+        ports = [item["port"] for item in rule.get("ports", [])]
+        peers = [peer["podSelector"] for peer in rule[key] if "podSelector" in peer and "namespaceSelector" not in peer]
+        if any(selects(peer, other) for peer in peers) and (not ports or port in ports):
+            return True
+    return not own
+
+
+def test_collectors_reach_the_engines_answers_gym_servers_and_the_store_and_nothing_else_of_the_namespace() -> None:
+    def role(component: str) -> dict[str, str]:
+        return {"app.kubernetes.io/component": component}
+
+    collector = manifest()["spec"]["template"]["metadata"]["labels"]
+    flow, engine, gym, trainer = role("flow"), role("engine"), role("gym"), role("trainer")
+    assert may(collector, engine, 9000)
+    assert may(collector, engine, 8000)
+    assert may(collector, gym, "http")
+    assert not may(collector, engine, 8265), "Ray's dashboard takes what is to be served"
+    assert not any(may(collector, engine, port) for port in (6379, 10001))
+    assert not any(may(collector, other, port) for other in (flow, trainer, collector) for port in (80, 9464, 29500))
+    assert not any(may(other, collector, 80) for other in (flow, engine, gym, trainer))
+    assert may(flow, engine, 8265)
+    assert not may(trainer, engine, 9000)
+    names = {item["name"] for item in manifest()["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert TOKEN_VARIABLE not in names, "what tells the one who may change weights from the others"
+
+
+def test_out_of_the_namespace_collectors_reach_names_and_public_addresses_by_https_alone() -> None:
+    [spec] = [item["spec"] for item in POLICIES if item["metadata"]["name"] == "collectors-to-what-they-need"]
+    outside = [
+        (ports["port"], peer.get("ipBlock", {}).get("cidr"))
+        for rule in spec["egress"]
+        for peer in rule["to"]
+        if "podSelector" not in peer or "namespaceSelector" in peer
+        for ports in rule["ports"]
+    ]
+    assert sorted(outside, key=str) == [(443, "0.0.0.0/0"), (53, None), (53, None)]
+    blocks = [peer["ipBlock"] for rule in spec["egress"] for peer in rule["to"] if "ipBlock" in peer]
+    forbidden = [ipaddress.ip_network(each) for block in blocks for each in block["except"]]
+    for address in ("169.254.169.254", "10.96.0.1", "192.168.1.1", "172.20.0.1"):
+        assert any(ipaddress.ip_address(address) in network for network in forbidden), address
 
 
 # -- the configuration ----------------------------------------------------------------------------------------------

@@ -144,6 +144,9 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     """What pods name: a missing one is found by a pod only when it starts."""
     named = [("serviceaccounts", infra.service_account, "infra.service_account")]
     named += [("secrets", infra.secret, "infra.secret")] if infra.secret else []
+    if (pods := infra.collector) is not None:
+        named.append(("serviceaccounts", pods.service_account, "infra.collector.service_account"))
+        named += [("secrets", pods.secret, "infra.collector.secret")] if pods.secret else []
     claims = {"infra.store_claim": infra.store_claim, "infra.trainer.cache_claim": infra.trainer.cache_claim}
     named += [("persistentvolumeclaims", claim, key) for key, claim in claims.items() if claim]
     found = []
