@@ -100,13 +100,13 @@ def iteration_manifests(run: Run, iteration: int) -> dict[str, Manifest]:
 
 def _kubernetes_calls(manifests: dict[str, Manifest]) -> dict[str, float]:
     """Calls of the API server for all stages of an iteration; nothing where no stage made any."""
-    counts = [
-        count
+    counts = {  # by name: a checkpoint's manifest has the metrics of its train stage again
+        name: count
         for manifest in manifests.values()
         for name, count in manifest.metrics.items()
         if name.endswith(f"/{KUBERNETES_CALLS}")
-    ]
-    return {"kubernetes/calls": sum(counts)} if counts else {}
+    }
+    return {"kubernetes/calls": sum(counts.values())} if counts else {}
 
 
 def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
