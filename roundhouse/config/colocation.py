@@ -10,6 +10,7 @@ process with `train.service.kind: resident`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -51,21 +52,28 @@ def served_generation(config: RunConfig) -> GenerationConfig:
     return generation.model_copy(update={"engine_args": generation.engine_args | {"enable_sleep_mode": True}})
 
 
-def reservation(config: RunConfig) -> tuple[list[dict[str, float]], str] | None:
-    """Bundles and strategy of the placement group in which Ray puts the engine's replica (bundle 0) and the trainer's actor
-    (the last bundle); None where nothing is reserved.
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The placement group in which Ray puts the engine's replica (the first bundle) and the trainer's actor (the last).
 
-    Example: with `gpu`, 0.5 GPU for the engine and 0.4 for the trainer, ([{"CPU": 1.1, "GPU": 0.9}], "STRICT_PACK").
+    Example: with `gpu`, 0.5 GPU for the engine and 0.4 for the trainer, one bundle of {"CPU": 1.1, "GPU": 0.9}.
     """
+
+    bundles: list[dict[str, float]]
+    strategy: str
+
+
+def reservation(config: RunConfig) -> Reservation | None:
+    """What Ray reserves for trainer and engine together; None where nothing is."""
     nearness, service = config.placement.trainer_with_engine, config.train.service
     if nearness == "anywhere" or not isinstance(service, RayService):
         return None
     engine = {"CPU": REPLICA_CPUS, "GPU": config.generation.gpus_per_replica}
     trainer = {"CPU": service.cpus, "GPU": service.gpus}
     if nearness == "gpu":
-        return [{name: engine[name] + trainer[name] for name in engine}], "STRICT_PACK"
+        return Reservation([{name: engine[name] + trainer[name] for name in engine}], "STRICT_PACK")
     bundles = [{name: amount for name, amount in each.items() if amount > 0} for each in (engine, trainer)]
-    return bundles, "STRICT_PACK" if nearness == "node" else "STRICT_SPREAD"
+    return Reservation(bundles, "STRICT_PACK" if nearness == "node" else "STRICT_SPREAD")
 
 
 def refuse_unfit_placement(config: RunConfig) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
 
+from roundhouse.config.colocation import Reservation
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.generation import serve_app
@@ -78,6 +79,8 @@ class Replica:
     """Why it was not the way that was wanted."""
     asleep: str | None = None
     """What it sleeps for, without weights."""
+    placement_group: str | None = None
+    """Id of Ray's, in which a trainer has a place near it."""
 
     @classmethod
     def parse(cls, status: dict[str, Any]) -> Replica:
@@ -93,6 +96,7 @@ def ensure_deployed(
     weights: str | None = None,
     version: int = 0,
     terms: Terms = Terms(),
+    reserved: Reservation | None = None,
     wait: bool = True,
 ) -> list[Replica]:
     """Deploy the policy, or bring a running deployment to this state.
@@ -105,6 +109,7 @@ def ensure_deployed(
             deployment that has weights already, None leaves them.
         version: policy version of the weights.
         terms: how the weights come to a replica, and what becomes of its running generations.
+        reserved: room for the trainer near the replica; another one replaces the replica.
         wait: False returns when Serve has accepted the wanted state, before any replica is up.
 
     Returns:
@@ -123,7 +128,7 @@ def ensure_deployed(
         user_config = wish(version, weights, terms, current)
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
-        application = wanted_application(config, model_dir, user_config)
+        application = wanted_application(config, model_dir, user_config, reserved)
         client.put_application(application)
         return client.wait(application, config.start_timeout_seconds) if wait else []
 
@@ -188,14 +193,16 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits, *refits})
 
 
-def wanted_application(config: GenerationConfig, model_dir: str, user_config: dict[str, Any]) -> dict[str, Any]:
+def wanted_application(
+    config: GenerationConfig, model_dir: str, user_config: dict[str, Any], reserved: Reservation | None = None
+) -> dict[str, Any]:
     """The application as Serve's schema has it, with what is wanted of it."""
-    generation = engine_arguments(config)
+    near = None if reserved is None else asdict(reserved)
     return {
         "name": serve_app.APPLICATION,
         "route_prefix": "/",
         "import_path": serve_app.IMPORT_PATH,
-        "args": {"generation": generation, "model_dir": model_dir},
+        "args": serve_app.arguments_of(engine_arguments(config), model_dir, near),
         "deployments": [
             {"name": serve_app.DEPLOYMENT, "num_replicas": config.replicas, "user_config": user_config},
         ],

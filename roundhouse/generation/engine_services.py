@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from roundhouse.config.colocation import Reservation
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
@@ -60,6 +61,7 @@ class ServedEngine:
     """The policy's application on a Ray cluster."""
 
     serve: ServeEndpoint
+    reserved: Reservation | None = None
 
     @property
     def url(self) -> str:
@@ -69,12 +71,14 @@ class ServedEngine:
         return deployment.replicas(self.serve)
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
-        deployment.ensure_deployed(config, model_dir, self.serve, wait=False)
+        deployment.ensure_deployed(config, model_dir, self.serve, reserved=self.reserved, wait=False)
 
     def ensure(
         self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
     ) -> list[Replica]:
-        return deployment.ensure_deployed(config, model_dir, self.serve, weights=weights, version=version, terms=terms)
+        return deployment.ensure_deployed(
+            config, model_dir, self.serve, weights=weights, version=version, terms=terms, reserved=self.reserved
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundhouse.config.colocation import REPLICA_CPUS
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
 from roundhouse.logs import set_up_logs
@@ -45,14 +46,19 @@ logger = logging.getLogger(__name__)
 class PolicyReplica:
     """One replica; `build` makes the deployment of it."""
 
-    async def __init__(self, generation: dict[str, Any], model_dir: str) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, generation: dict[str, Any], model_dir: str, reserved: dict[str, Any] | None = None
+    ) -> None:
         from ray import serve
+        from ray.util import get_current_placement_group
 
         set_up_logs()
         config = GenerationConfig.model_validate(generation)
         replica_id = serve.get_replica_context().replica_id.unique_id
-        application = application_digest({"generation": generation, "model_dir": model_dir})
+        application = application_digest(arguments_of(generation, model_dir, reserved))
         self.policy, self.server = await start_policy(config, model_dir, replica_id, application)
+        if reserved is not None and (group := get_current_placement_group()) is not None:
+            self.policy.placement_group = group.id.hex()
         self._deployment: Any = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -107,6 +113,12 @@ async def start_policy(
     return policy, ChatServer(policy, codec, SERVED_MODEL)
 
 
+def arguments_of(generation: dict[str, Any], model_dir: str, reserved: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of `build`; without a reservation, those of before there were any."""
+    arguments = {"generation": generation, "model_dir": model_dir}
+    return arguments if reserved is None else arguments | {"reserved": reserved}
+
+
 def application_digest(arguments: dict[str, Any]) -> str:
     """Tells replicas of the wanted arguments from those of earlier ones, which Serve replaces one by one."""
     return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]
@@ -130,11 +142,13 @@ def build(arguments: dict[str, Any]) -> Application:
     """The application, as Serve's `import_path` wants it.
 
     Args:
-        arguments: `generation` (a `GenerationConfig` as JSON) and `model_dir`.
+        arguments: `generation` (a `GenerationConfig` as JSON) and `model_dir`; where the trainer is to be near, `reserved`
+            (a `Reservation` as JSON).
     """
     from ray import serve
 
     config = GenerationConfig.model_validate(arguments["generation"])
+    reserved = arguments.get("reserved")
     deployment = serve.deployment(
         name=DEPLOYMENT,
         max_ongoing_requests=1024,
@@ -145,12 +159,20 @@ def build(arguments: dict[str, Any]) -> Application:
         # A line for each of thousands of short answers tells nobody anything and costs what the tokenizer costs.
         logging_config={"enable_access_log": False},
         ray_actor_options={
-            "num_cpus": 0.1,
+            "num_cpus": REPLICA_CPUS,
             "num_gpus": config.gpus_per_replica,
             "runtime_env": {"env_vars": replica_environment(config)},
         },
+        **placement_options(reserved),
     )(serve.ingress()(PolicyReplica))
-    return deployment.bind(arguments["generation"], arguments["model_dir"])
+    return deployment.bind(arguments["generation"], arguments["model_dir"], reserved)
+
+
+def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:
+    """Serve's options of a deployment whose replica reserves what is near it."""
+    if reserved is None:
+        return {}
+    return {"placement_group_bundles": reserved["bundles"], "placement_group_strategy": reserved["strategy"]}
 
 
 def replica_environment(config: GenerationConfig) -> dict[str, str]:

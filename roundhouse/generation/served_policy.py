@@ -125,6 +125,8 @@ class ServedPolicy:
         self.engine = engine
         self.replica_id = replica_id
         self.application = application
+        self.placement_group: str | None = None
+        """Id of Ray's, where a trainer has a place near this replica."""
         self._model_dir = Path(model_dir)
         self._expected: dict[str, tuple[int, ...]] | None = None
         self._gate = Gate()
@@ -315,6 +317,7 @@ class ServedPolicy:
             "seconds": {} if self._weights is None else self._weights.seconds,
             "wanted": None if self._wanted is None else asdict(self._wanted),
             "asleep": self._asleep,
+            "placement_group": self.placement_group,
             "error": self._error,
             # The error may be of the wish before, while the newest is being fulfilled.
             "failed_request": self._failed_request,

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roundhouse.config.colocation import engine_sleeps, served_generation
+from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
 from roundhouse.config.models import KubernetesInfra
-from roundhouse.errors import RoundhouseError, StoreError
+from roundhouse.errors import InfraError, RoundhouseError, StoreError
 from roundhouse.generation.agreement import proof_of, require_agreement
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
@@ -50,7 +50,9 @@ def engine_service(run: Run) -> EngineService:
         holder = Holder(run.run_id, run.uid, run.location.uri)
         return RayServiceServed(config.infra, config.infra.engine, holder)
     services = status(state_directory(config))
-    return ServedEngine(ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token))
+    return ServedEngine(
+        ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token), reservation(config)
+    )
 
 
 def engine_model(run: Run) -> str | None:
@@ -101,6 +103,24 @@ def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, terms)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     return replicas
+
+
+def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
+    """Id of the placement group in which the trainer has its place; None where none is reserved.
+
+    Raises:
+        InfraError: the engine's replica does not say that it has one.
+    """
+    if reservation(run.config) is None:
+        return None
+    found = engine_service(run).replicas() or ensure_version(run, checkpoint)
+    groups = [replica.placement_group for replica in found if replica.placement_group is not None]
+    if len(groups) != 1:
+        raise InfraError(
+            f"The engine's replicas name {len(groups)} placement groups, and the trainer has its place in one: the replica is "
+            "being replaced."
+        )
+    return groups[0]
 
 
 def put_to_sleep(run: Run, checkpoint: Reference) -> None:

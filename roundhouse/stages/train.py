@@ -28,7 +28,7 @@ from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_metrics, judge_importance, settle
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
-from roundhouse.stages.refit import put_to_sleep
+from roundhouse.stages.refit import place_near_engine, put_to_sleep
 from roundhouse.store.directories import local_directory, upload_directory
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
@@ -240,7 +240,8 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
     release_trainer()
     config, model = run.config, local_directory(base, cache)
     state = model / TRAINER
-    service = open_service(config.train, owner=run.uid, temperature=config.generation.sampling.temperature)
+    temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
+    service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near)
     try:
         return Trainer.over(
             service,

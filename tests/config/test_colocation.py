@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
+from roundhouse.config.colocation import Reservation, engine_sleeps, reservation, served_generation
 from roundhouse.config.loading import differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
@@ -77,7 +77,7 @@ def test_ray_reserves_trainer_and_engine_together(
     nearness: str, bundles: list[dict[str, float]], strategy: str
 ) -> None:
     config = configured(nearness, generation=ON_GPU, train={"service": RAY})
-    assert reservation(config) == (bundles, strategy)
+    assert reservation(config) == Reservation(bundles, strategy)
 
 
 def test_a_run_goes_on_under_another_placement(tmp_path: Any) -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.train_service import RayService
@@ -51,11 +54,16 @@ class TrainActor:
 class RayTrainService(ChannelService):
     """The verbs of `verbs.TrainService` on an actor that lives as long as this object is open.
 
+    Args:
+        placement_group: id of the group in whose last bundle the actor is to be; None: wherever there is room.
+
     Raises:
-        InfraError: the cluster cannot be reached.
+        InfraError: the cluster cannot be reached, or has no such group.
     """
 
-    def __init__(self, config: TrainConfig, service: RayService, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self, config: TrainConfig, service: RayService, *, temperature: float = 1.0, placement_group: str | None = None
+    ) -> None:
         if not ray.is_initialized():
             try:
                 ray.init(address=service.address, log_to_driver=False, configure_logging=False)
@@ -64,8 +72,27 @@ class RayTrainService(ChannelService):
                     f"The Ray cluster (train.service.address: {service.address}) cannot be joined: {error}"
                 ) from error
         options: dict[str, Any] = {"num_cpus": service.cpus, "num_gpus": service.gpus, "max_restarts": 0}
+        if placement_group is not None:
+            options["scheduling_strategy"] = last_bundle_of(placement_group)
         actor = ray.remote(TrainActor).options(**options).remote(config.model_dump_json(), temperature)
         super().__init__(ActorChannel(actor, service.timeout_seconds))
+
+
+def last_bundle_of(placement_group: str) -> PlacementGroupSchedulingStrategy:
+    """A place in this group.
+
+    Raises:
+        InfraError: the cluster has no such group.
+    """
+    told = placement_group_table().get(placement_group)
+    if told is None or told["state"] != "CREATED":
+        state = "unknown here" if told is None else told["state"]
+        raise InfraError(
+            f"The placement group {placement_group}, in which the trainer has its place near the engine, is {state}. Is "
+            "train.service.address the cluster that the engine is on? Leave it unset to take the flow's."
+        )
+    group = PlacementGroup(PlacementGroupID(bytes.fromhex(placement_group)))
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=len(told["bundles"]) - 1)
 
 
 class ActorChannel:

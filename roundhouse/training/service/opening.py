@@ -12,11 +12,14 @@ from roundhouse.errors import ConfigError
 from roundhouse.training.service.verbs import TrainService
 
 
-def open_service(config: TrainConfig, *, owner: str, temperature: float) -> TrainService:
+def open_service(
+    config: TrainConfig, *, owner: str, temperature: float, placement_group: str | None = None
+) -> TrainService:
     """The service that `config.service` names.
 
     Args:
         owner: who trains; a remote service tells runs apart by it.
+        placement_group: id of Ray's, in whose last bundle an actor is to be.
 
     Raises:
         ConfigError: the service is one process a step, which has no verbs, or a token cannot be read.
@@ -30,7 +33,7 @@ def open_service(config: TrainConfig, *, owner: str, temperature: float) -> Trai
     if isinstance(service, RayService):
         from roundhouse.training.service.actor import RayTrainService
 
-        return RayTrainService(config, service, temperature=temperature)
+        return RayTrainService(config, service, temperature=temperature, placement_group=placement_group)
     if isinstance(service, RemoteService):
         from roundhouse.training.service.client import RemoteTrainService
 

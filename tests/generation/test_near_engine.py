@@ -1,0 +1,155 @@
+"""Trainer and engine on a real Ray cluster of two nodes: where they were asked to be, as Ray itself tells.
+
+The nodes declare GPUs that they have not; Ray places by what is declared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
+
+from roundhouse.config.colocation import REPLICA_CPUS, reservation
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import InfraError
+from roundhouse.generation.deployment import engine_arguments
+from roundhouse.generation.serve_app import APPLICATION, DEPLOYMENT, arguments_of, build, placement_options
+from roundhouse.training.service.actor import RayTrainService
+from tests.generation import tiny
+from tests.generation.cluster import free_ports
+
+pytestmark = pytest.mark.timeout(600)
+
+STARTS = 3
+"""A node has half a minute to register, which a busy machine may not give it."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    node = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80_000_000}
+    before = set(psutil.Process().children(recursive=True))
+    for start in range(STARTS):
+        found = Cluster()
+        try:
+            found.add_node(**node, include_dashboard=False)
+            found.add_node(**node)
+            ray.init(address=found.address, log_to_driver=False, configure_logging=False)
+        except Exception:  # what Ray raises of a start that took too long is a plain one
+            ray.shutdown()
+            found.shutdown()
+            end_children_but(before)  # Ray has forgotten those of a node that did not register
+            if start == STARTS - 1:
+                raise
+        else:
+            break
+    (port,) = free_ports(1)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield found
+    serve.shutdown()
+    ray.shutdown()
+    found.shutdown()
+    end_children_but(before)
+
+
+def end_children_but(kept: set[psutil.Process]) -> None:
+    """End what this process has started since."""
+    started = [child for child in psutil.Process().children(recursive=True) if child not in kept]
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(started, timeout=10)
+
+
+def asked(nearness: str, engine_gpus: float, trainer_gpus: float) -> RunConfig:
+    return parse_config(
+        {
+            "run_id": "r",
+            "generation": {"backend": "transformers", "max_model_len": 64, "gpus_per_replica": engine_gpus},
+            "train": {"service": {"kind": "ray", "cpus": 0.2, "gpus": trainer_gpus, "timeout_seconds": 240}},
+            "placement": {"trainer_with_engine": nearness},
+        }
+    )
+
+
+class StandIn:
+    """Takes a replica's place without an engine, which would ask for the GPU that is not there."""
+
+    def where(self) -> tuple[str, str, list[str]]:
+        context = ray.get_runtime_context()
+        group = ray.util.get_current_placement_group()
+        return group.id.hex(), context.get_node_id(), context.get_accelerator_ids()["GPU"]
+
+
+def replica_near(config: RunConfig) -> tuple[str, str, list[str]]:
+    """Placement group, node and GPUs of a stand-in deployed as the engine's replica would be."""
+    reserved = reservation(config)
+    assert reserved is not None
+    options: dict[str, Any] = {"num_cpus": REPLICA_CPUS, "num_gpus": config.generation.gpus_per_replica}
+    deployed = serve.deployment(name="near", ray_actor_options=options, **placement_options(asdict(reserved)))(StandIn)
+    handle = serve.run(deployed.bind(), name="near", route_prefix=None)
+    return handle.where.remote().result(timeout_s=120)
+
+
+def trainer_in(config: RunConfig, group: str) -> tuple[RayTrainService, tuple[str, list[str]]]:
+    """The train service's actor in the group; its node and GPUs."""
+    service = RayTrainService(config.train, config.train.service, placement_group=group)
+
+    def where(_: object) -> tuple[str, list[str]]:
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_accelerator_ids()["GPU"]
+
+    return service, ray.get(service.channel.actor.__ray_call__.remote(where), timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("nearness", "engine_gpus", "trainer_gpus", "one_gpu"), [("gpu", 0.5, 0.4, True), ("node", 1, 1, False)]
+)
+def test_the_trainer_is_on_the_engines_node_and_on_its_gpu_where_that_was_asked(
+    cluster: Cluster, nearness: str, engine_gpus: float, trainer_gpus: float, one_gpu: bool
+) -> None:
+    config = asked(nearness, engine_gpus, trainer_gpus)
+    group, node, gpus = replica_near(config)
+    service, (trainers_node, trainers_gpus) = trainer_in(config, group)
+    try:
+        assert trainers_node == node
+        assert (trainers_gpus == gpus) == one_gpu
+        told = placement_group_table()[group]
+        assert told["state"] == "CREATED"
+        assert told["bundles_to_node_id"][0] == node
+        assert told["bundles_to_node_id"][len(told["bundles"]) - 1] == trainers_node
+    finally:
+        service.close()
+        serve.delete("near")
+
+
+def test_apart_from_a_real_replica_the_trainer_is_on_the_other_node_and_shares_its_fate(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    config = asked("apart", 0, 0)
+    model, reserved = tiny.make_model(tmp_path / "model", seed=1), reservation(config)
+    assert reserved is not None
+    serve.run(
+        build(arguments_of(engine_arguments(config.generation), str(model), asdict(reserved))),
+        name=APPLICATION,
+        route_prefix="/",
+    )
+    replicas = serve.get_deployment_handle(DEPLOYMENT, APPLICATION)
+    [status] = replicas.broadcast("status").results(timeout_s=120)
+    service, (node, _) = trainer_in(config, status["placement_group"])
+    nodes = placement_group_table()[status["placement_group"]]["bundles_to_node_id"]
+    assert nodes[0] != nodes[1] == node
+    serve.delete(APPLICATION)
+    with pytest.raises(InfraError, match="train actor was lost"):
+        service.facts()
+    with pytest.raises(InfraError, match=r"is (REMOVED|unknown here)\. Is train\.service\.address"):
+        trainer_in(config, status["placement_group"])
