@@ -2,18 +2,23 @@
 
 Invariant: called before anything is served, so every flow run of the deployments that Prefect believes to be at work is an
 orphan. It gets the state that a person can act on: what was being cancelled is cancelled, what was being submitted is
-submitted again, what ran has crashed, and Retry continues it.
+submitted again, what ran has crashed, and Retry continues it. A run's generation lanes of before are orphans too: an iteration
+goes on in its flow run of before, a lane in a new one.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+from prefect.client.schemas.filters import DeploymentFilter, FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Cancelled, Crashed, Scheduled
+
+log = logging.getLogger(__name__)
 
 _AT_WORK = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 
@@ -36,3 +41,25 @@ def _settled(orphan: FlowRun) -> State:
     if orphan.state_type == StateType.PENDING:
         return Scheduled(message="It had been taken up by a process that is gone.")
     return Crashed(message="Its process is gone. Retry goes on at the stage where it was.")
+
+
+def settle_lanes(run_id: str) -> None:
+    """End the flow runs of generation lanes that ended without a word, as in a pause or when their process was killed.
+
+    Their parent is the iteration that began them, which may be complete: nobody else would ever end them.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            found = client.read_flow_runs(
+                flow_filter=FlowFilter.model_validate({"name": {"any_": ["generation"]}}),
+                flow_run_filter=FlowRunFilter.model_validate(
+                    {"tags": {"all_": [f"run:{run_id}"]}, "state": {"type": {"any_": _AT_WORK}}}
+                ),
+            )
+            for lane in found:
+                ended: State = Cancelled(
+                    message="It ended with the run's process. The run begins another when it goes on."
+                )
+                client.set_flow_run_state(lane.id, ended, force=True)
+    except httpx.HTTPError as error:  # nothing depends on it
+        log.warning("Generation lanes of before are still shown as running: %s", error)

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefect import flow
+from prefect.exceptions import Pause
 from prefect.futures import PrefectFuture
 
 from flows.economy import WholeConfig, forget_results, tagged, untagged_tasks
 from flows.iteration import is_evaluated
+from flows.orphans import settle_lanes
 from flows.reruns import take_place
 from roundhouse.asynchrony.overlap import Open, Overlap
 from roundhouse.asynchrony.rolling import END_SECONDS
@@ -81,8 +83,14 @@ def generation(config: WholeConfig, first: int) -> None:
                     transfer(run, weights)
                     overlap.transferred(order.version)
                 for ended in [k for k, future in collecting.items() if future.state.is_final()]:
-                    collecting.pop(ended).result()
+                    try:
+                        collecting.pop(ended).result()
+                    except Exception as failed:  # noqa: BLE001 - raised where the iteration is trained on
+                        if not overlap.rolling.ended.is_set():  # else it was cancelled, and the lane says why
+                            overlap.failed(ended, failed)
                     forget_results()
+            if overlap.failure is not None:
+                raise overlap.failure
         except BaseException as raised:
             error = raised
             raise
@@ -102,7 +110,10 @@ class Lanes:
 
     def at_work(self) -> Overlap:
         """Both lanes, at work."""
+        if self._overlap is not None and self._overlap.given_up:
+            self.end()
         if self._overlap is None or (self._overlap.ended and not self._overlap.finished):
+            settle_lanes(self._run.run_id)
             self._overlap = Overlap(self._run)
             token = _overlap.set(self._overlap)
             context = contextvars.copy_context()
@@ -134,6 +145,8 @@ class Lanes:
         except BaseException as error:  # noqa: BLE001 - the training lane raises it, where it waits
             if not overlap.ended:
                 overlap.end(error)
+            if isinstance(error, Pause):  # Prefect leaves a sub-flow that is paused with its parent as it is
+                settle_lanes(run.run_id)
 
 
 @contextmanager

@@ -4,8 +4,8 @@
     training lane      collected(k) ──> training(k): validate, train, checkpoint ──> validating(k): evaluate
 
 Invariants: collect k is waited for before step k and never trained on twice (the controller decides what a step trains on, and
-it is held against what was collected); an error of the generation lane reaches whoever waits for it; nobody waits for a lane
-that has ended. Both lanes can be begun again from the store alone.
+it is held against what was collected); an error of the generation lane reaches whoever waits for it, that of a collect stage
+only the iteration that it is of; nobody waits for a lane that has ended. Both lanes can be begun again from the store alone.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class Overlap:
         self.error: BaseException | None = None
         """What ended the generation lane."""
         self.ended = False
+        self.given_up = False
+        """A collect stage's error has been raised: both lanes are to be begun again."""
+        self._failed: dict[int, BaseException] = {}
         self._stopped = False
 
     @property
@@ -98,6 +101,16 @@ class Overlap:
         """The engine has proved that it holds this version."""
         self.dispatch.tell(happened.TransferFinished(ENGINE, version))
 
+    def failed(self, iteration: int, error: BaseException) -> None:
+        """The collect stage of an iteration has failed. What becomes of that is decided when it is to be trained on."""
+        self._failed[iteration] = error
+        self.dispatch.wake()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Of the first collect stage that failed."""
+        return self._failed[min(self._failed)] if self._failed else None
+
     def end(self, error: BaseException | None) -> None:
         """Called once by the generation lane, last of all: its rollouts are ended, and who waits is told."""
         try:
@@ -119,7 +132,7 @@ class Overlap:
         """Wait for the collect stage of iteration k.
 
         Raises:
-            Exception: what has ended the generation lane.
+            Exception: what this stage has failed with, or what has ended the generation lane.
         """
         catch_up(self.run, self.dispatch, k - 1)
         self._pass_over_evaluations(k - 1)
@@ -129,6 +142,10 @@ class Overlap:
             if (done := stage.reference()) is not None:
                 return done
             with self.dispatch as dispatch:
+                if (failure := self._failed.get(k)) is not None:
+                    self.given_up = True
+                    self.stop()
+                    raise failure
                 self._refuse_ended()
                 at_work = dispatch.works_elsewhere or dispatch.controller.rollouts.running
                 quiet_since = time.monotonic() if at_work else quiet_since

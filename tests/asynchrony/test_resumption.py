@@ -27,7 +27,7 @@ from tests.asynchrony.test_controller import finish_plan
 from tests.asynchrony.world import check, forward
 
 
-def new_run(place: str, staleness: int = 2) -> Run:
+def new_run(place: str, staleness: int = 2, **generation: object) -> Run:
     run = open_run(
         parse_config(
             {
@@ -35,6 +35,7 @@ def new_run(place: str, staleness: int = 2) -> Run:
                 "store": place,
                 "iterations": 4,
                 "rollout": {"tasks": 2, "group_size": 2},
+                "generation": generation,
                 "asynchrony": {"mode": "batch-async", "staleness": staleness},
                 "evaluation": {"every": 0},
             }
