@@ -50,18 +50,23 @@ def bucket(s3_server: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(place: Place, bucket: str) -> dict[str, Run]:
-    """A finished run of each mode."""
-    stores = {KILLED: {"store": bucket}}
-    started = {
-        name: place.train(name, IN_STEP_2 if name == KILLED else None, asynchrony=mode, **stores.get(name, {}))
-        for name, mode in MODES.items()
-    }
-    assert started[KILLED].wait(SECONDS) == -signal.SIGKILL, place.log(KILLED).read_text()
-    started[KILLED] = place.train(KILLED, asynchrony=MODES[KILLED], store=bucket)
-    for name, process in started.items():
-        assert process.wait(SECONDS) == 0, place.log(name).read_text()
-    return {name: place.run(name, stores.get(name, {}).get("store")) for name in MODES}
+def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
+    """A finished run of each mode, each with an engine of its own, since each has versions of its own."""
+    keys: dict[str, dict[str, Any]] = {name: {"asynchrony": mode} for name, mode in MODES.items()}
+    keys[KILLED]["store"] = bucket
+    engines = {name: place.start_engine(f"engine-{name}", 0.3) for name in keys}
+    for name, engine in engines.items():
+        keys[name]["generation"] = place.settings(name)["generation"] | {"engine_url": engine.url}
+    try:
+        started = {name: place.train(name, IN_STEP_2 if name == KILLED else None, **keys[name]) for name in keys}
+        assert started[KILLED].wait(SECONDS) == -signal.SIGKILL, place.log(KILLED).read_text()
+        started[KILLED] = place.train(KILLED, **keys[KILLED])
+        for name, process in started.items():
+            assert process.wait(SECONDS) == 0, place.log(name).read_text()
+        yield {name: place.run(name, keys[name].get("store")) for name in keys}
+    finally:
+        for engine in engines.values():
+            engine.stop()
 
 
 @pytest.fixture(params=MODES)
@@ -79,9 +84,11 @@ def test_every_rollout_of_the_plan_is_made_once_and_trained_on_once(run: Run) ->
     for k, rollouts in collected(run).items():
         assert {r.rollout_id: r.seed for r in rollouts} == {spec.rollout_id: spec.seed for spec in plan.specs(k)}
         assert len(rollouts) == len(plan.specs(k))
-        sequences = read_table(run.stage(k, "validate").reference(), "sequences")
-        counted = Counter(sequences.column("rollout_id").to_pylist())
-        assert counted == Counter(r.rollout_id for r in rollouts if r.status in (Status.COMPLETED, Status.TRUNCATED))
+        validated = run.stage(k, "validate").reference()
+        counted = Counter(read_table(validated, "sequences").column("rollout_id").to_pylist())
+        refused = read_table(validated, "quarantine").select(["rollout_id", "reason", "evidence"]).to_pylist()
+        usable = Counter(r.rollout_id for r in rollouts if r.status in (Status.COMPLETED, Status.TRUNCATED))
+        assert counted == usable, refused
         trained[k] = read_manifest(run.stage(k, "train").reference()).inputs["sequences"]
     assert trained == {k: run.stage(k, "validate").reference() for k in range(1, ITERATIONS + 1)}
     assert verify(run.location.uri.split("/runs/")[0]).problems == []
