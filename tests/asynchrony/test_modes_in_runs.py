@@ -1,6 +1,7 @@
 """Each mode in real overlapped runs, beside each other on one Prefect server: what they leave in the store.
 
-`fully-async` lies in a bucket, and is killed in the overlap and started again.
+`fully-async` lies in a bucket, and is killed in the overlap and started again. In another run all rollouts of iteration 3 fail,
+and `failures.on_too_few` skips it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from roundhouse.asynchrony.decisions import Block
 from roundhouse.asynchrony.dispatch import ENGINE
 from roundhouse.asynchrony.journal import Journal
 from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.skip import skip_of
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
@@ -35,6 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "finish": {"mode": "batch-async", "staleness": 1, "refit": "finish"},
 }
 KILLED = "fully-async"
+SKIPPED = 3
 IN_STEP_2 = Strike("flow", "create iterations/000002/train/manifest.json", "before")
 
 
@@ -51,9 +55,10 @@ def bucket(s3_server: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
-    """A finished run of each mode, each with an engine of its own, since each has versions of its own."""
+    """A finished run of each mode, and one that skips; each with an engine of its own, since each has versions of its own."""
     keys: dict[str, dict[str, Any]] = {name: {"asynchrony": mode} for name, mode in MODES.items()}
     keys[KILLED]["store"] = bucket
+    keys["skips"] = skipping(place)
     engines = {name: place.start_engine(f"engine-{name}", 0.3) for name in keys}
     for name, engine in engines.items():
         keys[name]["generation"] = place.settings(name)["generation"] | {"engine_url": engine.url}
@@ -67,6 +72,20 @@ def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
     finally:
         for engine in engines.values():
             engine.stop()
+
+
+def skipping(place: Place) -> dict[str, Any]:
+    """A run that can make nothing of iteration `SKIPPED`."""
+    plan = Plan(parse_config(place.settings("skips")))
+    refused = sorted({spec.row["task_id"] for spec in plan.specs(SKIPPED)})
+    return {
+        "environment": {
+            "kind": "custom",
+            "target": "tests.asynchrony.refusing:Refusing",
+            "parameters": {"refused": refused},
+        },
+        "failures": {"on_too_few": "skip"},
+    }
 
 
 @pytest.fixture(params=MODES)
@@ -150,3 +169,22 @@ def test_killed_in_a_bucket_both_lanes_went_on(runs: dict[str, Run]) -> None:
     assert started == {1: 1, 2: 2, 3: 1, 4: 1}
     finished = [event.iteration for event in events if isinstance(event, happened.TrainingFinished)]
     assert finished == list(range(1, ITERATIONS + 1))
+
+
+def test_a_skipped_iteration_takes_its_groups_along_and_the_next_ones_go_on(runs: dict[str, Run]) -> None:
+    run = runs["skips"]
+    plan = Plan(run.config)
+    skips = {k: skip.code for k in range(1, ITERATIONS + 1) if (skip := skip_of(run, k)) is not None}
+    assert skips == {SKIPPED: "too_few_rollouts"}
+    assert run.stage(SKIPPED, "collect").reference() is None
+    weights = [
+        {entry.path: entry.sha256 for entry in read_manifest(run.checkpoint(k).reference()).files}
+        for k in (SKIPPED - 1, SKIPPED)
+    ]
+    assert weights[0] == weights[1]
+    for k in {1, 2, 4}:
+        sequences = read_table(run.stage(k, "validate").reference(), "sequences")
+        assert set(sequences.column("rollout_id").to_pylist()) == {spec.rollout_id for spec in plan.specs(k)}
+    events = list(Journal(run.location / "asynchrony").events())
+    assert [event.iteration for event in events if isinstance(event, happened.IterationSkipped)] == [SKIPPED]
+    assert [event.iteration for event in events if isinstance(event, happened.TrainingFinished)] == [1, 2, 4]

@@ -1,0 +1,25 @@
+"""An environment that cannot judge some of its tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundhouse.errors import DataError
+from roundhouse.gym.environment import TaskRow, Verdict
+from roundhouse.gym.environments.calculator import Calculator
+
+
+class Refusing(Calculator):
+    """The calculator's tasks; rollouts of those that are named fail for good."""
+
+    name = "refusing"
+    restoration = "none"
+
+    def __init__(self, refused: list[str]) -> None:
+        super().__init__()
+        self._refused = frozenset(refused)
+
+    async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        if row["task_id"] in self._refused:
+            raise DataError(f"{row['task_id']} has no answer to hold it against.")
+        return await super().verify(session, row, response)
