@@ -49,7 +49,8 @@ def story(served: Served) -> Story:
     until(lambda: not served.processes(), "the end of the paused process", lambda: served._evidence(flow_run))
     told.paused = served.call("GET", f"flow_runs/{flow_run}")
     told.complete_in_pause = _complete(served)
-    told.tasks_in_pause = _at_work(served, "task_runs")
+    # an iteration that the pause met stands in Prefect as at work, until the run goes on: its own task runs do not
+    told.tasks_in_pause = [name for name in _at_work(served, "task_runs") if not name.startswith("iteration-")]
 
     served.call("POST", f"flow_runs/{flow_run}/resume")
     reached = served.run(RUN).latest_checkpoint().policy_version
@@ -81,7 +82,7 @@ def test_a_pause_ends_both_lanes_and_frees_the_machine(story: Story) -> None:
 
 def test_a_cancel_ends_both_lanes_every_process_and_every_flow_run(story: Story) -> None:
     assert story.left_after_cancel == []
-    assert set(story.flows_after_cancel) <= {"COMPLETED", "FAILED", "CANCELLED"}
+    assert set(story.flows_after_cancel) <= {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}, "nothing at work"
     assert story.tasks_after_cancel == []
 
 

@@ -190,7 +190,7 @@ class RunJobs:
                 job, pods = self._look(name, uid, job)
                 verdict = judge(job, pods, plan.keys)
                 if isinstance(verdict, Succeeded):
-                    log = log or self._log(pods, say)
+                    log = log or self._log(pods, say) or self._late_log(job, say)
                     return number
                 if isinstance(verdict, Failed):
                     if log is not None:
@@ -232,14 +232,23 @@ class RunJobs:
                 return PodLog(self._cluster, self._namespace, pod["metadata"]["name"], container, say)
         return None
 
+    def _late_log(self, job: Object, say: Say) -> PodLog | None:
+        try:
+            return self._log(self._fresh_pods(job), say)
+        except (Refused, InfraError) as error:  # the work is done all the same
+            logger.info("the pods of Job %s cannot be listed: %s", job["metadata"]["name"], error)
+            return None
+
+    def _fresh_pods(self, job: Object) -> list[Object]:
+        """Asked for: the two watches are not in step, and a Job's end may be known before the end of the pod that caused it."""
+        selector = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}"
+        return self._cluster.get(self._own.path("v1", "pods"), labelSelector=selector).get("items") or []
+
     def _explained(
         self, keys: PodKeys, job: Object, known: list[Object], told: Callable[[], RoundhouseError | None]
     ) -> RoundhouseError:
         """The error of a Job that failed: as its process told it, else with the end of its log."""
-        # The two watches are not in step: the Job's end may be known before the end of the pod that caused it.
-        selector = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}"
-        fresh = self._cluster.get(self._own.path("v1", "pods"), labelSelector=selector).get("items") or []
-        pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *fresh]}.values())
+        pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *self._fresh_pods(job)]}.values())
         failed = judge(job, pods, keys)
         assert isinstance(failed, Failed)
         if failed.by_exit_code and (error := told()) is not None:

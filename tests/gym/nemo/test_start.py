@@ -15,7 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from roundhouse.errors import InfraError
 from roundhouse.gym.environments.calculator import Calculator
+from roundhouse.training.service.exit_codes import EXIT_CODES
 from tests.gym.model_server.fake_engine import FakeEngine, say
 from tests.gym.nemo.collecting import collect
 from tests.gym.playground import serving
@@ -224,6 +226,6 @@ def test_a_server_that_ends_by_itself_ends_the_others(start):
     started = start(CALCULATOR, "++policy_base_url=http://127.0.0.1:1/v1", "++policy_api_key=x", NO_WAIT)
     pids = {server["name"]: server["pid"] for server in started.ready()["servers"]}
     os.kill(pids["calc"], signal.SIGKILL)
-    assert started.process.wait(40) == 1
+    assert started.process.wait(40) == EXIT_CODES[InfraError]
     assert "calc was killed by signal 9" in started.said()
     assert gone(list(pids.values()))
