@@ -108,7 +108,8 @@ class Kubelet:
             return
         name = pod["metadata"]["name"]
         for line in text.splitlines():
-            stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime())}.{time.time_ns() % 10**9:09d}Z"
+            seconds, fraction = divmod(time.time_ns(), 10**9)  # read once: stamps never go back
+            stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{fraction:09d}Z"
             self._logs.logs[name] = self._logs.logs.get(name, "") + f"{stamp} {line}\n"
             time.sleep(0.001)
 
