@@ -115,6 +115,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
+        self._groups()
+        self._sampling()
+        self._one_engine()
+        if self.asynchrony.window > 1:
+            raise ValueError(
+                f"asynchrony.window is {self.asynchrony.window}: a run trains on an iteration's own groups; windows are for "
+                "`roundhouse simulate` so far. Set it to 1 (mode batch-async)."
+            )
+        if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
+            raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
+        refuse_unfit_refits(self)
+        refuse_unfit_placement(self)
+        self._reachable_store()
+        self._distributed()
+        return self
+
+    def _groups(self) -> None:
         rollout = self.rollout
         if rollout.dynamic_sampling is not None and rollout.group_size < 2:
             raise ValueError(
@@ -129,31 +146,19 @@ class RunConfig(Section):
                 f"validation.min_group_size ({self.validation.min_group_size}) is above rollout.group_size "
                 f"({rollout.group_size}): every group would be omitted. Lower it."
             )
-        if self.generation.sampling.max_new_tokens >= self.generation.max_model_len:
-            raise ValueError(
-                f"generation.sampling.max_new_tokens ({self.generation.sampling.max_new_tokens}) leaves no room for a "
-                f"prompt in generation.max_model_len ({self.generation.max_model_len}). Lower the first."
-            )
         if self.train.updates > rollout.tasks * rollout.group_size:
             raise ValueError(
                 f"train.updates ({self.train.updates}) exceeds the rollouts of an iteration "
                 f"({rollout.tasks * rollout.group_size}). Lower it."
             )
-        if self.generation.engine_url is not None and self.generation.replicas != 1:
-            raise ValueError(
-                f"generation.engine_url names one engine, but generation.replicas is {self.generation.replicas}. Set it to 1."
-            )
-        if isinstance(self.infra, KubernetesInfra) and self.infra.engine is not None and self.generation.engine_url:
-            raise ValueError(
-                f"generation.engine_url ({self.generation.engine_url}) and infra.engine.ray_service "
-                f"({self.infra.engine.ray_service}) both name an engine. Unset one."
-            )
-        if self.asynchrony.window > 1:
-            raise ValueError(
-                f"asynchrony.window is {self.asynchrony.window}: a run trains on an iteration's own groups; windows are for "
-                "`roundhouse simulate` so far. Set it to 1 (mode batch-async)."
-            )
+
+    def _sampling(self) -> None:
         sampling = self.generation.sampling
+        if sampling.max_new_tokens >= self.generation.max_model_len:
+            raise ValueError(
+                f"generation.sampling.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a "
+                f"prompt in generation.max_model_len ({self.generation.max_model_len}). Lower the first."
+            )
         if sampling.temperature == 0:
             raise ValueError(
                 "generation.sampling.temperature is 0: greedy rollouts of a group are all equal and teach nothing. "
@@ -164,13 +169,18 @@ class RunConfig(Section):
                 "generation.sampling.top_p and top_k filter the distribution that the trainer cannot reproduce, so the "
                 "policy ratio would be wrong. Leave top_p at 1.0 and top_k unset for training."
             )
-        if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
-            raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
-        refuse_unfit_refits(self)
-        refuse_unfit_placement(self)
-        self._reachable_store()
-        self._distributed()
-        return self
+
+    def _one_engine(self) -> None:
+        generation = self.generation
+        if generation.engine_url is not None and generation.replicas != 1:
+            raise ValueError(
+                f"generation.engine_url names one engine, but generation.replicas is {generation.replicas}. Set it to 1."
+            )
+        if isinstance(self.infra, KubernetesInfra) and self.infra.engine is not None and generation.engine_url:
+            raise ValueError(
+                f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
+                f"({self.infra.engine.ray_service}) both name an engine. Unset one."
+            )
 
     def _distributed(self) -> None:
         rollout, distribution = self.rollout, self.rollout.distribution

@@ -90,6 +90,16 @@ class Deployed:
         job = self.begin(name, {"ask.py": program, **files}, ["python", "/etc/roundhouse/ask.py"])
         return json.loads(self.end(job, 300).strip().splitlines()[-1])
 
+    def gym_environment(self) -> Object:
+        """The environment that the overlay's gym server serves, as a run names it."""
+        return {
+            "kind": "remote",
+            "url": f"http://gym-calculator.{self.nodes.namespace}.svc:8001",
+            "train_tasks": "/etc/roundhouse/tasks.jsonl",
+            "heldout_tasks": "/etc/roundhouse/tasks.jsonl",
+            "restore": "replay",
+        }
+
     def running(self, component: str, saying: str = "") -> str | None:
         """Name of a pod of this component that runs, and whose log has these words."""
         for pod in self.nodes.found("pods", f"app.kubernetes.io/component={component}"):

@@ -75,15 +75,8 @@ def test_a_run_of_the_overlay_goes_through_all_its_pods(deployed: Deployed, smal
 
 def test_rollouts_are_played_on_the_gym_pod(deployed: Deployed, small: str) -> None:
     until(lambda: deployed.running("gym"), "the gym server")
-    remote = {
-        "kind": "remote",
-        "url": f"http://gym-calculator.{deployed.nodes.namespace}.svc:8001",
-        "train_tasks": "/etc/roundhouse/tasks.jsonl",
-        "heldout_tasks": "/etc/roundhouse/tasks.jsonl",
-        "restore": "replay",
-    }
     policy = {"kind": "pretrained", "path": f"/store/runs/{small}/checkpoints/000000"}
-    deployed.end(deployed.train("remote", iterations=1, environment=remote, policy=policy))
+    deployed.end(deployed.train("remote", iterations=1, environment=deployed.gym_environment(), policy=policy))
     [found] = look(deployed, "remote")
     assert found["collect"]["counts"]["requested"] == 16
     assert found["collect"]["counts"].get("failed", 0) == 0

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
+from urllib3.exceptions import HTTPError
 
+from roundhouse.infra.kubernetes.cluster import Refused
 from roundhouse.stages.parts import FLUSH_SECONDS
 from tests.k8s.nodes import until
 from tests.k8s.overlay import Deployed, deployed_overlay
@@ -52,7 +54,7 @@ class Drill:
         path = f"{self.deployed.nodes.path('pods')}/{self.flow_pod()}:9464/proxy/metrics"
         try:
             text = self.deployed.nodes.cluster.stream(path, {}, 20).data.decode()
-        except Exception:  # noqa: BLE001 - no page yet
+        except (Refused, HTTPError, OSError):  # no page yet
             return None
         lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("roundhouse_collect_finished")]
         return int(float(lines[0][2])) if lines else None
@@ -169,14 +171,7 @@ def test_an_engine_that_is_lost_costs_its_start_and_the_rollouts_in_flight(deplo
 
 def test_a_gym_server_that_is_lost_costs_the_episodes_in_flight(deployed: Deployed, policy: Object) -> None:
     until(lambda: deployed.running("gym"), "the gym server", SECONDS)
-    remote = {
-        "kind": "remote",
-        "url": f"http://gym-calculator.{deployed.nodes.namespace}.svc:8001",
-        "train_tasks": "/etc/roundhouse/tasks.jsonl",
-        "heldout_tasks": "/etc/roundhouse/tasks.jsonl",
-        "restore": "replay",
-    }
-    under = drill(deployed, "gym", policy, environment=remote)
+    under = drill(deployed, "gym", policy, environment=deployed.gym_environment())
     lost, lost_at = lose_in_collection(under, "gym")
     told = under.end()
     judge(told, "1/collect", lost_at)
