@@ -1,0 +1,149 @@
+"""What README.md and docs/ name is there: files, headings, commands with their options, targets of make, modules, keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from roundhouse.cli import app
+from roundhouse.config.models import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILE = re.compile(
+    r"(?<![\w./-])((?:roundhouse|flows|tasks|tests|benchmarks|configs|docs|k8s|images|tools)/(?:[\w.*-]+/)*"
+    r"(?:(?!mine\.)[\w*-]+\.(?:py|sh|yaml|md|json|png)\b)?)(?![\w…<-])"
+)
+"""A file or, with its slash, a folder of the repository; a reader's own is called `mine`."""
+
+
+def code(text: str) -> Iterator[str]:
+    """Lines of blocks and spans of code."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    yield from (line for block in fenced for line in block.splitlines())
+    rest = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"^    (.+)$", rest, re.MULTILINE)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    kept = ("".join(each for each in title.lower() if each.isalnum() or each in " -_") for title in titles)
+    return {title.replace(" ", "-") for title in kept}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+def wrong_commands(line: str) -> Iterator[str]:
+    """Of a line: `roundhouse` commands, and options of theirs, that there are not. `a | b` are two of one group."""
+    for said in re.findall(r"(?:^|· +)(?:\.venv/bin/)?roundhouse ([a-z][^#·]*)", line.replace("\\|", "|")):
+        first, *others = (part.split() for part in said.split(" | "))
+        path, command = follow(first)
+        for words in [first, *([*path[:-1], *other] for other in others)]:
+            path, command = follow(words)
+            if hasattr(command, "commands") or not path:
+                yield f"roundhouse {' '.join(words)}"
+                continue
+            known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            asked = re.findall(r"(?<!\S)\[?(--[a-z][a-z-]*)", " ".join(words[len(path) :]))
+            yield from (f"roundhouse {' '.join(path)} {name}" for name in asked if name not in known | {"--help"})
+
+
+def follow(words: list[str]) -> tuple[list[str], Any]:
+    """The command that the words begin with, and its name in words."""
+    command, path = group(), list[str]()
+    for word in words:
+        inner = getattr(command, "commands", {}).get(word)
+        if inner is None:
+            break
+        path.append(word)
+        command = inner
+    return path, command
+
+
+@cache
+def group() -> Any:
+    return typer.main.get_command(app)
+
+
+@cache
+def keys() -> frozenset[str]:
+    """Every path of a key of a run's configuration, in whichever form of its section."""
+    schema = RunConfig.model_json_schema()
+    return frozenset(_keys("", schema, schema["$defs"]))
+
+
+def _keys(path: str, schema: dict[str, Any], defs: dict[str, Any]) -> Iterator[str]:
+    if "$ref" in schema:
+        schema = defs[schema["$ref"].rsplit("/", 1)[1]]
+    for form in (*schema.get("oneOf", ()), *schema.get("anyOf", ())):
+        yield from _keys(path, form, defs)
+    for name, key in schema.get("properties", {}).items():
+        yield f"{path}{name}"
+        yield from _keys(f"{path}{name}.", key, defs)
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: Path) -> None:
+    assert list(dead_links(page)) == []
+
+
+def test_every_command_is_there_with_its_options(page: Path) -> None:
+    assert [wrong for line in code(page.read_text()) for wrong in wrong_commands(line)] == []
+
+
+def test_every_target_of_make_is_there(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for line in code(page.read_text()) for name in re.findall(r"^make ([a-z-]+)(?![a-z…-])", line)}
+    assert named - targets == set()
+
+
+def test_every_module_and_every_file_is_there(page: Path) -> None:
+    lines = list(code(page.read_text()))
+    modules = {name for line in lines for name in re.findall(r"python -m ([\w.]+)", line)}
+    assert {name for name in modules if importlib.util.find_spec(name) is None} == set()
+    files = {name for line in lines for name in re.findall(FILE, line)}
+    assert {name for name in files if not list(ROOT.glob(name))} == set()
+    tests = {named for line in lines for named in re.findall(r"(tests/[\w/]+\.py)::(\w+)", line)}
+    assert {f"{file}::{name}" for file, name in tests if f"def {name}(" not in (ROOT / file).read_text()} == set()
+
+
+def test_every_key_is_one_of_the_configuration(page: Path) -> None:
+    top = "|".join(sorted({key.split(".")[0] for key in keys() if "." in key}))
+    key = rf"^(?:--set )?((?:{top})(?:\.[a-z_]+)+)(?![*\w])"
+    named = {name for line in code(page.read_text()) for name in re.findall(key, line)}
+    assert {name for name in named - keys() if not name.endswith((".py", ".jsonl"))} == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("roundhouse train FILE --dry-run    # resolved", []),
+        ("roundhouse train FILE --dri-run", ["roundhouse train --dri-run"]),
+        ("roundhouse runs show | wy", ["roundhouse runs wy"]),
+        ("roundhouse store", ["roundhouse store"]),
+        ("roundhouse tran FILE", ["roundhouse tran FILE"]),
+    ],
+)
+def test_a_command_or_an_option_that_is_not_there_is_noticed(line: str, wrong: list[str]) -> None:
+    assert list(wrong_commands(line)) == wrong
