@@ -115,7 +115,7 @@ class ApiState:
             item["metadata"]["generation"] += json.dumps(item.get("spec")) != spec
             return 200, self.record(plural, "MODIFIED", item)
 
-    def list(self, plural: str, namespace: str, query: dict[str, str]) -> tuple[int, Object]:
+    def listed(self, plural: str, namespace: str, query: dict[str, str]) -> tuple[int, Object]:
         with self.changed:
             found = [item for (p, n, _), item in self.objects.items() if p == plural and n == namespace]
             items = [json.loads(json.dumps(item)) for item in found if _matches(item, query)]
@@ -182,7 +182,7 @@ class _Requests(BaseHTTPRequestHandler):
                 for event in self.state.events(plural, namespace, query, self.stopped)
             )
         else:
-            self._reply(*self.state.list(plural, namespace, query))
+            self._reply(*self.state.listed(plural, namespace, query))
 
     def do_POST(self) -> None:
         place, _ = self._place()

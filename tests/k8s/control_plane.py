@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ def control_plane(assets: Path, directory: Path) -> Iterator[ControlPlane]:
     ]
     try:
         plane.start("etcd")
-        _until(lambda: socket.create_connection(("127.0.0.1", etcd), 1).close() is None, "etcd", directory)
+        _until(lambda: _listens(etcd), "etcd", directory)
         plane.start("kube-apiserver")
         plane.wait_until_ready()
         if plane.has_controllers:
@@ -162,11 +162,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _until(ready: object, what: str, directory: Path) -> None:
+def _listens(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), 1):
+        return True
+
+
+def _until(ready: Callable[[], bool], what: str, directory: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError):
-            if ready():  # type: ignore[operator]
+            if ready():
                 return
         time.sleep(0.1)
     logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in directory.glob("*.log"))
