@@ -27,7 +27,7 @@ from roundhouse.asynchrony.rolling import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from tasks.ahead import collect_ahead, transfer
+from tasks.ahead import collect_ahead, collect_chosen, generate_ahead, transfer
 from tasks.checkpoint import checkpoint
 from tasks.evaluate import evaluate, promote
 from tasks.report import report_iteration
@@ -50,8 +50,9 @@ def overlapped_iteration(config: WholeConfig, k: int) -> Reference:
 
     overlap = lanes.at_work()
     with untagged_tasks():
-        rollouts = overlap.collected(k)
-        with overlap.training(k):
+        collected = overlap.collected(k)
+        with overlap.training(k) as batch:
+            rollouts = collected or collect_chosen(run, k, overlap.rolling, batch)
             sequences = validate(run, k, rollouts)
             update = train_step(run, k, sequences, base)
             published = checkpoint(run, update)
@@ -75,7 +76,8 @@ def generation(config: WholeConfig, first: int) -> None:
         try:
             for order in overlap.orders():
                 if isinstance(order, Open):
-                    collecting[order.iteration] = collect_ahead.submit(run, order.iteration, overlap.rolling)
+                    roll_out = generate_ahead if overlap.chooses else collect_ahead
+                    collecting[order.iteration] = roll_out.submit(run, order.iteration, overlap.rolling)
                 elif order is not None:
                     weights = run.checkpoint(order.version).reference()
                     if weights is None:

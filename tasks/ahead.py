@@ -7,6 +7,7 @@ from typing import Any
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
+from roundhouse.asynchrony.overlap import Batch
 from roundhouse.asynchrony.rolling import Rolling
 from roundhouse.progress import announce
 from roundhouse.stages import collect_ahead as stage
@@ -18,12 +19,27 @@ from tasks.options import stage_task
 @stage_task(name="collect", task_run_name="collect {iteration}")
 def collect_ahead(run: Run, iteration: int, rolling: Rolling) -> Reference | State[Any]:
     """The collect stage, made by the lane's rollouts; cancelled when the lane ends before."""
+    return _rolled_out(run, iteration, rolling)
 
+
+def _rolled_out(run: Run, iteration: int, rolling: Rolling) -> Reference | State[Any]:
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=iteration, finished=finished, planned=planned)
 
     reference = stage.collect_ahead(run, iteration, rolling, progress)
     return reference or Cancelled(message="The lanes were ended. What had finished is kept, and goes on with the run.")
+
+
+@stage_task(name="generate", task_run_name="generate {iteration}")
+def generate_ahead(run: Run, iteration: int, rolling: Rolling) -> Reference | State[Any]:
+    """The same of an iteration whose groups any step of the window may train on."""
+    return _rolled_out(run, iteration, rolling)
+
+
+@stage_task(name="collect", task_run_name="collect {iteration}")
+def collect_chosen(run: Run, iteration: int, rolling: Rolling, batch: Batch) -> Reference:
+    """The collect stage, from what was generated."""
+    return stage.collect_chosen(run, iteration, rolling, batch)
 
 
 @stage_task(name="refit", task_run_name="refit to version {checkpoint.policy_version}")

@@ -119,6 +119,10 @@ class Controller:
         """Whether the plan's last version is in the store."""
         return self.version == self.terms.iterations
 
+    def has_decided(self, position: int) -> bool:
+        """Whether a step was decided on for this group, or it was dropped: what becomes of it is settled."""
+        return self.rollouts.has_left(position) or position in (self.batch or ())
+
     def ages(self, groups: Iterable[int]) -> list[int]:
         """Ages of the finished rollouts of these groups, if the next step trained on them."""
         found = [self.rollouts.groups[position].versions.values() for position in groups]

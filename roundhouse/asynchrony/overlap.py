@@ -3,29 +3,31 @@
     generation lane    orders() ──> Open(k): begin collect k      Transfer(v): bring the engine to v      … until the plan ends
     training lane      collected(k) ──> training(k): validate, train, checkpoint ──> validating(k): evaluate
 
-Invariants: collect k is waited for before step k and never trained on twice (the controller decides what a step trains on, and
-it is held against what was collected); an error of the generation lane reaches whoever waits for it, that of a collect stage
-only the iteration that it is of; nobody waits for a lane that has ended. Both lanes can be begun again from the store alone.
+Invariants: what step k trains on is decided by the controller before the step begins, is there then, and is never trained on
+twice; an error of the generation lane reaches whoever waits for it, that of a collect stage only the iteration that it is of;
+nobody waits for a lane that has ended. Both lanes can be begun again from the store alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.decisions import Train, Transfer
+from roundhouse.asynchrony.decisions import Transfer
 from roundhouse.asynchrony.dispatch import ENGINE
 from roundhouse.asynchrony.plan import Plan
-from roundhouse.asynchrony.resumption import catch_up, resume
+from roundhouse.asynchrony.resumption import catch_up, resume, unfinished_iterations
 from roundhouse.asynchrony.rolling import LOOK_SECONDS, Rolling
 from roundhouse.config.failures import stall_seconds
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import DataError, InfraError, TooFewRollouts
+from roundhouse.stages.collect import refuse_many_failures
 from roundhouse.stages.refit import engine_service
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.trajectories.records import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,17 @@ class Open:
     """Begin the collect stage of this iteration: its first rollout may begin."""
 
     iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on."""
+
+    groups: tuple[int, ...]
+    at_hand: Mapping[int, list[Rollout]]
+    """Rollouts of those groups that need not be read from the store."""
+    window_seconds: float = 0.0
+    """From the first begin to the last end of these."""
 
 
 class LaneEnded(InfraError):
@@ -77,6 +90,9 @@ class Overlap:
         """
         self.rolling.start()
         opened: set[int] = set()
+        for iteration in unfinished_iterations(self.run, self.dispatch.controller):
+            opened.add(iteration)  # all of its rollouts may be there, and none left to begin
+            yield Open(iteration)
         while True:
             with self.dispatch as dispatch:
                 if self._stopped or dispatch.controller.finished:
@@ -128,8 +144,14 @@ class Overlap:
 
     # The training lane
 
-    def collected(self, k: int) -> Reference:
-        """Wait for the collect stage of iteration k.
+    @property
+    def chooses(self) -> bool:
+        """Whether a step trains on what the controller chooses, not on its iteration's own groups."""
+        return self.dispatch.controller.terms.chooses
+
+    def collected(self, k: int) -> Reference | None:
+        """Wait for the rollouts that iteration k trains on: its collect stage. None where there is none yet because the
+        controller chooses the groups: it can do so now.
 
         Raises:
             Exception: what this stage has failed with, or what has ended the generation lane.
@@ -142,10 +164,10 @@ class Overlap:
             if (done := stage.reference()) is not None:
                 return done
             with self.dispatch as dispatch:
-                if (failure := self._failed.get(k)) is not None:
-                    self.given_up = True
-                    self.stop()
-                    raise failure
+                if (failure := self.failure if self.chooses else self._failed.get(k)) is not None:
+                    raise self._gives_up(failure)
+                if self.chooses and dispatch.controller.training() is not None:
+                    return None
                 self._refuse_ended()
                 at_work = dispatch.works_elsewhere or dispatch.controller.rollouts.running
                 quiet_since = time.monotonic() if at_work else quiet_since
@@ -157,29 +179,47 @@ class Overlap:
                 )
 
     @contextmanager
-    def training(self, k: int) -> Iterator[None]:
+    def training(self, k: int) -> Iterator[Batch]:
         """The block makes version k from exactly the groups that the controller decided on.
 
         Raises:
-            DataError: it decided on others than those that collect k holds.
+            DataError: it decided on others than the iteration's own, and does not choose.
+            TooFewRollouts: of those that it chose more failed than `rollout.max_failed_fraction`; they are rolled out again.
         """
         if self.dispatch.controller.version >= k:  # it was made before, and what comes behind it was not
-            yield
+            yield Batch((), {})
             return
-        own = tuple(dict.fromkeys(position for position, _ in self.plan.keys(k)))
         with self.dispatch as dispatch:
-            train = dispatch.controller.training()
-            if train != Train(k, own):
-                raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
-            dispatch.tell(happened.TrainingStarted(k, own))
+            batch = self._decided(k)
+            dispatch.tell(happened.TrainingStarted(k, batch.groups))
         self.rolling.flush()  # a step that is begun again has the same groups
         try:
-            yield
+            yield batch
         except BaseException as error:
             self.dispatch.tell(happened.TrainingFailed(k, f"{type(error).__name__}"))
             raise
         self.dispatch.tell(happened.TrainingFinished(k))
         self.dispatch.record(keep_state=True)
+
+    def _decided(self, k: int) -> Batch:
+        controller, own = self.dispatch.controller, self.plan.groups(k)
+        train = controller.training()
+        if train is None or train.iteration != k or (train.groups != own and not self.chooses):
+            raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
+        batch = Batch(train.groups, self.rolling.at_hand(train.groups), self.rolling.window_seconds(train.groups))
+        if self.chooses and controller.batch is None:
+            made = [rollout for rollouts in batch.at_hand.values() for rollout in rollouts]
+            try:
+                refuse_many_failures(made, self.run.config.rollout, self.rolling.url)
+            except TooFewRollouts as failure:
+                raise self._gives_up(failure) from None
+        return batch
+
+    def _gives_up(self, failure: BaseException) -> BaseException:
+        """Both lanes are to be begun again, and what failed with them."""
+        self.given_up = True
+        self.stop()
+        return failure
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:

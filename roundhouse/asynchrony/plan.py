@@ -4,6 +4,8 @@ Invariant: a pure function of the configuration and the environment's tasks. Ite
 (k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
 
     2 tasks an iteration, group size 2:   2/1  ->  iteration 2, its first task, sample 1
+
+With a window, a step trains on groups of several iterations, so these are called by their iteration, too: `<task_id>@2`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from roundhouse.gym.plan import RolloutSpec, plan_rollouts
 from roundhouse.gym.sessions import open_environment
 from roundhouse.stages.rounds import round_tasks
 from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout
 
 KEPT = 16
@@ -38,6 +41,12 @@ def terms_of(run: Run) -> Terms:
     )
 
 
+def generated_in(run: Run, iteration: int) -> Stage:
+    """The stage where an iteration's own rollouts are written: `collect`, or with a window `generate`, from which the collect
+    stage of a step takes the groups that it trains on."""
+    return run.stage(iteration, "generate" if run.config.asynchrony.window > 1 else "collect")
+
+
 class Plan:
     """See the module's docstring."""
 
@@ -50,6 +59,15 @@ class Plan:
     def iteration_of(self, position: int) -> int:
         return position // self._config.rollout.tasks + 1
 
+    def groups(self, iteration: int) -> tuple[int, ...]:
+        """The positions of an iteration's own groups."""
+        first = (iteration - 1) * self._config.rollout.tasks
+        return tuple(range(first, first + self._config.rollout.tasks))
+
+    def samples(self, position: int) -> Iterator[Key]:
+        """The rollouts of a group."""
+        return ((position, sample) for sample in range(self._config.rollout.group_size))
+
     def spec(self, key: Key) -> RolloutSpec:
         """What a rollout of the controller's stands for."""
         groups, size = self._config.rollout.tasks, self._config.rollout.group_size
@@ -57,10 +75,8 @@ class Plan:
 
     def keys(self, iteration: int) -> Iterator[Key]:
         """The rollouts of an iteration as the controller calls them, in the order of `specs`."""
-        first = (iteration - 1) * self._config.rollout.tasks
-        for position in range(first, first + self._config.rollout.tasks):
-            for sample in range(self._config.rollout.group_size):
-                yield position, sample
+        for position in self.groups(iteration):
+            yield from self.samples(position)
 
     def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
         """Rollouts of an iteration by their key; what is not of the plan is left out."""
@@ -71,4 +87,5 @@ class Plan:
     def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
         rollout = self._config.rollout
         rows = round_tasks(self._tasks, self._config.seed, iteration, rollout.tasks, 1)
-        return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration))
+        mixed = self._config.asynchrony.window > 1
+        return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration, named_by_iteration=mixed))

@@ -3,6 +3,9 @@
 Invariant: whatever was killed when, the controller that comes out of it agrees with the store: its version is the newest
 checkpoint's, a rollout counts as finished exactly when it is on disk with its turns (in a committed collect stage also as
 failed), and nothing runs.
+
+With a window the rollouts lie in generate stages, each committed when steps were decided on for all of its groups: the journal
+says so before, and nothing of it is open any more.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from roundhouse.asynchrony import events as happened
 from roundhouse.asynchrony.controller import Controller
 from roundhouse.asynchrony.dispatch import ENGINE, Dispatch
 from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.asynchrony.plan import Plan, generated_in, terms_of
 from roundhouse.asynchrony.recovery import written_rollouts
 from roundhouse.errors import DataError, StoreError
 from roundhouse.stages.skip import skip_of
@@ -36,7 +39,7 @@ def resume(run: Run, plan: Plan) -> Dispatch:
     newest = run.first_version if latest is None else latest.policy_version
     _skip_what_was_skipped(run, dispatch, newest)
     try:
-        dispatch.tell(_restarted(run, plan, newest))
+        dispatch.tell(_restarted(run, plan, controller, newest))
     except DataError as error:
         raise StoreError(
             f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
@@ -66,12 +69,14 @@ def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
         dispatch.tell(happened.IterationSkipped(skipped, skip.code))
 
 
-def _restarted(run: Run, plan: Plan, version: int) -> happened.Restarted:
+def _restarted(run: Run, plan: Plan, controller: Controller, version: int) -> happened.Restarted:
     finished: list[tuple[int, int, int]] = []
     failed: list[tuple[int, int]] = []
-    for iteration in _open_iterations(run, version):
-        stage = run.stage(iteration, "collect")
+    for iteration in _open_iterations(controller, version):
+        stage = generated_in(run, iteration)
         committed = stage.reference() is not None
+        if committed and controller.terms.chooses:
+            continue
         for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items():
             if rollout.status is not Status.FAILED and rollout.turns:
                 finished.append((*key, oldest_version(rollout)))
@@ -82,8 +87,8 @@ def _restarted(run: Run, plan: Plan, version: int) -> happened.Restarted:
 
 def _forget_what_is_lost(run: Run, plan: Plan, controller: Controller, dispatch: Dispatch) -> None:
     """Roll out again what the controller was told of and the store does not hold; in an open stage also what had failed."""
-    for iteration in _open_iterations(run, controller.version):
-        stage = run.stage(iteration, "collect")
+    for iteration in _open_iterations(controller, controller.version):
+        stage = generated_in(run, iteration)
         if stage.reference() is not None:
             continue
         there = {
@@ -95,11 +100,12 @@ def _forget_what_is_lost(run: Run, plan: Plan, controller: Controller, dispatch:
 
 
 def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: int, kept: set[tuple[int, int]]) -> None:
-    """Begin again the rollouts of an iteration that have an outcome and are not among those that are kept."""
+    """Begin again the rollouts of an iteration that have an outcome and are not among those that are kept. What a step was
+    decided on stays."""
     with dispatch:
         for position, sample in plan.keys(iteration):
             group = controller.rollouts.groups.get(position)
-            if group is None or (position, sample) in kept:
+            if group is None or controller.has_decided(position) or (position, sample) in kept:
                 continue
             if sample in group.failed:
                 dispatch.tell(happened.RolloutEvicted(position, sample, "failed"))
@@ -107,7 +113,22 @@ def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: in
                 dispatch.tell(happened.RolloutEvicted(position, sample, "lost"))
 
 
-def _open_iterations(run: Run, version: int) -> range:
+def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
+    """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
+    groups, rollouts = controller.terms.groups, controller.rollouts
+    begun = {position // groups + 1 for position in rollouts.groups}
+    if controller.terms.chooses:  # a stage can be behind a step that took the last of its groups
+        begun |= {position // groups + 1 for position in rollouts.trained_ahead}
+        iteration = rollouts.head // groups
+        while iteration > run.first_version and generated_in(run, iteration).reference() is None:
+            begun.add(iteration)
+            iteration -= 1
+    return [iteration for iteration in sorted(begun) if generated_in(run, iteration).reference() is None]
+
+
+def _open_iterations(controller: Controller, version: int) -> range:
     """Those that may have rollouts and have not been trained."""
-    last = version + 1 + run.config.asynchrony.staleness
-    return range(version + 1, min(last, run.config.iterations) + 1)
+    terms = controller.terms
+    first = controller.rollouts.head // terms.groups if terms.chooses else version
+    last = version + 1 + terms.start_lag
+    return range(first + 1, min(last, terms.iterations) + 1)

@@ -15,7 +15,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from roundhouse.asynchrony import events as happened
@@ -27,7 +27,7 @@ from roundhouse.asynchrony.rollouts import Key
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.gym.collector import Collection
+from roundhouse.gym import collector
 from roundhouse.gym.protocol import EnvironmentClient
 from roundhouse.gym.sessions import open_environment
 from roundhouse.health.activity import ACTIVITY
@@ -53,14 +53,14 @@ class OpenCollection:
     iteration: int
     parts: Parts
     planned: int
-    collection: Collection
+    collection: collector.Collection
     context: contextvars.Context
     """Of its stage, so that its rollouts are signs of life of this stage."""
     progress: Progress | None
     rollouts: dict[Key, Rollout] = field(default_factory=dict)
     running: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
-    began: float | None = None
-    ended: float = 0.0
+    spans: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    """Begin and end of what finished in this attempt, of one clock."""
 
     @property
     def complete(self) -> bool:
@@ -69,7 +69,7 @@ class OpenCollection:
     @property
     def window_seconds(self) -> float:
         """From its first rollout's begin to its last one's end, in this attempt."""
-        return 0.0 if self.began is None else self.ended - self.began
+        return _window(self.spans.values())
 
 
 class Rolling:
@@ -118,7 +118,7 @@ class Rolling:
         self._wait_until_ready()
         specs = self.plan.specs(iteration)
         keys = dict(zip(self.plan.keys(iteration), specs, strict=True))
-        collection = Collection.of(
+        collection = collector.Collection.of(
             specs,
             self._policy,
             self._environment,
@@ -129,8 +129,8 @@ class Rolling:
         context = contextvars.copy_context()
         opened = OpenCollection(iteration, parts, len(specs), collection, context, progress)
         with self._dispatch as dispatch:
-            groups = dispatch.controller.rollouts.groups
-            counted = [key for key in keys if key[0] in groups and key[1] in groups[key[0]].versions]
+            rollouts = dispatch.controller.rollouts
+            counted = [key for key in keys if rollouts.has_left(key[0]) or key in rollouts]
             kept = parts.keep([keys[key] for key in counted])
             opened.rollouts = {key: kept[keys[key].rollout_id] for key in counted if keys[key].rollout_id in kept}
             forget(dispatch.controller, dispatch, self.plan, iteration, set(opened.rollouts))
@@ -140,10 +140,11 @@ class Rolling:
         return opened
 
     def wait(self, opened: OpenCollection) -> bool:
-        """Wait until all of its rollouts have an outcome; False when the lane ends before."""
+        """Wait until all of its rollouts have an outcome; with a window, until steps were decided on for all of its groups.
+        False when the lane ends before."""
         while True:
             with self._dispatch as dispatch:
-                if opened.complete:
+                if self._is_whole(opened):
                     return True
                 if self.ended.is_set():  # and has written down what had finished
                     return False
@@ -153,6 +154,21 @@ class Rolling:
                 # For a step, weights, older rollouts, each with a watchdog of its own; or for a person between two iterations.
                 # That nobody works at all is noticed by training, while it waits (`Overlap.collected`).
                 ACTIVITY.advance()
+
+    def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
+        """Those of these groups of which all rollouts were made, or read, since the lane began."""
+        found = {}
+        for position in positions:
+            if (opened := self._open.get(self.plan.iteration_of(position))) is not None:
+                rollouts = [opened.rollouts.get(key) for key in self.plan.samples(position)]
+                if None not in rollouts:
+                    found[position] = [rollout for rollout in rollouts if rollout is not None]
+        return found
+
+    def window_seconds(self, positions: Collection[int]) -> float:
+        """From the first begin to the last end of what was made of these groups since the lane began."""
+        spans = [span for opened in self._open.values() for key, span in opened.spans.items() if key[0] in positions]
+        return _window(spans)
 
     def flush(self) -> None:
         """Write down what finished, then the controller's events.
@@ -187,6 +203,12 @@ class Rolling:
                 if key in dispatch.controller.rollouts.running:
                     dispatch.tell(happened.RolloutEvicted(*key, "its stage was given up"))
                 self._call_soon(task.cancel)
+
+    def _is_whole(self, opened: OpenCollection) -> bool:
+        controller = self._dispatch.controller
+        if controller.terms.chooses:
+            return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
+        return opened.complete
 
     def _wait_until_ready(self) -> None:
         while not self._ready.wait(LOOK_SECONDS):
@@ -261,9 +283,9 @@ class Rolling:
         key = (given.position, given.sample)
         try:
             await self._held(given.version)
-            opened.began = opened.began or time.monotonic()
+            began = time.monotonic()
             rollout = await opened.collection.roll_out(self.plan.spec(key), policy_version=given.version)
-            opened.ended = time.monotonic()
+            opened.spans[key] = began, time.monotonic()
             with self._dispatch as dispatch:
                 if self._open.get(opened.iteration) is opened and dispatch.is_running(key, given.attempt):
                     self._take(rollout, key, given, opened)
@@ -315,3 +337,7 @@ class Rolling:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the lane has ended, and its loop with it
             self.ended.set()
+
+
+def _window(spans: Collection[tuple[float, float]]) -> float:
+    return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0

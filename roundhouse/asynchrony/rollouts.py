@@ -63,6 +63,10 @@ class Rollouts:
         self.trained_ahead: set[int] = set()
         """Trained positions above `head`."""
 
+    def __contains__(self, key: Key) -> bool:
+        """Whether this rollout is finished, and its group untrained."""
+        return key[0] in self.groups and key[1] in self.groups[key[0]].versions
+
     def next(self) -> Key | None:
         """What begins next; None at the plan's end."""
         if self.again:
@@ -161,12 +165,16 @@ class Rollouts:
             self.head += 1
         self.complete_of = {iteration: count for iteration, count in self.complete_of.items() if count}
 
+    def has_left(self, position: int) -> bool:
+        """Whether this group was trained on or dropped."""
+        return position < self.head or position in self.trained_ahead
+
     def oldest(self) -> tuple[int, ...]:
         """The positions of the oldest untrained groups, as many as a step trains on."""
         found: list[int] = []
         position = self.head
         while len(found) < self.terms.groups:
-            if position not in self.trained_ahead:
+            if not self.has_left(position):
                 found.append(position)
             position += 1
         return tuple(found)
@@ -197,7 +205,7 @@ class Rollouts:
         candidates: list[int] = []
         position = self.head
         while position < self.terms.total and (position < self.head + window or len(candidates) < size):
-            if position not in self.trained_ahead:
+            if not self.has_left(position):
                 candidates.append(position)
             position += 1
         ready = [position for position in candidates if position in self.complete][:size]

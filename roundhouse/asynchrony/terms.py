@@ -46,18 +46,18 @@ class Terms:
         for name in ("groups", "group_size", "iterations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; an asynchronous run needs 1 or more.")
-        window, staleness = self.asynchrony.window, self.asynchrony.staleness
-        if window > 1 and self.start_lag < 1:
-            raise ConfigError(
-                f"asynchrony.window is {window} with {self.groups} groups an iteration: a group can be passed over "
-                f"{staleness - self.start_lag} times, and to be overtaken at all it has to begin a version early, but "
-                f"asynchrony.staleness is {staleness}. Raise it to {staleness - self.start_lag + 1}, or set window to 1."
-            )
+        if (unfit := self.asynchrony.unfit_window(self.groups)) is not None:
+            raise ConfigError(unfit)
 
     @cached_property
     def start_lag(self) -> int:
         """S above."""
-        return self.asynchrony.staleness - -(-(self.asynchrony.window - 1) // self.groups)
+        return self.asynchrony.start_lag(self.groups)
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether a step may train on other groups than its iteration's own."""
+        return self.asynchrony.window > 1
 
     @cached_property
     def total(self) -> int:

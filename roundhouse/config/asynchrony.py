@@ -24,7 +24,7 @@ class Asynchrony(Section):
     """sync: an iteration's rollouts begin when every replica has the weights that it trains. batch-async: a replica begins a
     rollout unless it would be too old, and stops taking new ones while its weights are exchanged. fully-async: the same bound,
     but no rollout ever waits for weights; what begins during a transfer begins on the new ones. windowed: as batch-async, and a
-    step trains on the first finished groups among the oldest `window`."""
+    step trains on the oldest finished groups among the oldest `window`."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """The oldest age that is trained on, in policy versions. 0 is sync, whatever the mode."""
     window: PositiveInt = 1
@@ -54,3 +54,22 @@ class Asynchrony(Section):
                 "holds any back. Set refit to in-flight, or mode to batch-async."
             )
         return self
+
+    def passed_over(self, groups: int) -> int:
+        """How many steps of so many groups can pass over a group, at most; the proof is in `roundhouse.asynchrony.terms`."""
+        return -(-(self.window - 1) // groups)
+
+    def start_lag(self, groups: int) -> int:
+        """How many versions early a rollout may begin."""
+        return self.staleness - self.passed_over(groups)
+
+    def unfit_window(self, groups: int) -> str | None:
+        """Why a window cannot be used with so many groups an iteration; None when it can."""
+        late = self.passed_over(groups)
+        if self.window == 1 or self.staleness > late:
+            return None
+        return (
+            f"asynchrony.window is {self.window} with {groups} groups an iteration: a group can be passed over {late} times, "
+            f"and to be overtaken at all it has to begin a version early, but asynchrony.staleness is {self.staleness}. Raise "
+            f"it to {late + 1}, or set window to 1."
+        )

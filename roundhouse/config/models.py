@@ -118,11 +118,8 @@ class RunConfig(Section):
         self._groups()
         self._sampling()
         self._one_engine()
-        if self.asynchrony.window > 1:
-            raise ValueError(
-                f"asynchrony.window is {self.asynchrony.window}: a run trains on an iteration's own groups; windows are for "
-                "`roundhouse simulate` so far. Set it to 1 (mode batch-async)."
-            )
+        if (unfit := self.asynchrony.unfit_window(self.rollout.tasks)) is not None:
+            raise ValueError(unfit)
         if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
             raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
         refuse_unfit_refits(self)

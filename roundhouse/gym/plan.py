@@ -37,8 +37,14 @@ class ReorderError(RoundhouseError):
     """Results do not match the plan one to one."""
 
 
-def plan_rollouts(rows: Sequence[TaskRow], group_size: int, seed: int, iteration: int) -> list[RolloutSpec]:
+def plan_rollouts(
+    rows: Sequence[TaskRow], group_size: int, seed: int, iteration: int, *, named_by_iteration: bool = False
+) -> list[RolloutSpec]:
     """`group_size` rollouts of each row. A task that comes again in the same plan makes a group of its own, `<task_id>#2`.
+
+    Args:
+        named_by_iteration: groups are called `<task_id>@<iteration>`, for datasets with groups of several iterations. Their
+            seeds are the same.
 
     Raises:
         DataError: a row has no task_id.
@@ -51,8 +57,9 @@ def plan_rollouts(rows: Sequence[TaskRow], group_size: int, seed: int, iteration
         task_id = str(row["task_id"])
         times[task_id] = times.get(task_id, 0) + 1
         group_id = task_id if times[task_id] == 1 else f"{task_id}#{times[task_id]}"
+        name = f"{group_id}@{iteration}" if named_by_iteration else group_id
         for sample in range(group_size):
-            specs.append(RolloutSpec(group_id, sample, row, derive_seed(seed, iteration, group_id, sample)))
+            specs.append(RolloutSpec(name, sample, row, derive_seed(seed, iteration, group_id, sample)))
     return specs
 
 

@@ -1,50 +1,92 @@
 """Collect and refit of an overlapped run: an iteration's rollouts, made by the generation lane beside training.
 
-Invariants: the collect stage of iteration k holds exactly the rollouts that the synchronous one would make, once each, under
-the same seeds; none has a token older than version k-1 - `asynchrony.staleness`. It is committed after the controller's
-journal has what became of each. `inputs` names the checkpoint of every version that generated. CPU seconds of the generation
-lane are those of the stage that is committed next, and no other's (`roundhouse.store.cpu`).
+Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
+step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
+journal has what became of each rollout. `inputs` names the checkpoint of every version that generated. CPU seconds of the
+generation lane are those of the collect stage that is committed next, and no other's (`roundhouse.store.cpu`).
+
+    own groups:     collect 3                        the rollouts of iteration 3
+    with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were decided on for all of them
+                    collect 3                        of these, the groups that step 3 trains on
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+from roundhouse.asynchrony.overlap import Batch
+from roundhouse.asynchrony.plan import Plan, generated_in
+from roundhouse.asynchrony.recovery import written_rollouts
 from roundhouse.asynchrony.resumption import oldest_version
 from roundhouse.asynchrony.rolling import OpenCollection, Progress, Rolling
+from roundhouse.errors import StoreError
 from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.parts import Parts
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.cpu import beside
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 
 def collect_ahead(run: Run, iteration: int, rolling: Rolling, progress: Progress | None = None) -> Reference | None:
-    """The collect stage of an iteration; None when the lane was ended before, which loses nothing that is on disk.
+    """The stage of an iteration's own rollouts; None when the lane was ended before, which loses nothing that is on disk.
 
     Raises:
         TooFewRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
     """
-    stage = run.stage(iteration, "collect")
+    stage, chooses = generated_in(run, iteration), run.config.asynchrony.window > 1
     if (done := stage.reference()) is not None:
         return done
     trains_from = iteration - 1
-    oldest = max(run.first_version, trains_from - run.config.asynchrony.staleness)
+    oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
     with beside():
         parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
         opened = rolling.open(iteration, parts, progress)
         try:
             if not rolling.wait(opened):
                 return None
-            refuse_many_failures(list(opened.rollouts.values()), run.config.rollout, rolling.url)
+            if not chooses:  # else when a step is decided on
+                refuse_many_failures(list(opened.rollouts.values()), run.config.rollout, rolling.url)
             rolling.flush()
         finally:
             rolling.close(iteration)
-        parts.attempt.charge(rolling.spend())
-        return _commit(run, opened, [opened.rollouts[key] for key in rolling.plan.keys(iteration)])
+        if not chooses:
+            parts.attempt.charge(rolling.spend())
+        return _commit(
+            run, opened, [opened.rollouts[key] for key in rolling.plan.keys(iteration) if key in opened.rollouts]
+        )
+
+
+def collect_chosen(run: Run, iteration: int, rolling: Rolling, batch: Batch) -> Reference:
+    """The collect stage of a step whose groups were chosen: a copy of their rollouts.
+
+    Raises:
+        StoreError: it is there and holds other groups, or rollouts of these are gone.
+    """
+    stage = run.stage(iteration, "collect")
+    if (done := stage.reference()) is not None:
+        if batch.groups and (held := read_manifest(done).details["groups"]) != list(batch.groups):
+            raise StoreError(
+                f"{done.uri} holds the groups {held}, and step {iteration} is of {batch.groups}. Fork the run."
+            )
+        return done
+    attempt = run.begin(stage, policy_version=iteration - 1)
+    rollouts = _rollouts_of(run, rolling.plan, batch)
+    attempt.write_table("turns", turns_table(rollouts))
+    attempt.write_table("rollouts", rollouts_table(rollouts))
+    attempt.charge(rolling.spend())
+    ledger = Ledger.from_rollouts(rollouts, requested=len(batch.groups) * run.config.rollout.group_size)
+    return attempt.commit(
+        inputs=_weights(run, rollouts),
+        counts=ledger.counts(),
+        metrics=Collected(rollouts, batch.window_seconds).metrics(),
+        details=_details(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
+    )
 
 
 def transfer(run: Run, checkpoint: Reference) -> None:
@@ -57,20 +99,47 @@ def transfer(run: Run, checkpoint: Reference) -> None:
             ensure_version(run, checkpoint)
 
 
+def _rollouts_of(run: Run, plan: Plan, batch: Batch) -> list[Rollout]:
+    """In the order of the groups."""
+    found = dict(batch.at_hand)
+    missing = [position for position in batch.groups if position not in found]
+    for iteration in {plan.iteration_of(position) for position in missing}:
+        place = generated_in(run, iteration).location
+        keyed = plan.keyed(iteration, written_rollouts(place))
+        for position in set(missing) & set(plan.groups(iteration)):
+            if lost := [plan.spec(key).rollout_id for key in plan.samples(position) if key not in keyed]:
+                raise StoreError(
+                    f"{place.uri} has lost {', '.join(lost)}, of a group that a step was decided on. Restore its files, or "
+                    "fork the run."
+                )
+            found[position] = [keyed[key] for key in plan.samples(position)]
+    return [rollout for position in batch.groups for rollout in found[position]]
+
+
 def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Reference:
     collected = Collected(rollouts, opened.window_seconds)
-    ledger = Ledger.from_rollouts(rollouts, requested=opened.planned)
-    versions = {turn.policy_version for rollout in rollouts for turn in rollout.turns}
-    checkpoints = {version: run.checkpoint(version).reference() for version in sorted(versions)}
-    ages = Counter(opened.iteration - 1 - oldest_version(rollout) for rollout in rollouts if rollout.turns)
+    requested = len(rollouts) if run.config.asynchrony.window > 1 else opened.planned
+    ledger = Ledger.from_rollouts(rollouts, requested=requested)
     return opened.parts.commit(
-        inputs={f"weights_{version}": found for version, found in checkpoints.items() if found is not None},
+        inputs=_weights(run, rollouts),
         counts=ledger.counts(),
         metrics=collected.metrics() | opened.parts.journal.resumptions.metrics(),
-        details={
-            "failures": ledger.failures,
-            "sampling": run.config.generation.sampling.model_dump(),
-            "policy_versions": sorted(versions),
-            "rollouts_by_age": {str(age): count for age, count in sorted(ages.items())},
-        },
+        details=_details(run, opened.iteration, rollouts, ledger),
     )
+
+
+def _weights(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
+    """The checkpoint of every version that generated, unless it was deleted."""
+    versions = {turn.policy_version for rollout in rollouts for turn in rollout.turns}
+    found = {version: run.checkpoint(version).reference() for version in sorted(versions)}
+    return {f"weights_{version}": reference for version, reference in found.items() if reference is not None}
+
+
+def _details(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:
+    ages = Counter(iteration - 1 - oldest_version(rollout) for rollout in rollouts if rollout.turns)
+    return {
+        "failures": ledger.failures,
+        "sampling": run.config.generation.sampling.model_dump(),
+        "policy_versions": sorted({turn.policy_version for rollout in rollouts for turn in rollout.turns}),
+        "rollouts_by_age": {str(age): count for age, count in sorted(ages.items())},
+    }

@@ -1,7 +1,8 @@
 """Each mode in real overlapped runs, beside each other on one Prefect server: what they leave in the store.
 
-`fully-async` lies in a bucket, and is killed in the overlap and started again. In another run all rollouts of iteration 3 fail,
-and `failures.on_too_few` skips it.
+`fully-async` lies in a bucket, and is killed in the overlap and started again. `finish` is killed when all rollouts of a stage
+are there, `windowed` when a step was decided on and its groups are not collected yet. In another run all rollouts of an
+iteration fail, and `failures.on_too_few` skips it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import Rollout, Status
-from tests.asynchrony.place import ITERATIONS, SECONDS, Place
+from tests.asynchrony.place import ITERATIONS, SECONDS, TASKS, Place
 from tests.asynchrony.world import check
 from tests.chaos.strikes import Strike
 
@@ -36,10 +37,16 @@ pytestmark = pytest.mark.timeout(900)
 MODES: dict[str, dict[str, Any]] = {
     "fully-async": {"mode": "fully-async", "staleness": 2},
     "finish": {"mode": "batch-async", "staleness": 1, "refit": "finish"},
+    "windowed": {"mode": "windowed", "staleness": 3, "window": 4},
 }
-KILLED = "fully-async"
+STRIKES = {
+    "fully-async": Strike("flow", "create iterations/000002/train/manifest.json", "before"),
+    "finish": Strike("flow", "create iterations/000002/collect/manifest.json", "before"),
+    "windowed": Strike("flow", "create iterations/000002/collect/manifest.json", "before"),
+}
 SKIPPED = 3
-IN_STEP_2 = Strike("flow", "create iterations/000002/train/manifest.json", "before")
+SLOW = 1
+"""Position of a group, in the windowed run, that takes until version 1 is there."""
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +64,17 @@ def bucket(s3_server: str) -> Iterator[str]:
 def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
     """A finished run of each mode, and one that skips; each with an engine of its own, since each has versions of its own."""
     keys: dict[str, dict[str, Any]] = {name: {"asynchrony": mode} for name, mode in MODES.items()}
-    keys[KILLED]["store"] = bucket
+    keys["fully-async"]["store"] = bucket
+    keys["windowed"] |= waiting(place)
     keys["skips"] = skipping(place)
     engines = {name: place.start_engine(f"engine-{name}", 0.3) for name in keys}
     for name, engine in engines.items():
         keys[name]["generation"] = place.settings(name)["generation"] | {"engine_url": engine.url}
     try:
-        started = {name: place.train(name, IN_STEP_2 if name == KILLED else None, **keys[name]) for name in keys}
-        assert started[KILLED].wait(SECONDS) == -signal.SIGKILL, place.log(KILLED).read_text()
-        started[KILLED] = place.train(KILLED, **keys[KILLED])
+        started = {name: place.train(name, STRIKES.get(name), **keys[name]) for name in keys}
+        for name in STRIKES:
+            assert started[name].wait(SECONDS) == -signal.SIGKILL, place.log(name).read_text()
+            started[name] = place.train(name, **keys[name])
         for name, process in started.items():
             assert process.wait(SECONDS) == 0, place.log(name).read_text()
         yield {name: place.run(name, keys[name].get("store")) for name in keys}
@@ -88,6 +97,20 @@ def skipping(place: Place) -> dict[str, Any]:
     }
 
 
+def waiting(place: Place) -> dict[str, Any]:
+    """A run in which a group of iteration 1 takes until version 1 is there."""
+    slow = Plan(parse_config(place.settings("windowed"))).spec((SLOW, 0)).row["task_id"]
+    version_1 = place.directory / "store/runs/windowed/checkpoints/000001/manifest.json"
+    return {
+        "environment": {
+            "kind": "custom",
+            "target": "tests.asynchrony.waiting:Waiting",
+            "parameters": {"task": slow, "file": str(version_1)},
+        },
+        "rollout": place.settings("windowed")["rollout"] | {"concurrency": 4},
+    }
+
+
 @pytest.fixture(params=MODES)
 def run(runs: dict[str, Run], request: pytest.FixtureRequest) -> Run:
     return runs[request.param]
@@ -100,9 +123,14 @@ def collected(run: Run) -> dict[int, list[Rollout]]:
 def test_every_rollout_of_the_plan_is_made_once_and_trained_on_once(run: Run) -> None:
     plan, trained = Plan(run.config), {}
     assert run.latest_checkpoint().policy_version == ITERATIONS
+    made = [(r.rollout_id, r.seed) for rollouts in collected(run).values() for r in rollouts]
+    assert Counter(made) == Counter(
+        (spec.rollout_id, spec.seed) for k in range(1, ITERATIONS + 1) for spec in plan.specs(k)
+    )
     for k, rollouts in collected(run).items():
-        assert {r.rollout_id: r.seed for r in rollouts} == {spec.rollout_id: spec.seed for spec in plan.specs(k)}
-        assert len(rollouts) == len(plan.specs(k))
+        assert len({r.group_id for r in rollouts}) == run.config.rollout.tasks
+        if run.config.asynchrony.window == 1:
+            assert {r.rollout_id for r in rollouts} == {spec.rollout_id for spec in plan.specs(k)}
         validated = run.stage(k, "validate").reference()
         counted = Counter(read_table(validated, "sequences").column("rollout_id").to_pylist())
         refused = read_table(validated, "quarantine").select(["rollout_id", "reason", "evidence"]).to_pylist()
@@ -162,13 +190,32 @@ def test_fully_async_holds_no_rollout_back_for_weights_that_are_on_their_way(run
     assert transfers
 
 
-def test_killed_in_a_bucket_both_lanes_went_on(runs: dict[str, Run]) -> None:
-    events = list(Journal(runs[KILLED].location / "asynchrony").events())
+def test_killed_anywhere_both_lanes_went_on(run: Run) -> None:
+    events = list(Journal(run.location / "asynchrony").events())
     assert sum(isinstance(event, happened.Restarted) for event in events) == 2
     started = Counter(event.iteration for event in events if isinstance(event, happened.TrainingStarted))
-    assert started == {1: 1, 2: 2, 3: 1, 4: 1}
+    interrupted = run.run_id != "finish"  # that step had not begun
+    assert started == {1: 1, 2: 1 + interrupted, 3: 1, 4: 1}
     finished = [event.iteration for event in events if isinstance(event, happened.TrainingFinished)]
     assert finished == list(range(1, ITERATIONS + 1))
+
+
+def test_with_a_window_a_step_does_not_wait_for_a_slow_group_and_trains_on_another(runs: dict[str, Run]) -> None:
+    run = runs["windowed"]
+    trained = {
+        k: read_manifest(run.stage(k, "collect").reference()).details["groups"] for k in range(1, ITERATIONS + 1)
+    }
+    assert sorted(position for groups in trained.values() for position in groups) == list(range(TASKS * ITERATIONS))
+    assert trained[1] == [0, 2, 3], f"{SLOW} ends when version 1 is there"
+    assert SLOW in trained[2], "it cannot be passed over again"
+
+
+def test_what_a_window_has_generated_is_kept_whole_and_under_its_iteration(runs: dict[str, Run]) -> None:
+    run = runs["windowed"]
+    plan, trained = Plan(run.config), {r.rollout_id: r for rollouts in collected(run).values() for r in rollouts}
+    for k in range(1, ITERATIONS + 1):
+        generated = {r.rollout_id: r for r in read_rollouts(run.stage(k, "generate").reference())}
+        assert generated == {spec.rollout_id: trained[spec.rollout_id] for spec in plan.specs(k)}
 
 
 def test_a_skipped_iteration_takes_its_groups_along_and_the_next_ones_go_on(runs: dict[str, Run]) -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from roundhouse.asynchrony import events as happened
+from roundhouse.asynchrony.dispatch import ENGINE
 from roundhouse.asynchrony.overlap import Overlap
 from roundhouse.errors import TooFewRollouts
+from roundhouse.gym.plan import RolloutSpec
 from roundhouse.store.run import Run
-from tests.asynchrony.test_resumption import new_run
+from roundhouse.trajectories.records import Rollout, Status
+from tests.asynchrony.test_resumption import WINDOW, new_run
 
 PATIENCE = 60.0
 
@@ -35,3 +39,27 @@ def test_an_iteration_is_not_blamed_for_a_later_ones_rollouts(run: Run) -> None:
         overlap.collected(2)
     assert raised.value is failure
     assert overlap.given_up, "both lanes are begun again"
+
+
+def test_a_step_is_not_begun_on_chosen_groups_of_which_too_many_rollouts_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is decided on then, so that they can be rolled out again."""
+    overlap = Overlap(new_run(str(tmp_path), WINDOW, engine_url="http://127.0.0.1:9"))
+    overlap.dispatch.tell(happened.TransferStarted(ENGINE, 0), happened.TransferFinished(ENGINE, 0))
+    failed = {}
+    for position in overlap.plan.groups(1):
+        for key in overlap.plan.samples(position):
+            overlap.dispatch.tell(happened.RolloutStarted(*key, 1, ENGINE))
+            overlap.dispatch.tell(happened.RolloutFailed(*key, 1, "timeout", final=True))
+        failed[position] = [failed_rollout(overlap.plan.spec(key)) for key in overlap.plan.samples(position)]
+    monkeypatch.setattr(overlap.rolling, "at_hand", lambda groups: {group: failed[group] for group in groups})
+    assert overlap.collected(1) is None
+    with pytest.raises(TooFewRollouts, match="4 of 4 rollouts failed"), overlap.training(1):
+        pytest.fail("it has begun")
+    assert overlap.given_up
+    assert overlap.dispatch.controller.batch is None
+
+
+def failed_rollout(spec: RolloutSpec) -> Rollout:
+    return Rollout(spec.group_id, spec.sample, spec.row, "e", Status.FAILED, failure_code="timeout")

@@ -13,7 +13,7 @@ from roundhouse.asynchrony import events as happened
 from roundhouse.asynchrony.controller import Controller
 from roundhouse.asynchrony.dispatch import ENGINE
 from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.asynchrony.plan import Plan, generated_in, terms_of
 from roundhouse.asynchrony.resumption import PLACE, resume
 from roundhouse.asynchrony.rollouts import Key
 from roundhouse.config.loading import parse_config
@@ -26,8 +26,11 @@ from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.asynchrony.test_controller import finish_plan
 from tests.asynchrony.world import check, forward
 
+OWN_GROUPS = {"mode": "batch-async", "staleness": 2}
+WINDOW = {"mode": "windowed", "staleness": 3, "window": 3}
 
-def new_run(place: str, staleness: int = 2, **generation: object) -> Run:
+
+def new_run(place: str, asynchrony: dict[str, object] = OWN_GROUPS, **generation: object) -> Run:
     run = open_run(
         parse_config(
             {
@@ -36,7 +39,7 @@ def new_run(place: str, staleness: int = 2, **generation: object) -> Run:
                 "iterations": 4,
                 "rollout": {"tasks": 2, "group_size": 2},
                 "generation": generation,
-                "asynchrony": {"mode": "batch-async", "staleness": staleness},
+                "asynchrony": asynchrony,
                 "evaluation": {"every": 0},
             }
         )
@@ -66,21 +69,30 @@ class World:
     def tell(self, event: happened.Event) -> None:
         if isinstance(event, happened.RolloutFinished):
             self.write((event.position, event.sample))
-        if isinstance(event, happened.TrainingStarted):
-            self.attempts[event.iteration].commit()
         if isinstance(event, happened.TrainingFinished):
             publish(self.run, event.iteration)
         self.controller.apply(event)
         self.events.append(event)
         if isinstance(event, happened.TrainingStarted):
             self.durable = len(self.events)
+            self.commit()
+
+    def commit(self) -> None:
+        """The stages of which everything was decided on; where groups are chosen, some of them may be late."""
+        for iteration, attempt in list(self.attempts.items()):
+            if all(self.controller.has_decided(position) for position in self.plan.groups(iteration)):
+                attempt.commit()
+                del self.attempts[iteration]
+
+    def has_committed(self, key: Key) -> bool:
+        return generated_in(self.run, self.plan.iteration_of(key[0])).reference() is not None
 
     def write(self, key: Key) -> None:
         """A rollout's outcome, in a part of its own."""
         spec, iteration = self.plan.spec(key), self.plan.iteration_of(key[0])
         version = self.controller.rollouts.running[key].version
         if iteration not in self.attempts:
-            self.attempts[iteration] = self.run.begin(self.run.stage(iteration, "collect"), policy_version=version)
+            self.attempts[iteration] = self.run.begin(generated_in(self.run, iteration), policy_version=version)
         turns = [Turn(0, None, [1], 1, "d", [2], [-0.1], version, "stop", 0.1)]
         rollout = Rollout(spec.group_id, spec.sample, spec.row, "e", Status.COMPLETED, reward=1.0, turns=turns)
         self.attempts[iteration].write_table("turns", turns_table([rollout]))
@@ -89,7 +101,7 @@ class World:
 
     def lose(self, key: Key) -> None:
         """The part of a finished rollout is damaged."""
-        place = self.run.stage(self.plan.iteration_of(key[0]), "collect").location
+        place = generated_in(self.run, self.plan.iteration_of(key[0])).location
         spec = self.plan.spec(key)
         for name in place.names():
             if name.startswith("rollouts-") and spec.rollout_id.encode() in place.read(name):
@@ -99,9 +111,10 @@ class World:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_plan_can_be_finished(data):
+@pytest.mark.parametrize("asynchrony", [OWN_GROUPS, WINDOW], ids=["own groups", "window"])
+def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_plan_can_be_finished(asynchrony, data):
     with tempfile.TemporaryDirectory() as place:
-        run = new_run(place)
+        run = new_run(place, asynchrony)
         plan = Plan(run.config)
         world = World(run, plan, Controller(terms_of(run), [ENGINE]))
         journal = Journal(run.location / PLACE)
@@ -117,11 +130,9 @@ def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_p
         told = data.draw(st.integers(world.durable, len(world.events)), label="written down")
         journal.append(world.events[:told])
         version = run.latest_checkpoint().policy_version
+        rollouts = world.controller.rollouts
         open_keys = sorted(
-            key
-            for key in world.on_disk
-            if plan.iteration_of(key[0]) > version
-            and run.stage(plan.iteration_of(key[0]), "collect").reference() is None
+            key for key in world.on_disk if not world.has_committed(key) and not world.controller.has_decided(key[0])
         )
         for key in data.draw(st.sets(st.sampled_from(open_keys or [None]), max_size=2), label="damaged"):
             if key is not None:
@@ -131,7 +142,7 @@ def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_p
 
         assert resumed.version == version
         assert not resumed.rollouts.running
-        expected = {key: oldest for key, oldest in world.on_disk.items() if plan.iteration_of(key[0]) > version}
+        expected = {key: oldest for key, oldest in world.on_disk.items() if not rollouts.has_left(key[0])}
         found = {
             (position, sample): oldest
             for position, group in resumed.rollouts.groups.items()

@@ -76,5 +76,5 @@ def test_a_loaded_configuration_that_may_be_stale_is_corrected_or_refused():
     assert config(asynchrony={"mode": "batch-async"}).train.algorithm.mismatch_correction == "none"
     with pytest.raises(ConfigError, match=r"mismatch_correction is none: asynchrony.staleness is 2.*Set it to tis"):
         config({"mismatch_correction": "none"}, asynchrony=asynchrony)
-    with pytest.raises(ConfigError, match=r"asynchrony.window is 3: a run trains on .* Set it to 1"):
-        config(asynchrony={"mode": "windowed", "staleness": 2, "window": 3})
+    with pytest.raises(ConfigError, match=r"asynchrony.window is 10 with 4 groups.*Raise it to 4, or set window to 1"):
+        config(asynchrony={"mode": "windowed", "staleness": 3, "window": 10}, rollout={"tasks": 4})
