@@ -28,7 +28,7 @@ from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_metrics, judge_importance, settle
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
-from roundhouse.stages.refit import place_near_engine, put_to_sleep
+from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
 from roundhouse.store.directories import local_directory, upload_directory
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
+    from roundhouse.generation.deployment import Replica
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import StepResult
     from roundhouse.training.trainer import Trainer
@@ -64,7 +65,7 @@ def train_iteration(
         return done
     prove_trainable(sequences.counts, read_table(sequences, "sequences"))
     attempt = run.begin(stage, policy_version=base.policy_version)
-    with _turn(run, base):
+    with _turn(run, base) as asleep:
         if isinstance(run.config.train.service, ProcessService):
             result, columns = _in_process(run, iteration, sequences, base, cache, say)
         else:
@@ -84,19 +85,23 @@ def train_iteration(
             "seconds/compute": compute,
             "wasted_tokens/untrained": untrained_tokens(recorded, columns),
         },
-        details={"checkpoint_files": [entry.model_dump() for entry in result.checkpoint_files]},
+        details={
+            "checkpoint_files": [entry.model_dump() for entry in result.checkpoint_files],
+            "asleep": [{"id": one.replica_id, "placement_group": one.placement_group} for one in asleep],
+        },
     )
 
 
 @contextmanager
-def _turn(run: Run, base: Reference) -> Iterator[None]:
-    """The trainer's turn at the memory that it shares with the engine; behind it, the trainer holds none."""
+def _turn(run: Run, base: Reference) -> Iterator[list[Replica]]:
+    """The trainer's turn at the memory that it shares with the engine, whose replicas said that they sleep meanwhile; none
+    where they share nothing. Behind it, the trainer holds no memory."""
     if not engine_sleeps(run.config):
-        yield
+        yield []
         return
     put_to_sleep(run, base)
     try:
-        yield
+        yield [replica for replica in engine_service(run).replicas() if replica.asleep is not None]
     finally:
         release_trainer()
 

@@ -1,15 +1,27 @@
-"""Trainer and engine that hold memory in turns: a run with sleep is the run without, and no run leaves its engine asleep."""
+"""Trainer and engine that hold memory in turns: a run with sleep is the run without, and no run leaves its engine asleep.
+
+So also where Ray places both on one GPU, in a run as a person starts it. Ray is told of a GPU that is not there, and the engine
+takes the processor for it (`declared_gpu/`).
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import yaml
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError
 from roundhouse.generation.deployment import Replica
+from roundhouse.infra import services
+from roundhouse.infra.services import Services
 from roundhouse.stages import train as train_stage
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration
@@ -23,6 +35,10 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from tests.generation.test_standalone import engine_process
 
+pytestmark = pytest.mark.timeout(600)
+
+TRAINER, REPLICA = ACTORS = ("TrainActor", "ServeReplica:policy:policy")
+
 
 @pytest.fixture(scope="module")
 def engine_url() -> Iterator[str]:
@@ -30,26 +46,31 @@ def engine_url() -> Iterator[str]:
         yield url
 
 
-def make_run(directory: Path, engine_url: str, run_id: str, *, sleeps: bool) -> Run:
-    tree = {
+def settings(directory: Path, run_id: str) -> dict[str, Any]:
+    return {
         "run_id": run_id,
+        "iterations": 2,
         "store": str(directory / "store"),
         "policy": {"kind": "warm_start", "steps": 3, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
         "generation": {
             "backend": "transformers",
-            "engine_url": engine_url,
             "max_model_len": 256,
             "engine_args": {"max_num_seqs": 1},
             "sampling": {"max_new_tokens": 4},
         },
         "environment": {"kind": "sort"},
         "rollout": {"tasks": 2, "group_size": 2, "concurrency": 2},
-        "train": {"threads": 1, "device": "cpu", "algorithm": {"kind": "cross_entropy", "include_truncated": True}},
+        "train": {"threads": 1, "algorithm": {"kind": "cross_entropy", "include_truncated": True}},
         "evaluation": {"tasks": 1},
-        "placement": {"engine_sleeps": sleeps},
         "infra": {"kind": "local", "state": str(directory / "state")},
     }
-    return open_run(parse_config(tree))
+
+
+def make_run(directory: Path, engine_url: str, run_id: str, *, sleeps: bool) -> Run:
+    tree = settings(directory, run_id)
+    tree["generation"] |= {"engine_url": engine_url}
+    tree["train"] |= {"device": "cpu"}
+    return open_run(parse_config(tree | {"placement": {"engine_sleeps": sleeps}}))
 
 
 def replica(run: Run) -> Replica:
@@ -75,24 +96,85 @@ def weights(run: Run, version: int) -> dict[str, str]:
     return {entry.path: entry.sha256 for entry in files if entry.path.endswith(".safetensors")}
 
 
+def made_by(run: Run, evaluated: Reference) -> tuple[dict[str, str], dict[str, str], list[list[int]]]:
+    """Digests of both versions' files, and what the second answered."""
+    answers = read_table(evaluated, "turns").column("generation_token_ids").to_pylist()
+    return weights(run, 1), weights(run, 2), sorted(answers)
+
+
+def made_here(directory: Path, engine_url: str, name: str, *, sleeps: bool) -> tuple[Any, ...]:
+    """What a run made whose stages this process carries out, with an engine of its own."""
+    run = make_run(directory, engine_url, name, sleeps=sleeps)
+    with awake_at_end(run):
+        checkpoint = starting_policy(run)
+        for k in (1, 2):
+            checkpoint = iterate(run, k, checkpoint)
+        evaluated = evaluate_version(run, 2, engine_at(run, 2))
+    train_stage.release_trainer()
+    assert replica(run).ready
+    return made_by(run, evaluated)
+
+
+@pytest.fixture(scope="module")
+def awake(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """What the run makes whose engine never sleeps and whose trainer Ray does not place."""
+    made = made_here(tmp_path_factory.mktemp("awake"), engine_url, "awake", sleeps=False)
+    assert len(made[1]) == 2, "model and optimizer"
+    assert made[0] != made[1], "it trained"
+    return made
+
+
 def test_a_run_whose_engine_sleeps_makes_the_same_weights_and_is_evaluated_by_an_engine_that_is_awake(
-    tmp_path: Path, engine_url: str
+    tmp_path: Path, engine_url: str, awake: tuple[Any, ...]
 ) -> None:
-    made = {}
-    for name, sleeps in (("awake", False), ("asleep", True)):
-        run = make_run(tmp_path, engine_url, name, sleeps=sleeps)
-        with awake_at_end(run):
-            checkpoint = starting_policy(run)
-            for k in (1, 2):
-                checkpoint = iterate(run, k, checkpoint)
-            evaluated = evaluate_version(run, 2, engine_at(run, 2))
-        train_stage.release_trainer()
-        assert replica(run).ready
-        answers = read_table(evaluated, "turns").column("generation_token_ids").to_pylist()
-        made[name] = (weights(run, 1), weights(run, 2), sorted(answers))
-    assert made["asleep"] == made["awake"]
-    assert len(made["awake"][1]) == 2, "model and optimizer"
-    assert made["awake"][0] != made["awake"][1], "it trained"
+    assert made_here(tmp_path, engine_url, "asleep", sleeps=True) == awake
+
+
+@pytest.fixture
+def with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
+    """The local services, with a Ray that is told of one GPU."""
+    paths = [str(Path(__file__).parent / "declared_gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    state = tmp_path / "state" / "services"
+    yield services.up(state, ("prefect", "ray"), arguments={"ray": ("--num-gpus", "1")})
+    services.down(state)
+
+
+def told_by_ray(running: Services, table: str) -> list[dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {running.ray_token}"}
+    url = f"{running.ray_dashboard_url}/api/v0/{table}?detail=1"
+    found: list[dict[str, Any]] = httpx.get(url, headers=headers, timeout=60).json()["data"]["result"]["result"]
+    return found
+
+
+def test_a_run_whose_trainer_ray_places_on_its_engines_gpu_takes_turns_with_it_and_makes_the_same_weights(
+    tmp_path: Path, with_a_gpu: Services, awake: tuple[Any, ...]
+) -> None:
+    tree = settings(tmp_path, "placed") | {"placement": {"trainer_with_engine": "gpu"}, "tracking": {"enabled": False}}
+    tree["generation"] |= {"gpus_per_replica": 0.5}
+    tree["train"] |= {"service": {"kind": "ray", "cpus": 0.2, "gpus": 0.4, "timeout_seconds": 240}}
+    tree["evaluation"] |= {"before_training": False}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    command = [str(Path(sys.executable).with_name("roundhouse")), "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = open_run(parse_config(tree))
+    assert made_by(run, run.stage(2, "evaluate").reference()) == awake
+    [reserved] = told_by_ray(with_a_gpu, "placement_groups")
+    group = reserved["placement_group_id"]
+    [bundle] = reserved["bundles"]
+    assert bundle["unit_resources"]["GPU"] == 0.9
+    actors = {name: [a for a in told_by_ray(with_a_gpu, "actors") if a["class_name"] == name] for name in ACTORS}
+    assert [actor["state"] for actor in actors[TRAINER]] == ["DEAD", "DEAD"], "a trainer a turn"
+    assert [actor["state"] for actor in actors[REPLICA]] == ["ALIVE"], "the engine was never started anew"
+    for actor in (*actors[TRAINER], *actors[REPLICA]):
+        assert (actor["placement_group_id"], actor["node_id"]) == (group, bundle["node_id"])
+    for k in (1, 2):
+        [refitted] = read_manifest(run.stage(k, "refit").reference()).details["replicas"]
+        slept = read_manifest(run.stage(k, "train").reference()).details["asleep"]
+        assert slept == [{"id": refitted["id"], "placement_group": group}]
+    answer = httpx.get(f"{with_a_gpu.serve_url}/rh/status", timeout=30).json()
+    assert (answer["ready"], answer["asleep"], answer["policy_version"]) == (True, None, 2)
 
 
 def test_a_run_that_fails_while_its_engine_sleeps_leaves_it_awake(

@@ -7,6 +7,7 @@ sides unpickling each other's classes. The actor does one call at a time; when i
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class RayTrainService(ChannelService):
         self, config: TrainConfig, service: RayService, *, temperature: float = 1.0, placement_group: str | None = None
     ) -> None:
         if not ray.is_initialized():
+            # A stage is in a thread, where Ray cannot take SIGTERM over and warns; whoever runs the flow takes care of that.
+            logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
             try:
                 ray.init(address=service.address, log_to_driver=False, configure_logging=False)
             except (RayError, ConnectionError, RuntimeError, ValueError) as error:
