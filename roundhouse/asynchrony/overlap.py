@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 from roundhouse.asynchrony import events as happened
 from roundhouse.asynchrony.decisions import Transfer
-from roundhouse.asynchrony.dispatch import ENGINE
+from roundhouse.asynchrony.dispatch import ENGINE, Dispatch
 from roundhouse.asynchrony.plan import Plan
 from roundhouse.asynchrony.resumption import catch_up, resume, unfinished_iterations
 from roundhouse.asynchrony.rolling import LOOK_SECONDS, Rolling
+from roundhouse.asynchrony.rolling_shards import RollingShards
+from roundhouse.config.distribution import Together
 from roundhouse.config.failures import stall_seconds
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
 from roundhouse.stages.collect import refuse_many_failures
@@ -61,7 +63,7 @@ class Overlap:
         self.dispatch = resume(run, self.plan)
         self.number = self.dispatch.segments
         """Of this life among all of the run's; each writes to the journal when it begins."""
-        self.rolling = Rolling(run.config, self.plan, self.dispatch, engine_service(run).url)
+        self.rolling = rolling_of(run, self.plan, self.dispatch, engine_service(run).url)
         self.error: BaseException | None = None
         """What ended the generation lane."""
         self.ended = False
@@ -255,3 +257,10 @@ class Overlap:
     def _refuse_ended(self) -> None:
         if self.ended:
             raise self.error or LaneEnded("The generation lane has ended.")
+
+
+def rolling_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> Rolling | RollingShards:
+    """The rollouts of the generation lane, made by whoever `rollout.distribution` says."""
+    if isinstance(run.config.rollout.distribution, Together):
+        return Rolling(run.config, plan, dispatch, engine_url)
+    return RollingShards(run, plan, dispatch, engine_url)

@@ -23,7 +23,8 @@ class Shards(Section):
     """What all kinds of workers share. A shard is a part of the collection by whole groups."""
 
     shards: PositiveInt = 2
-    """How many workers; not more than the collection has groups. They share `rollout.concurrency`."""
+    """How many workers; not more than the collection has groups. They share `rollout.concurrency`. With `asynchrony.staleness`
+    above 0 as many are at work at once, over all iterations that are collected."""
     restarts: Annotated[int, Field(ge=0)] = 2
     """How often a worker that was lost is started again within an attempt at the stage; it makes only what is missing."""
     timeout_seconds: PositiveFloat = 3600

@@ -183,11 +183,11 @@ class RunConfig(Section):
         rollout, distribution = self.rollout, self.rollout.distribution
         if isinstance(distribution, Together):
             return
-        if self.asynchrony.staleness > 0:
+        if self.asynchrony.window > 1:
             raise ValueError(
-                f"asynchrony.staleness is {self.asynchrony.staleness}, and rollout.distribution.kind is {distribution.kind}: "
-                "rollouts of several versions are made by one process. Set asynchrony.staleness to 0 (mode sync), or "
-                "rollout.distribution.kind to none."
+                f"asynchrony.window is {self.asynchrony.window}, and rollout.distribution.kind is {distribution.kind}: what a "
+                "worker makes is of one iteration and collected whole, not for other steps to choose from. Set "
+                "asynchrony.window to 1 (mode batch-async), or rollout.distribution.kind to none."
             )
         if distribution.shards > rollout.concurrency:
             raise ValueError(

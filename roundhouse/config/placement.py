@@ -68,14 +68,13 @@ def _engine(config: RunConfig) -> Place:
 
 def _collector(config: RunConfig) -> Place:
     distribution = config.rollout.distribution
+    beside = ", beside training" if config.asynchrony.staleness > 0 else ""
     if isinstance(distribution, Together):
-        beside = ", beside training" if config.asynchrony.staleness > 0 else ""
         return Place("collector", FLOW + beside)
     if isinstance(distribution, JobShards) and isinstance(config.infra, KubernetesInfra):
-        return Place(
-            "collector", f"{distribution.shards} shards, a Job of one pod each in namespace {config.infra.namespace}"
-        )
-    return Place("collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own")
+        where = f"{distribution.shards} shards, a Job of one pod each in namespace {config.infra.namespace}"
+        return Place("collector", where + beside)
+    return Place("collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own{beside}")
 
 
 def _trainer(config: RunConfig) -> Place:

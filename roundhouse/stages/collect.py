@@ -131,9 +131,10 @@ def collect_into(
     progress: Progress | None = None,
     *,
     on_policy: bool = True,
+    engine_version: int | None = None,
 ) -> Collected:
     """Collect what is missing of `specs`, so that all of them are in the parts of the newest attempt; `on_policy` as for
-    `gym.collector.collect`."""
+    `gym.collector.collect`. `engine_version` is the one that the engine holds, where it is not that of the parts."""
     kept = parts.keep(specs)
     missing = [spec for spec in specs if spec.rollout_id not in kept]
     finished = len(kept)
@@ -158,7 +159,7 @@ def collect_into(
                 sampling,
                 on_rollout,
                 on_policy=on_policy,
-                policy_version=parts.policy_version,
+                policy_version=parts.policy_version if engine_version is None else engine_version,
                 journal=parts.journal,
             )
 

@@ -20,6 +20,7 @@ from roundhouse.asynchrony.plan import Plan, generated_in
 from roundhouse.asynchrony.recovery import written_rollouts
 from roundhouse.asynchrony.resumption import oldest_version
 from roundhouse.asynchrony.rolling import OpenCollection, Progress, Rolling
+from roundhouse.asynchrony.rolling_shards import RollingShards
 from roundhouse.errors import StoreError
 from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.parts import Parts
@@ -62,7 +63,7 @@ def collect_ahead(run: Run, iteration: int, rolling: Rolling, progress: Progress
         )
 
 
-def collect_chosen(run: Run, iteration: int, rolling: Rolling, batch: Batch) -> Reference:
+def collect_chosen(run: Run, iteration: int, rolling: Rolling | RollingShards, batch: Batch) -> Reference:
     """The collect stage of a step whose groups were chosen: a copy of their rollouts.
 
     Raises:
@@ -82,10 +83,10 @@ def collect_chosen(run: Run, iteration: int, rolling: Rolling, batch: Batch) -> 
     attempt.charge(rolling.spend())
     ledger = Ledger.from_rollouts(rollouts, requested=len(batch.groups) * run.config.rollout.group_size)
     return attempt.commit(
-        inputs=_weights(run, rollouts),
+        inputs=weights_of(run, rollouts),
         counts=ledger.counts(),
         metrics=Collected(rollouts, batch.window_seconds).metrics(),
-        details=_details(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
+        details=generated_by(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
     )
 
 
@@ -121,21 +122,21 @@ def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Refere
     requested = len(rollouts) if run.config.asynchrony.window > 1 else opened.planned
     ledger = Ledger.from_rollouts(rollouts, requested=requested)
     return opened.parts.commit(
-        inputs=_weights(run, rollouts),
+        inputs=weights_of(run, rollouts),
         counts=ledger.counts(),
         metrics=collected.metrics() | opened.parts.journal.resumptions.metrics(),
-        details=_details(run, opened.iteration, rollouts, ledger),
+        details=generated_by(run, opened.iteration, rollouts, ledger),
     )
 
 
-def _weights(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
+def weights_of(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
     """The checkpoint of every version that generated, unless it was deleted."""
     versions = {turn.policy_version for rollout in rollouts for turn in rollout.turns}
     found = {version: run.checkpoint(version).reference() for version in sorted(versions)}
     return {f"weights_{version}": reference for version, reference in found.items() if reference is not None}
 
 
-def _details(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:
+def generated_by(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:
     ages = Counter(iteration - 1 - oldest_version(rollout) for rollout in rollouts if rollout.turns)
     return {
         "failures": ledger.failures,

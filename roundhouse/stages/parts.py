@@ -50,6 +50,7 @@ class Parts:
         `shard`, only its rollouts are looked for among earlier parts."""
         self.attempt = attempt
         self.policy_version = policy_version
+        self._oldest_version = oldest_version
         self.journal = Journal(policy_version, oldest_version)
         """Records the model calls of rollouts in flight, and knows those that earlier attempts finished."""
         self._location = attempt.stage.location
@@ -149,6 +150,8 @@ class Parts:
             for rollout in self._rollouts_in(name):
                 if shard is not None and rollout.rollout_id not in shard.rollout_ids:
                     continue
+                if self._is_too_old(rollout):
+                    continue
                 if rollout.status is not Status.FAILED:
                     self._earlier[rollout.rollout_id] = rollout
                 elif rollout.failure_kind is FailureKind.DATA:
@@ -158,6 +161,10 @@ class Parts:
             if (part := read_part(self._location, name, JOURNAL)) is not None:
                 own = part if shard is None else _rows_of(part, shard.rollout_ids)
                 self.journal.read(own, leave_out=spent | self._earlier.keys())
+
+    def _is_too_old(self, rollout: Rollout) -> bool:
+        oldest = self._oldest_version
+        return oldest is not None and any(turn.policy_version < oldest for turn in rollout.turns)
 
     def _rollouts_in(self, name: str) -> list[Rollout]:
         """The rollouts of a part and its turns; none when either cannot be trusted."""

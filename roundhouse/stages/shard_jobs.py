@@ -32,6 +32,8 @@ from roundhouse.training.service.border import read_error
 
 Say = Callable[[str], None]
 
+_FLEETING = {"attempt", "provenance", "oldest_version", "began_on"}
+"""Of a spec, what is no part of its Job's name; the oldest version follows from the configuration and the iteration."""
 _LABEL_LENGTH = 20
 """Of a stage's kind in a Job's name."""
 
@@ -96,9 +98,9 @@ class JobWorkers:
 
 
 def plan_of(run: Run, infra: KubernetesInfra, distribution: JobShards, task: ShardTask) -> ShardJob:
-    """The shard as a Job: pure. Which attempt at the stage asks for it makes no difference, nor which version of the code: what
-    one has begun, another goes on with, as with a report that one has left."""
-    tree = task.spec.model_dump(mode="json", exclude={"attempt", "provenance"}) | {"after": task.after}
+    """The shard as a Job: pure. Which attempt at the stage asks for it makes no difference, nor which version of the code, nor
+    which weights the engine holds by then: what one has begun, another goes on with, as with a report that one has left."""
+    tree = task.spec.model_dump(mode="json", exclude=_FLEETING) | {"after": task.after}
     identity = StageIdentity(
         run_id=run.run_id,
         run_uid=run.uid,

@@ -45,6 +45,10 @@ class ShardSpec(BaseModel):
     on_policy: bool
     engine_url: str
     provenance: Provenance
+    oldest_version: int | None = None
+    """Where the stage may hold rollouts of versions older than its own, the oldest."""
+    began_on: int | None = None
+    """The version that the engine held when the shard began, for agents whose answers do not tell it; the stage's if unset."""
     stage: str
     """URI of the stage's directory."""
     kind: str

@@ -65,7 +65,7 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
     """Collect what is missing of a shard."""
     shard, version = spec.shard(), spec.provenance.policy_version
     stage = Stage(Location(spec.stage), kind=spec.kind, run_id=spec.config.run_id, iteration=spec.iteration)
-    parts = Parts(stage.join(spec.provenance, spec.attempt, shard.label), version, shard=shard)
+    parts = Parts(stage.join(spec.provenance, spec.attempt, shard.label), version, spec.oldest_version, shard)
     finished = 0
 
     def on_progress(count: int, _: int) -> None:
@@ -81,6 +81,7 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
             spec.engine_url,
             on_progress,
             on_policy=spec.on_policy,
+            engine_version=spec.began_on,
         )
     return ShardReport(
         attempt=spec.attempt,

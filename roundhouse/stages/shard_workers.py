@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -42,6 +42,10 @@ class ShardTask:
     @property
     def spec_uri(self) -> str:
         return f"{self.spec.place}/{SPEC}"
+
+    def began_on(self, version: int) -> ShardTask:
+        """The same task, begun when the engine holds this version."""
+        return replace(self, spec=self.spec.model_copy(update={"began_on": version}))
 
     def prepare(self) -> None:
         """Write down what the worker reads, and forget the error of an earlier one."""

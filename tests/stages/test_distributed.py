@@ -339,7 +339,7 @@ def test_an_error_of_a_worker_reaches_the_stage_as_it_was_raised_there(tmp_path:
     run, _ = begun(str(tmp_path / "store"), 2)
     distributed = Distributed(run, run.stage(1, "collect"), 0)
     shard = Shard(1, 2, [RolloutSpec("g", 0, {"task_id": "g"}, 1)])
-    task = distributed._task(shard, run.config.generation.sampling, "http://127.0.0.1:9", True, 1)
+    task = distributed._sharded.task(shard, run.config.generation.sampling, "http://127.0.0.1:9", 1)
     (tmp_path / "file").write_text("no directory")
     broken = task.spec.model_copy(update={"stage": (tmp_path / "file" / "stage").as_uri()})
     with ProcessWorkers(60) as processes, pytest.raises(StoreError, match=r"writers s0001of0002 of attempt"):
@@ -373,9 +373,11 @@ def test_what_cannot_work_is_refused_at_load(distribution: dict[str, Any], messa
         parse_config(settings("/tmp/x", 0, distribution=distribution))
 
 
-def test_shards_and_rollouts_of_older_versions_do_not_go_together() -> None:
-    tree = settings("/tmp/x", 2) | {"asynchrony": {"mode": "batch-async", "staleness": 1}}
-    with pytest.raises(ConfigError, match=r"asynchrony.staleness is 1, and rollout.distribution.kind is process"):
+def test_shards_and_a_window_do_not_go_together() -> None:
+    tree = settings("/tmp/x", 2) | {"asynchrony": {"mode": "windowed", "staleness": 2, "window": 2}}
+    with pytest.raises(
+        ConfigError, match=r"asynchrony.window is 2, and rollout.distribution.kind is process.*Set .*window to 1"
+    ):
         parse_config(tree)
 
 

@@ -1,0 +1,87 @@
+"""A collection that runs ahead of training over Jobs: a lost pod costs its shard, and a lane that is stopped leaves no Job.
+
+There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundhouse.asynchrony import events as happened
+from roundhouse.config.loading import parse_config
+from roundhouse.store.run import open_run
+from roundhouse.store.stage import read_manifest
+from roundhouse.trajectories.tokens import derive_seed
+from tests.asynchrony.test_rolling_shards import Collecting, Lane, VersionedEngine, check_journal, made
+from tests.asynchrony.test_rolling_shards import engine as engine
+from tests.k8s.players import run_container
+from tests.k8s.stand import Stand
+from tests.k8s.test_shard_jobs import settings, shard_of, until
+from tests.stages.test_distributed import TASKS
+from tests.stages.test_interrupted_collect import CALLS, GROUP
+
+Object = dict[str, Any]
+
+
+def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leaves_none(
+    fake: Stand, tmp_path: Path, engine: VersionedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
+    asynchrony = {"mode": "batch-async", "staleness": 1}
+    tree = settings(fake.namespace, f"{tmp_path}/store", 2) | {"asynchrony": asynchrony, "evaluation": {"every": 0}}
+    run = open_run(parse_config(tree))
+    lane = Lane(run, engine)
+    engine.silent = {derive_seed(spec.seed, number) for spec in lane.plan.specs(2) for number in range(CALLS)}
+    preempted = threading.Event()
+
+    def behave(pod: Object) -> None:
+        iteration = pod["metadata"]["labels"]["roundhouse/iteration"]
+        if (iteration, shard_of(pod)) != ("2", "s0002of0002") or preempted.is_set():
+            run_container(fake.kubelet, pod)
+            return
+        fake.kubelet.run(pod)
+        process = subprocess.Popen([sys.executable, *pod["spec"]["containers"][0]["args"]], stdout=subprocess.DEVNULL)
+        try:
+            until(lambda: engine.version == 1)
+        finally:
+            process.kill()
+            process.wait()
+        preempted.set()
+        fake.kubelet.disrupt(pod, "PreemptionByScheduler")
+
+    fake.kubelet.behave = behave
+    lane.transfer(0)
+    first, ahead = Collecting(lane, 1), Collecting(lane, 2)
+    first.result()
+    lane.train(1)
+    until(lambda: lane.at_work() == {(2, "s0001of0002"), (2, "s0002of0002")})
+    lane.transfer(1)
+    until(lambda: preempted.is_set())
+    engine.silent = ()
+    engine.go_on.set()
+    manifest = read_manifest(ahead.result())
+    assert made(run, 2) == {spec.rollout_id: spec.seed for spec in lane.plan.specs(2)}
+    assert manifest.counts["completed"] == TASKS * GROUP
+    assert manifest.metrics["rollout/shards_lost"] == 1
+    assert manifest.details["distribution"]["kind"] == "job"
+    assert manifest.metrics["rollout/kubernetes_calls"] > 0
+
+    engine.go_on.clear()
+    engine.silent = {derive_seed(spec.seed, number) for spec in lane.plan.specs(3) for number in range(CALLS)}
+    last = Collecting(lane, 3)
+    until(lambda: {"3"} == {job["metadata"]["labels"]["roundhouse/iteration"] for job in under_way(fake)})
+    lane.rolling.stop()
+    assert last.was_ended()
+    assert under_way(fake) == []
+    lost = [event for event in check_journal(run) if isinstance(event, happened.RolloutEvicted)]
+    assert {lane.plan.iteration_of(event.position) for event in lost if "lost" in event.reason} == {2}
+
+
+def under_way(stand: Stand) -> list[Object]:
+    return [job for job in stand.found("jobs") if not (job.get("status") or {}).get("conditions")]
