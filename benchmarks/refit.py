@@ -1,10 +1,13 @@
 """Refits: how fast beside a plain copy, and how many requests fail when there are a thousand of them under load.
 
-    python -m benchmarks.refit [--parts speed,load] [--refits 1000] [--callers 8] [--hidden 640] [--layers 12] [--repeats 5]
+    python -m benchmarks.refit [--parts speed,load,transfer] [--refits 1000] [--callers 8] [--hidden 640] [--layers 12]
+        [--repeats 5]
 
 speed: a Qwen3 model (of about 100 million parameters by default, float32, random weights) in vLLM's engine. A refit as a
 replica does it (digest of every tensor, check, load, probe of the layers, probe of the log-probabilities) alternates with its
 peer, which proves nothing: a copy of the file, vLLM's own `reload_weights`, and a tied head packed anew, which that leaves out.
+
+transfer: the same model; a refit by transfer (gloo, from this process, with the sender's digest) alternates with one by store.
 
 load: a tiny model in a standalone engine, in a process of its own. Callers ask without a pause while the engine is brought back
 and forth between two versions of the weights, with running generations waited for, kept and broken off in turn. Each answer's
@@ -42,7 +45,9 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
 from roundhouse.generation.terms import Terms
 from roundhouse.generation.vllm_worker import RefitExtension, retie_head
+from roundhouse.generation.weights import digest_of
 from roundhouse.weights.cache import NodeCache
+from roundhouse.weights.transfer import Sender
 from tests.generation import tiny
 
 MODES = ("keep", "finish", "abort")
@@ -108,6 +113,61 @@ async def speed(work: Path, hidden: int, layers: int, repeats: int) -> list[dict
             "bytes": size,
         }
     ]
+
+
+async def transfer(work: Path, hidden: int, layers: int, repeats: int) -> list[dict[str, Any]]:
+    from roundhouse.generation.vllm_engine import VllmEngine
+
+    parameters = make_model(work / "a", hidden, layers)
+    shutil.copytree(work / "a", work / "b")
+    _disturb(work / "b" / "model.safetensors")
+    engine = VllmEngine(GenerationConfig(kv_cache_gib=0.25), str(work / "a"), "policy", [])
+    await engine.start(serve=False)
+    policy = ServedPolicy(engine, str(work / "a"), "bench", cache=NodeCache(work / "cache", 2**34))
+    took: dict[str, list[float]] = {"store": [], "transfer": []}
+    try:
+        for turn in range(-1, repeats):  # the first is not counted: it reads the files and fills caches
+            for name in ("a", "b"):
+                for way, seconds in took.items():
+                    started = time.perf_counter()
+                    await _refit_by(way, policy, work / name)
+                    if turn >= 0:
+                        seconds.append(time.perf_counter() - started)
+                    status = policy.status()
+                    assert (status["ready"], status["way"]) == (True, way), (status["error"], status["way_note"])
+    finally:
+        engine.shutdown()
+    store, sent = took["store"], took["transfer"]
+    ratios = sorted(b / a for a, b in zip(store, sent, strict=True))
+    size = (work / "a" / "model.safetensors").stat().st_size
+    print(
+        f"refit by transfer, {parameters / 1e6:.0f} M parameters, {size / 1e6:.0f} MB, one engine beside its sender: median "
+        f"{statistics.median(sent):.2f} s, by store {statistics.median(store):.2f} s: {statistics.median(ratios):.2f} times as "
+        f"long ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    )
+    return [
+        {
+            "case": "refit by transfer",
+            "value": round(statistics.median(sent), 3),
+            "unit": "s",
+            "peer": round(statistics.median(store), 3),
+            "ratio": round(statistics.median(ratios), 3),
+            "spread": [round(ratios[0], 3), round(ratios[-1], 3)],
+            "bytes": size,
+        }
+    ]
+
+
+async def _refit_by(way: str, policy: ServedPolicy, directory: Path) -> None:
+    # Another version each time: a wish for what is held already is fulfilled without a refit.
+    version = (policy.status()["policy_version"] or 0) + 1
+    if way == "store":
+        await policy.want(Wanted(version, str(directory), request=time.time_ns()))
+        return
+    digest = digest_of(directory)
+    with Sender(directory, "gloo", [policy.replica_id], "127.0.0.1", 60) as sender:
+        offered = sender.way("float32").model_dump()
+        await policy.want(Wanted(version, str(directory), digest, time.time_ns(), way=offered))
 
 
 def _disturb(file: Path) -> None:
@@ -258,6 +318,8 @@ def main() -> None:
         work = Path(directory)
         if "load" in parts:
             rows += load(work, arguments.refits, arguments.callers, arguments.backend)
+        if "transfer" in parts:
+            rows += asyncio.run(transfer(work / "transfer", arguments.hidden, arguments.layers, arguments.repeats))
         if "speed" in parts:
             rows += asyncio.run(speed(work, arguments.hidden, arguments.layers, arguments.repeats))
     machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__}

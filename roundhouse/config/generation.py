@@ -17,15 +17,30 @@ TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 
 
 RunningGenerations = Literal["finish", "keep", "abort"]
-WeightsWay = Literal["store", "shared-memory", "delta", "adapter"]
-_OF_VLLM = ("nccl", "ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
+WeightsWay = Literal["store", "shared-memory", "delta", "adapter", "transfer"]
+TransferBackend = Literal["gloo", "nccl"]
+_REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 
 
-def _no_engine_of_vllm(given: Any) -> Any:
-    if given in _OF_VLLM:
+def _no_backend(given: Any) -> Any:
+    if given in ("gloo", "nccl"):
         raise ValueError(
-            f"{given} is a weight-transfer engine of vLLM between GPUs, to which Roundhouse's trainer is not connected. Set it "
-            "to store, shared-memory (trainer and engine on one node), delta or adapter."
+            f"{given} is a weight-transfer engine of vLLM, a backend of the way transfer. Set it to transfer, and "
+            f"generation.transfer_backend to {given}."
+        )
+    return _no_other_backend(given)
+
+
+def _no_other_backend(given: Any) -> Any:
+    if given in _REFUSED_BACKENDS:
+        why = (
+            "takes handles of memory on the engine's own GPU, pickled, from a process that holds it there"
+            if given == "ipc"
+            else "is not connected here"
+        )
+        raise ValueError(
+            f"{given} is a weight-transfer engine of vLLM that {why}. Set generation.weights to transfer with "
+            "generation.transfer_backend gloo or nccl, or to store, shared-memory, delta or adapter."
         )
     return given
 
@@ -68,10 +83,14 @@ class GenerationConfig(Section):
     """Time limit of one model call."""
     refit_timeout_seconds: PositiveFloat = 120
     """Time limit until all replicas answer with the new policy version."""
-    weights: Annotated[WeightsWay, BeforeValidator(_no_engine_of_vllm)] = "store"
+    weights: Annotated[WeightsWay, BeforeValidator(_no_backend)] = "store"
     """How new weights travel. store: every node reads the checkpoint. shared-memory: put once into this node's memory, as the
     engine holds them; replicas must be on it. delta: what changed since the version that the replicas hold, exact. adapter: the
-    adapter of `train.lora` alone. Where a way is barred (a replica that has just started), the checkpoint is read."""
+    adapter of `train.lora` alone. transfer: from the flow's process straight into the engines. Where a way is barred (a replica
+    that has just started), the checkpoint is read."""
+    transfer_backend: Annotated[TransferBackend, BeforeValidator(_no_other_backend)] = "gloo"
+    """vLLM's weight-transfer engine for `weights: transfer`. gloo: over TCP, from any process into any engine. nccl: between
+    GPUs; the process that refits needs one, and so do the engines."""
     weights_cache_gib: PositiveFloat = 32
     """Bound of a node's cache of weights, in GiB, beyond what is in use."""
     running: RunningGenerations | None = None
@@ -106,6 +125,8 @@ def refuse_unfit_refits(config: RunConfig) -> None:
             "generation.weights is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their own. Set "
             "it to store or delta."
         )
+    if generation.weights == "transfer":
+        _refuse_unfit_transfer(config)
     if generation.running == "finish" and _in_flight(config):
         raise ValueError(
             "generation.running is finish, but asynchrony.refit is in-flight. Set asynchrony.refit to finish, or "
@@ -115,6 +136,25 @@ def refuse_unfit_refits(config: RunConfig) -> None:
         raise ValueError(
             "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
             "and values of other weights than they say. Set it to false, or generation.running to keep."
+        )
+
+
+def _refuse_unfit_transfer(config: RunConfig) -> None:
+    generation = config.generation
+    if generation.backend != "vllm":
+        raise ValueError(
+            f"generation.weights is transfer, into vLLM, but generation.backend is {generation.backend}. Set "
+            "generation.backend to vllm, or generation.weights to store."
+        )
+    if config.infra.kind == "kubernetes":
+        raise ValueError(
+            "generation.weights is transfer, but with infra.kind kubernetes no engine may reach the flow's pod "
+            "(k8s/base/network.yaml). Set it to store or delta."
+        )
+    if generation.transfer_backend == "nccl" and generation.gpus_per_replica == 0:
+        raise ValueError(
+            "generation.transfer_backend is nccl, but generation.gpus_per_replica is 0: nccl is between GPUs. Set "
+            "generation.transfer_backend to gloo."
         )
 
 

@@ -150,7 +150,7 @@ def refit(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
         user_config = wish(version, weights, terms, application)
-        application["deployments"][0]["user_config"] = user_config
+        application["deployments"][0] |= {"user_config": user_config, **_pace(config)}
         client.put_application(application)
         return client.wait(application, config.refit_timeout_seconds)
 
@@ -204,9 +204,19 @@ def wanted_application(
         "import_path": serve_app.IMPORT_PATH,
         "args": serve_app.arguments_of(engine_arguments(config), model_dir, near),
         "deployments": [
-            {"name": serve_app.DEPLOYMENT, "num_replicas": config.replicas, "user_config": user_config},
+            {
+                "name": serve_app.DEPLOYMENT,
+                "num_replicas": config.replicas,
+                "user_config": user_config,
+                **_pace(config),
+            },
         ],
     }
+
+
+def _pace(config: GenerationConfig) -> dict[str, Any]:
+    """Serve tells a fifth of the replicas at a time, or one; a transfer is to all at once."""
+    return {"rolling_update_percentage": 1.0} if config.weights == "transfer" else {}
 
 
 class _Serve:

@@ -8,6 +8,8 @@ When the wanted weights cannot be had, no request is answered (503), neither wit
     wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
                   ──load, probe───────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
                   ──proved────────────────> ready
+    by transfer   ──no seat, no group─────> engine untouched; the checkpoint is read at once
+                  ──broken off────────────> 503 with the reason, until the checkpoint is loaded and proved
 """
 
 from __future__ import annotations
@@ -27,9 +29,17 @@ from typing import Any, get_args
 from roundhouse.config.generation import RunningGenerations
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.generation import weights
-from roundhouse.generation.engine import Draw, Engine, EnginePoisoned, Generated, GenerationAborted
+from roundhouse.generation.engine import (
+    Draw,
+    Engine,
+    EnginePoisoned,
+    Generated,
+    GenerationAborted,
+    TakesTransfers,
+    TransferFailed,
+)
 from roundhouse.weights.cache import NodeCache, node_cache
-from roundhouse.weights.ways import Weights, bring, parse_way
+from roundhouse.weights.ways import StoreWay, TransferWay, Way, Weights, bring, parse_way
 
 logger = logging.getLogger(__name__)
 
@@ -219,39 +229,85 @@ class ServedPolicy:
     async def _refit(self, wanted: Wanted) -> None:
         assert wanted.weights is not None
         started = time.perf_counter()
+        way, note = parse_way(wanted.way), None
+        if isinstance(way, TransferWay):
+            try:
+                self._hold(await self._received(wanted, way), wanted, started)
+                return
+            except TransferFailed as error:
+                way, note = StoreWay(dtype=way.dtype), f"{way.kind}: {error}"
+                logger.warning("version %d comes from its checkpoint, not by %s", wanted.policy_version, note)
         # Bringing, proving and checking go on beside the requests; only the change itself shuts them out.
-        brought = await asyncio.to_thread(self._bring_here, wanted)
+        brought = await asyncio.to_thread(self._bring_here, wanted, way)
+        brought.note = brought.note or note
         ready = time.perf_counter()
+        try:
+            async with self._changed(wanted):
+                await self.engine.load_weights(
+                    str(brought.directory), wanted.policy_version, wanted.running, wanted.keep_prefix_cache
+                )
+        except BaseException:
+            brought.release()
+            raise
+        brought.seconds["load"] = time.perf_counter() - ready
+        self._hold(brought, wanted, started)
+
+    async def _received(self, wanted: Wanted, way: TransferWay) -> Weights:
+        """Weights that go straight into the engine; the requests are shut out meanwhile.
+
+        Raises:
+            TransferFailed: they did not come.
+        """
+        engine = self.engine
+        if not isinstance(engine, TakesTransfers):
+            raise TransferFailed("this engine takes no transfers", touched=False)
+        if self.replica_id not in way.replicas:
+            raise TransferFailed("this replica was not there when the weights were offered", touched=False)
+        started = time.perf_counter()
+        async with self._changed(wanted):
+            digest, tensors = await engine.receive_weights(
+                way, self.replica_id, wanted.digest, wanted.policy_version, wanted.running, wanted.keep_prefix_cache
+            )
+        return Weights(None, digest, tensors, way.kind, seconds={"transfer": time.perf_counter() - started})
+
+    @asynccontextmanager
+    async def _changed(self, wanted: Wanted) -> AsyncIterator[None]:
+        """Requests are shut out while the block changes the engine's weights to the wanted ones, and proved behind it."""
         await self._gate.close(until_empty=wanted.running == "finish")
         try:
             if self._asleep is not None:
                 await self.engine.wake()
                 self._asleep = None
-            await self.engine.load_weights(
-                str(brought.directory), wanted.policy_version, wanted.running, wanted.keep_prefix_cache
-            )
+            yield
             self._probe = await self._probed()
             self._held, self._error, self._failed_request = wanted, None, None
-            self._refits += 1
-            self._refit_seconds = time.perf_counter() - started
+        except TransferFailed as error:
+            if error.touched:
+                self._error = (
+                    f"Version {wanted.policy_version} is read from its checkpoint: its transfer failed: {error}"
+                )
+            raise
         except BaseException:
-            brought.release()
             self._poisoned = True
             self._error = f"A refit to version {wanted.policy_version} broke off."
             raise
         finally:
             self._gate.open()
-        brought.seconds["load"] = time.perf_counter() - ready
+
+    def _hold(self, brought: Weights, wanted: Wanted, started: float) -> None:
+        self._refits += 1
+        self._refit_seconds = time.perf_counter() - started
         if self._weights is not None:
             self._weights.release()
         self._weights = brought
         logger.info("version %d from %s in %.3f s", wanted.policy_version, wanted.weights, self._refit_seconds)
 
-    def _bring_here(self, wanted: Wanted) -> Weights:
+    def _bring_here(self, wanted: Wanted, way: Way | None) -> Weights:
         assert wanted.weights is not None
         if self._cache is None:
             self._cache = node_cache(weights.DEFAULT_CACHE_BYTES)
-        brought = bring(wanted.weights, parse_way(wanted.way), wanted.digest, self._cache, self._weights)
+        brought = bring(wanted.weights, way, wanted.digest, self._cache, self._weights)
+        assert brought.directory is not None
         try:
             if self._expected is None:
                 self._expected = weights.expected_shapes(self._model_dir)

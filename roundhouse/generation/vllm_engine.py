@@ -13,6 +13,7 @@ Pinned to vLLM 0.32. What else would go wrong silently is guarded here:
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -24,8 +25,11 @@ import orjson
 
 from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
+from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted, TransferFailed
 from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
+from roundhouse.weights.tensor_digest import digest_of_tensors
+from roundhouse.weights.transfer import NoSeat, Seat, take_seat
+from roundhouse.weights.ways import TransferWay
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -46,6 +50,10 @@ def environment(config: GenerationConfig) -> dict[str, str]:
     }
 
 
+TRANSFER_LIMITS = 3
+"""A transfer's meeting, its group and its broadcasts may each take a way's time limit, and all of them together this many."""
+
+
 def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]:
     """vLLM's engine arguments for a configuration; `config.engine_args` wins."""
     arguments: dict[str, Any] = {
@@ -55,6 +63,7 @@ def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]
         "max_model_len": config.max_model_len,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": config.transfer_backend},
     }
     if config.gpus_per_replica > 0:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -103,6 +112,12 @@ def read_output(output: Any) -> Generated:
             "The engine returned a log-probability that is not finite: the weights hold NaN or infinity."
         )
     return Generated(ids, list(flat), output.finish_reason or "length", _versions(output.weight_versions))
+
+
+def _cause(error: Exception) -> str:
+    """The first line of what a worker said."""
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _versions(spans: Any) -> list[tuple[int, int]] | None:
@@ -171,6 +186,69 @@ class VllmEngine:
             await engine.pause_generation(mode="abort", clear_cache=False)
             raise
         await engine.resume_generation()
+
+    async def receive_weights(
+        self,
+        way: TransferWay,
+        replica_id: str,
+        digest: str | None,
+        version: int,
+        running: RunningGenerations,
+        keep_prefix_cache: bool,
+    ) -> tuple[str, int]:
+        engine, clear = self.engine, not keep_prefix_cache
+        parallel = engine.vllm_config.parallel_config
+        workers = parallel.world_size * parallel.data_parallel_size
+        try:
+            seat = await asyncio.to_thread(take_seat, way, replica_id, workers)
+        except NoSeat as error:
+            raise TransferFailed(str(error), touched=False) from error
+        try:
+            # Gloo keeps the limits by itself. A worker that waits in NCCL can only be ended.
+            async with asyncio.timeout(way.seconds * TRANSFER_LIMITS):
+                await self._join(seat)
+                await engine.pause_generation(mode="wait" if running == "finish" else running, clear_cache=clear)
+                arrived = await self._receive(seat, digest, version)
+                if clear:
+                    await engine.reset_prefix_cache(reset_running_requests=running == "keep")
+        except TimeoutError as error:
+            raise EnginePoisoned(f"A transfer did not end within {way.seconds * TRANSFER_LIMITS:g} s.") from error
+        await engine.resume_generation()
+        return arrived
+
+    async def _join(self, seat: Seat) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        try:
+            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(seat.init))
+        except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
+            await self.engine.check_health()
+            raise TransferFailed(f"the group did not come together: {_cause(error)}", touched=False) from error
+
+    async def _receive(self, seat: Seat, digest: str | None, version: int) -> tuple[str, int]:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self.engine
+        try:
+            await engine.start_weight_update()
+            await engine.collective_rpc("roundhouse_watch")
+            await engine.update_weights(WeightTransferUpdateRequest(seat.update))
+            digests = await engine.collective_rpc("roundhouse_arrived")
+            for found in digests:
+                if digest is not None and digest_of_tensors(found) != digest:
+                    raise TransferFailed(f"digest {digest_of_tensors(found)} came, wanted was {digest}", touched=True)
+            await engine.finish_weight_update(str(version))
+            await engine.collective_rpc("roundhouse_prove")
+            await engine.shutdown_weight_transfer_engine()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # What follows fails where the engine has died.
+            await engine.collective_rpc("roundhouse_abandon")
+            await engine.shutdown_weight_transfer_engine()
+            await engine.pause_generation(mode="abort", clear_cache=False)
+            raise TransferFailed(f"it broke off: {_cause(error)}", touched=True) from error
+        return digest_of_tensors(digests[0]), len(digests[0])
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams

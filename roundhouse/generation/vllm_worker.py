@@ -12,11 +12,13 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from roundhouse.generation import weights
+from roundhouse.generation import gloo_transfer, weights
+from roundhouse.weights.tensor_digest import THREADS, torch_digest
 
 PROBED_LAYERS = 2
 """Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
@@ -45,6 +47,7 @@ def _end_with_parent() -> None:
 
 
 _end_with_parent()
+gloo_transfer.register()
 
 
 class StaleWeights(RuntimeError):
@@ -67,7 +70,91 @@ class RefitExtension:
         self.reload_weights(weights_iterator=weights.iterate(path))  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         retie_head(model)
-        return probe(model, path)
+        return probe(model, _Checkpoint(path))
+
+    # A transfer, between the steps of vLLM's own interface: start, watch, update, arrived, finish, prove; or abandon.
+
+    _arrivals: Arrivals | None = None
+
+    def roundhouse_watch(self) -> None:
+        """From here on, what vLLM's weight-transfer engine hands to the model is written down."""
+        self._arrivals = Arrivals(self.model_runner.get_model())  # type: ignore[attr-defined]
+
+    def roundhouse_arrived(self) -> dict[str, str]:
+        """Digest of each tensor that came, by its name."""
+        assert self._arrivals is not None
+        return self._arrivals.digests()
+
+    def roundhouse_prove(self) -> int:
+        """As at the end of `roundhouse_load`, against what came."""
+        assert self._arrivals is not None
+        arrivals, self._arrivals = self._arrivals, None
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        retie_head(model)
+        return probe(model, arrivals)
+
+    def roundhouse_abandon(self) -> None:
+        """End a transfer that broke off, so that weights can be loaded another way. The model holds a mixture."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._arrivals is not None:
+            self._arrivals.stop()
+            self._arrivals = None
+        # A reload that begins while another is open goes on with the other's tensors.
+        if self._weight_update_active:  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        else:
+            with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+                finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)  # type: ignore[attr-defined]
+
+
+class Tensors(Protocol):
+    """What was to be loaded, by name."""
+
+    def get(self, name: str) -> Any | None:
+        """None: there is no such tensor, or it is not at hand."""
+        ...
+
+
+class Arrivals:
+    """What a weight-transfer engine hands to a model: the digest of everything, and the tensors that `probe` asks for."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._layers = _probed_layers(model)
+        self._kept: dict[str, Any] = {}
+        self._digests: list[Future[tuple[str, str]]] = []
+        self._pool = ThreadPoolExecutor(THREADS)
+        load: Callable[[Iterable[tuple[str, Any]]], Any] = model.load_weights
+
+        def watched(tensors: Iterable[tuple[str, Any]]) -> Any:
+            came = list(tensors)
+            for name, tensor in came:
+                self._digests.append(self._pool.submit(torch_digest, name, tensor))
+                if self._is_probed(name, tensor):
+                    # A copy: it must not keep the whole batch that it came in.
+                    self._kept[name] = tensor.detach().cpu().clone()
+            return load(came)
+
+        model.load_weights = watched
+
+    def _is_probed(self, name: str, tensor: Any) -> bool:
+        parts = name.split(".")
+        in_layer = any(part.isdigit() for part in parts)
+        return not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts))
+
+    def stop(self) -> None:
+        """Nothing is written down from here on."""
+        self._model.__dict__.pop("load_weights", None)
+        self._pool.shutdown()
+
+    def digests(self) -> dict[str, str]:
+        self.stop()
+        return dict(one.result() for one in self._digests)
+
+    def get(self, name: str) -> Any | None:
+        return self._kept.get(name)
 
 
 def retie_head(model: Any) -> None:
@@ -86,20 +173,19 @@ def retie_head(model: Any) -> None:
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-def probe(model: Any, directory: Path) -> int:
-    """Compare the running model with a checkpoint; see the module's docstring.
+def probe(model: Any, loaded: Tensors) -> int:
+    """Compare the running model with what it was to load; see the module's docstring.
 
     Raises:
         StaleWeights: names the first part that differs.
     """
     import torch
 
-    checkpoint = _Checkpoint(directory)
     with torch.inference_mode():
-        proved = sum(_prove_parameter(name, parameter, checkpoint) for name, parameter in model.named_parameters())
-        proved += sum(_prove_layer(name, layer, parts, checkpoint) for name, layer, parts in _packed_layers(model))
+        proved = sum(_prove_parameter(name, parameter, loaded) for name, parameter in model.named_parameters())
+        proved += sum(_prove_layer(name, layer, parts, loaded) for name, layer, parts in _packed_layers(model))
     if proved == 0:
-        raise StaleWeights(f"No parameter of the running model could be compared with {directory}.")
+        raise StaleWeights("No parameter of the running model could be compared with the weights that were loaded.")
     return proved
 
 
@@ -119,7 +205,7 @@ class _Checkpoint:
         return None if file is None else file.get_tensor(name)
 
 
-def _prove_parameter(name: str, parameter: Any, checkpoint: _Checkpoint) -> bool:
+def _prove_parameter(name: str, parameter: Any, checkpoint: Tensors) -> bool:
     """Parameters that vLLM keeps as they are (norms, embeddings) must equal the checkpoint's."""
     import torch
 
@@ -133,11 +219,14 @@ def _prove_parameter(name: str, parameter: Any, checkpoint: _Checkpoint) -> bool
     return True
 
 
+def _probed_layers(model: Any) -> set[str]:
+    return {"0", str(getattr(model.config, "num_hidden_layers", PROBED_LAYERS) - 1)}
+
+
 def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
     """Layers whose weights vLLM stacks or packs, with the checkpoint's names of their parts."""
     stacked: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    layers = getattr(model.config, "num_hidden_layers", PROBED_LAYERS)
-    wanted = {"0", str(layers - 1)}
+    wanted = _probed_layers(model)
     for name, module in model.named_modules():
         if (
             getattr(module, "tp_size", 1) != 1
@@ -155,7 +244,7 @@ def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
 _UNQUANTIZED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 
 
-def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: _Checkpoint) -> bool:
+def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: Tensors) -> bool:
     import torch
 
     tensors = [tensor for part in parts if (tensor := checkpoint.get(part)) is not None]

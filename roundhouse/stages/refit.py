@@ -36,6 +36,9 @@ from roundhouse.store.stage import read_manifest
 
 logger = logging.getLogger(__name__)
 
+_TO_SOME = ("delta", "transfer")
+"""Ways that ask what replicas there are."""
+
 
 def engine_service(run: Run) -> EngineService:
     """The run's engine: the one that the configuration names, else the local services' Ray Serve.
@@ -98,7 +101,7 @@ def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
         raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
     with (
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
-        offered(run, checkpoint, engine.replicas() if generation.weights == "delta" else []) as terms,
+        offered(run, checkpoint, engine.replicas() if generation.weights in _TO_SOME else [], engine.url) as terms,
     ):
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, terms)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are offered to the replicas of a run's engine: put into memory, as a delta, as an adapter.
+"""How a checkpoint's weights are offered to the replicas of a run's engine: put into memory, sent, as a delta, as an adapter.
 
 Invariant: an offer names the digest of what the engine is to hold, computed here from the checkpoint; what replicas load has
 that digest or is not loaded. Where a shorter way cannot be offered (nobody holds a base, the run is a fork with another base),
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from roundhouse.config.generation import running_generations
 from roundhouse.errors import ConfigError, DataError, DiskFull, StoreError
@@ -29,13 +30,18 @@ from roundhouse.weights.adapter import ADAPTER_FILE
 from roundhouse.weights.cache import CacheEntry, NodeCache, private_directory
 from roundhouse.weights.delta import write_delta
 from roundhouse.weights.delta_index import DELTA
+from roundhouse.weights.gloo import own_address
 from roundhouse.weights.retype import retype
 from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
 from roundhouse.weights.tensor_file import weight_files
+from roundhouse.weights.transfer import Sender
 from roundhouse.weights.ways import AdapterWay, DeltaWay, Dtype, SharedMemoryWay, StoreWay, Way, fetch, retyped
 
 MEMORY = Path("/dev/shm")
 KEPT_DELTAS = 2
+TRANSFER_SHARE = 0.25
+"""Of a refit's time limit: what a transfer's meeting may take, and each of its batches. Some is left for reading the checkpoint
+where it fails."""
 _DELTA = re.compile(r"(\d{6})-from-[0-9a-f]{12}-[0-9a-f]{12}")
 
 _in_memory: dict[str, CacheEntry] = {}
@@ -43,13 +49,17 @@ _in_memory: dict[str, CacheEntry] = {}
 
 
 @contextmanager
-def offered(run: Run, checkpoint: Reference, replicas: Sequence[Replica]) -> Iterator[Terms]:
+def offered(
+    run: Run, checkpoint: Reference, replicas: Sequence[Replica], engine_url: str | None = None
+) -> Iterator[Terms]:
     """The terms of a refit to this checkpoint, valid until the context is left.
 
     Args:
-        replicas: as they are now; a delta starts from what most of them hold.
+        replicas: as they are now; a delta starts from what most of them hold, a transfer is to them alone.
+        engine_url: where they are; a transfer comes from this machine's address on the way there.
 
     Raises:
+        ConfigError: this process cannot send by the backend that was chosen.
         DataError, StoreError, OSError: the checkpoint cannot be read.
         DiskFull: it does not fit this node's memory.
     """
@@ -74,7 +84,11 @@ def offered(run: Run, checkpoint: Reference, replicas: Sequence[Replica]) -> Ite
     directory, held = offer.as_held(checkpoint.uri)
     try:
         digest = _digest(directory)
-        shorter = offer.delta(directory, digest, replicas) if generation.weights == "delta" else offer.adapter()
+        if generation.weights == "transfer" and (sender := offer.sender(directory, replicas, engine_url)) is not None:
+            with sender:
+                yield Terms(digest, sender.way(offer.dtype).model_dump(), running, keep)
+            return
+        shorter = offer.shorter(directory, digest, replicas)
         yield Terms(digest, (shorter or StoreWay(dtype=offer.dtype)).model_dump(), running, keep)
     finally:
         if held is not None:
@@ -155,6 +169,29 @@ class _Offer:
             (deltas / old).delete_tree()
         return DeltaWay(dtype=self.dtype, base=base_digest, uri=place.uri)
 
+    def sender(self, directory: Path, replicas: Sequence[Replica], engine_url: str | None) -> Sender | None:
+        """None: there is no replica that holds weights, or slept, to send to."""
+        generation = self.run.config.generation
+        if generation.transfer_backend == "nccl":
+            _require_gpu()
+        there = [one.replica_id for one in replicas if one.ready or one.asleep]
+        if not there or engine_url is None:
+            return None
+        parts = urlsplit(engine_url)
+        address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
+        seconds = TRANSFER_SHARE * generation.refit_timeout_seconds
+        return Sender(directory, generation.transfer_backend, there, address, seconds)
+
+    def shorter(self, directory: Path, digest: str, replicas: Sequence[Replica]) -> Way | None:
+        """None: there is nothing shorter than the checkpoint."""
+        match self.run.config.generation.weights:
+            case "delta":
+                return self.delta(directory, digest, replicas)
+            case "adapter":
+                return self.adapter()
+            case _:
+                return None
+
     def adapter(self) -> Way | None:
         """None: the checkpoint has none (it is the starting policy), or the run is a fork, whose base is its parent's."""
         start = self.run.checkpoint(0).reference()
@@ -162,6 +199,15 @@ class _Offer:
         if start is None or self.run.parent is not None or f"{TRAINER}/{ADAPTER_FILE}" not in names:
             return None
         return AdapterWay(dtype=self.dtype, base=start.uri, uri=f"{self.checkpoint.uri}/{TRAINER}")
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "generation.transfer_backend is nccl, which sends from a GPU, and the process that refits has none. Set it to gloo."
+        )
 
 
 def _memory() -> NodeCache:

@@ -70,6 +70,7 @@ OPERATIONAL = (
     "generation.refit_timeout_seconds",
     "generation.weights",
     "generation.weights_cache_gib",
+    "generation.transfer_backend",
     "train.threads",
 )
 """Keys that may differ between two starts of one run: they change how and how long it runs, not what it is."""

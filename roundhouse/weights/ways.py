@@ -8,6 +8,7 @@ node's, a delta was deleted or damaged), the checkpoint is read instead, and the
     shared-memory  files that were put into this node's memory, as the engine holds them
     delta          what changed since the weights that this replica holds
     adapter        the checkpoint of the base, once a node, and the adapter
+    transfer       from one process straight into the engine (`transfer`), past this module; here it is the checkpoint
 """
 
 from __future__ import annotations
@@ -70,7 +71,20 @@ class AdapterWay(_Way):
     """URI of the adapter's directory."""
 
 
-Way = Annotated[StoreWay | SharedMemoryWay | DeltaWay | AdapterWay, Field(discriminator="kind")]
+class TransferWay(_Way):
+    kind: Literal["transfer"] = "transfer"
+    address: str
+    """Of the sender, as replicas reach it."""
+    port: int
+    key: str
+    """What the meeting's keys begin with."""
+    replicas: list[str]
+    """Ids of those that were there when the weights were offered; the sender expects no other."""
+    seconds: float
+    """Time limit of the meeting, and of each batch."""
+
+
+Way = Annotated[StoreWay | SharedMemoryWay | DeltaWay | AdapterWay | TransferWay, Field(discriminator="kind")]
 _WAYS: TypeAdapter[Way] = TypeAdapter(Way)
 
 
@@ -90,9 +104,10 @@ def parse_way(given: dict[str, Any] | None) -> Way | None:
 class Weights:
     """Weights on this node, proved."""
 
-    directory: Path
+    directory: Path | None
+    """None: they came past every file."""
     digest: str
-    """`digest_of_tensors` of the directory."""
+    """`digest_of_tensors` of all of them."""
     tensors: int
     way: str
     note: str | None = None
@@ -118,7 +133,7 @@ def bring(uri: str, way: Way | None, digest: str | None, cache: NodeCache, held:
         StoreError, OSError: the store cannot be reached; trying again may help.
     """
     note = None
-    if way is not None and not isinstance(way, StoreWay):
+    if way is not None and not isinstance(way, StoreWay | TransferWay):
         try:
             return _proved(way.kind, digest, *_shortcut(way, digest, cache, held))
         except (DataError, StoreError, OSError) as error:
@@ -165,6 +180,8 @@ def _by_delta(way: DeltaWay, digest: str | None, cache: NodeCache, held: Weights
     if held is None or held.digest != way.base:
         holds = "nothing" if held is None else held.digest
         raise DataError(f"it starts from {way.base}, this replica holds {holds}")
+    if held.directory is None:
+        raise DataError("it starts from weights in a file, those of this replica came without")
     base = held.directory
 
     def fill(partial: Path) -> None:

@@ -116,7 +116,11 @@ def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, 
     ("overrides", "named"),
     [
         ({"generation": {"weights": "adapter"}}, "train.lora"),
-        ({"generation": {"weights": "nccl"}}, "weight-transfer engine"),
+        ({"generation": {"weights": "nccl"}}, r"weight-transfer engine of vLLM.*generation\.transfer_backend to nccl"),
+        ({"generation": {"weights": "ipc"}}, "pickled"),
+        ({"generation": {"weights": "transfer", "transfer_backend": "ipc"}}, "pickled"),
+        ({"generation": {"weights": "transfer", "backend": "transformers"}}, "generation.backend is transformers"),
+        ({"generation": {"weights": "transfer", "transfer_backend": "nccl"}}, "gpus_per_replica is 0"),
         ({"generation": {"keep_prefix_cache": True}}, "keep_prefix_cache"),
         (
             {"generation": {"running": "finish"}, "asynchrony": {"mode": "batch-async", "staleness": 1}},

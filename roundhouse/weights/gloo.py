@@ -1,0 +1,107 @@
+"""A group of processes on CPUs, in which rank 0 has weights and all others get them: packed broadcasts over TCP, by Gloo.
+
+Invariant: nothing waits longer than the group's time limit, neither for the others to come nor for a batch. When a process of
+the group dies or stalls, the others raise; the group is of no use then, and nobody tries to mend it.
+
+While a batch travels, the one before it is loaded (or the one after it is packed).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from roundhouse.weights.packed import Described, batches, places, views
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+BATCH_BYTES = 64 * 2**20
+
+
+def own_address(peer: str, port: int) -> str:
+    """This machine's address on the way to a peer. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+class GlooGroup:
+    """One process's end of the group.
+
+    Args:
+        store: what the ranks find each other by; of this group alone.
+        address: this process's, at which the others reach it.
+        seconds: time limit of the meeting, and of each batch.
+
+    Raises:
+        RuntimeError: not all came within the limit.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, address: str, seconds: float) -> None:
+        import torch.distributed
+
+        gloo: Any = torch.distributed.ProcessGroupGloo  # torch's stubs know little of it
+        self._limit = timedelta(seconds=seconds)
+        options = gloo._Options()
+        options._timeout = self._limit
+        options._devices = [gloo.create_device(hostname=address)]
+        store.set_timeout(self._limit)
+        self._group = gloo(store, rank, size, options)
+        self._group.barrier().wait(self._limit)
+
+    def send(
+        self, described: Sequence[Described], tensors: Iterable[tuple[str, torch.Tensor]], bound: int = BATCH_BYTES
+    ) -> None:
+        """From rank 0: the tensors, which must come in the order of their descriptions."""
+        source = iter(tensors)
+        before: Any = None
+        for batch in batches(described, bound):
+            packed = self._room(batch)
+            for (expected, place), (name, tensor) in zip(views(packed, batch), islice(source, len(batch)), strict=True):
+                if name != expected or tensor.dtype != place.dtype or tensor.shape != place.shape:
+                    raise ValueError(f"{name} came where {expected} was described.")
+                place.copy_(tensor)
+            work = self._broadcast(packed)
+            if before is not None:
+                before.wait(self._limit)
+            before = work
+        if before is not None:
+            before.wait(self._limit)
+
+    def receive(
+        self, described: Sequence[Described], bound: int = BATCH_BYTES
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """At every other rank: the tensors batch by batch; a batch's memory is its own."""
+        before: tuple[list[Described], torch.Tensor, Any] | None = None
+        for batch in batches(described, bound):
+            packed = self._room(batch)
+            work = self._broadcast(packed)
+            if before is not None:
+                yield self._arrived(*before)
+            before = (batch, packed, work)
+        if before is not None:
+            yield self._arrived(*before)
+
+    def _arrived(self, batch: list[Described], packed: torch.Tensor, work: Any) -> list[tuple[str, torch.Tensor]]:
+        work.wait(self._limit)
+        return views(packed, batch)
+
+    def _broadcast(self, packed: torch.Tensor) -> Any:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._limit
+        return self._group.broadcast([packed], options)
+
+    @staticmethod
+    def _room(batch: Sequence[Described]) -> torch.Tensor:
+        import torch
+
+        _, size = places(batch)
+        return torch.empty(size, dtype=torch.uint8)

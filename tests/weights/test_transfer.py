@@ -1,0 +1,165 @@
+"""A group of plain processes' ends: what was sent arrives whole everywhere, and nobody waits for one that is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore, TCPStore
+
+from roundhouse.weights.gloo import GlooGroup
+from roundhouse.weights.packed import ALIGNMENT, Described, batches, places, views
+from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests, torch_digest
+from roundhouse.weights.tensor_file import weight_files
+from roundhouse.weights.transfer import NoSeat, Seat, Sender, take_seat
+from roundhouse.weights.ways import TransferWay
+from tests.training.tiny import make_model
+from tests.weights.ends import described_in, end_of
+
+SECONDS = 60.0
+HERE = "127.0.0.1"
+
+
+@st.composite
+def described(draw: Any) -> list[Described]:
+    one = st.tuples(
+        st.sampled_from(["float32", "bfloat16", "int64", "uint8"]),
+        st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    )
+    return [Described(f"t{at}", dtype, shape) for at, (dtype, shape) in enumerate(draw(st.lists(one, max_size=12)))]
+
+
+@settings(max_examples=50)
+@given(described(), st.integers(1, 500))
+def test_batches_hold_every_tensor_once_in_order_and_places_do_not_overlap(
+    tensors: list[Described], bound: int
+) -> None:
+    found = list(batches(tensors, bound))
+    assert [one for batch in found for one in batch] == tensors
+    for batch in found:
+        assert sum(one.bytes for one in batch[:-1]) < bound
+        begins, size = places(batch)
+        ends = [begin + one.bytes for begin, one in zip(begins, batch, strict=True)]
+        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], size], strict=True))
+        assert all(begin % ALIGNMENT == 0 for begin in begins)
+        shapes = [(name, tuple(view.shape)) for name, view in views(torch.empty(size, dtype=torch.uint8), batch)]
+        assert shapes == [(one.name, one.shape) for one in batch]
+
+
+def received(seat: Seat) -> str:
+    """Digest of all that came."""
+    tensors = end_of(seat).receive(described_in(seat), seat.init["packed_buffer_size_bytes"])
+    return digest_of_tensors(dict(torch_digest(*one) for batch in tensors for one in batch))
+
+
+def at_once(*work: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [one.result(2 * SECONDS) for one in [pool.submit(one) for one in work]]
+
+
+def test_those_that_come_together_are_one_group_and_who_comes_later_is_the_next(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+    digest = digest_of_tensors(tensor_digests(weight_files(model)))
+    with Sender(model, "gloo", ["a", "b"], HERE, SECONDS, 10_000) as sender:
+        way = sender.way("float32")
+        seats = at_once(lambda: take_seat(way, "a", 1), lambda: take_seat(way, "b", 2))
+        assert {seat.init["world_size"] for seat in seats} == {4}, "one has two workers"
+        assert sorted(seat.init["rank_offset"] for seat in seats) in ([1, 2], [1, 3])
+        workers = [at_rank(seat, extra) for seat, count in zip(seats, (1, 2), strict=True) for extra in range(count)]
+        assert set(at_once(*(lambda one=one: received(one) for one in workers))) == {digest}
+        later = take_seat(way, "c", 1)
+        assert later.init["world_size"] == 2
+        assert received(later) == digest
+    assert sender.sent == 2
+    with pytest.raises(NoSeat):
+        take_seat(way.model_copy(update={"seconds": 1.0}), "d", 1)
+
+
+def at_rank(seat: Seat, extra: int) -> Seat:
+    """The seat of a replica's further worker."""
+    return Seat(seat.init | {"rank_offset": seat.init["rank_offset"] + extra}, seat.update)
+
+
+MEMBER_THAT_DIES = """
+import os, signal, sys
+from roundhouse.weights.transfer import take_seat
+from roundhouse.weights.ways import TransferWay
+from tests.weights.ends import described_in, end_of
+
+seat = take_seat(TransferWay.model_validate_json(sys.argv[1]), "dying", 1)
+for _ in end_of(seat).receive(described_in(seat), seat.init["packed_buffer_size_bytes"]):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_when_one_of_a_group_is_killed_the_others_hear_of_it_and_the_next_group_is_whole(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+    with Sender(model, "gloo", ["a", "dying"], HERE, SECONDS, 10_000) as sender:
+        way = sender.way("float32")
+        dying = subprocess.Popen([sys.executable, "-c", MEMBER_THAT_DIES, way.model_dump_json()])
+        try:
+            # The one that dies comes first: its process takes longer to start than others wait for it.
+            meeting = TCPStore(HERE, way.port, is_master=False)
+            while not meeting.check([f"{way.key}/member/1"]):
+                assert dying.poll() is None
+                time.sleep(0.01)
+            with pytest.raises(RuntimeError, match=r"(?i)connection|peer|socket"):
+                received(take_seat(way, "a", 1))
+            assert dying.wait(SECONDS) == -signal.SIGKILL
+        finally:
+            dying.kill()
+            dying.wait()
+        assert received(take_seat(way, "a", 1)) == digest_of_tensors(tensor_digests(weight_files(model)))
+    assert sender.sent == 1
+
+
+def test_where_nobody_gives_seats_the_time_limit_ends_the_wait(tmp_path: Path) -> None:
+    sender = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS)
+    way = sender.way("float32").model_copy(update={"seconds": 1.0})
+    with pytest.raises(NoSeat, match="no seat was given within 1 s"):
+        take_seat(way, "a", 1)
+
+
+@pytest.fixture
+def ends() -> tuple[GlooGroup, GlooGroup]:
+    """A group of two: who sends, and who receives."""
+    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+
+    def end(rank: int) -> GlooGroup:
+        own = TCPStore(HERE, store.port, is_master=False)
+        return GlooGroup(PrefixStore("g", own), rank, 2, HERE, SECONDS)
+
+    first, second = at_once(lambda: end(0), lambda: end(1))
+    first.store = store  # kept, as long as it is
+    return first, second
+
+
+def test_a_batch_that_does_not_come_in_time_ends_the_wait(ends: tuple[GlooGroup, GlooGroup]) -> None:
+    _, receiver = ends
+    receiver._limit = timedelta(seconds=0.5)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        list(receiver.receive([Described("t", "float32", (4,))]))
+
+
+def test_tensors_that_are_not_what_was_described_are_not_sent(ends: tuple[GlooGroup, GlooGroup]) -> None:
+    with pytest.raises(ValueError, match="b came where a was described"):
+        ends[0].send([Described("a", "float32", (2,))], [("b", torch.zeros(2))])
+    with pytest.raises(ValueError, match="a came where a was described"):
+        ends[0].send([Described("a", "float32", (2,))], [("a", torch.zeros(3))])
+
+
+def test_a_way_names_those_that_it_is_for(tmp_path: Path) -> None:
+    way = Sender(make_model(tmp_path / "m"), "gloo", ["a", "b"], HERE, 5).way("bfloat16")
+    assert (way.replicas, way.seconds, way.dtype, way.address) == (["a", "b"], 5, "bfloat16", HERE)
+    assert TransferWay.model_validate_json(way.model_dump_json()) == way
