@@ -55,6 +55,10 @@ class EngineService(Protocol):
         """
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What has been spent on it by this object, by name; empty where there is nothing to tell."""
+        ...
+
 
 @dataclass(frozen=True)
 class ServedEngine:
@@ -79,6 +83,9 @@ class ServedEngine:
         return deployment.ensure_deployed(
             config, model_dir, self.serve, weights=weights, version=version, terms=terms, reserved=self.reserved
         )
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,9 @@ class ProcessEngine:
             if not (there if terms.asleep is None else replica.asleep == terms.asleep):
                 raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
         return found
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def _want(self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float) -> list[Replica]:
         body = {

@@ -90,10 +90,10 @@ def start_engine(run: Run) -> None:
         engine_service(run).start(served_generation(run.config), model)
 
 
-def ensure_version(run: Run, checkpoint: Reference) -> list[Replica]:
+def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None = None) -> list[Replica]:
     """Deploy or refit, until all replicas answer with this checkpoint and have proved to hold the same weights."""
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
-    engine = engine_service(run)
+    engine = engine or engine_service(run)
     generation, version = run.config.generation, checkpoint.policy_version
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
     model = engine_model(run)
@@ -183,13 +183,17 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
     if done is not None and run.stage(iteration, "collect").reference() is not None:
         return done
     attempt = run.begin(stage, policy_version=checkpoint.policy_version)
-    replicas = ensure_version(run, checkpoint)
+    engine = engine_service(run)
+    replicas = ensure_version(run, checkpoint, engine)
     if done is not None:
         return done
     return attempt.commit(
         inputs={"checkpoint": checkpoint},
         counts={"replicas": len(replicas)},
-        metrics={"refit/replica_seconds_max": max(replica.refit_seconds for replica in replicas)},
+        metrics={
+            "refit/replica_seconds_max": max(replica.refit_seconds for replica in replicas),
+            **{f"refit/{name}": value for name, value in engine.metrics().items()},
+        },
         details={
             "replicas": [
                 {"id": one.replica_id, "pid": one.pid, "way": one.way, "note": one.way_note} for one in replicas

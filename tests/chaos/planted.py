@@ -145,8 +145,9 @@ def _plant_refit(striker: Striker) -> None:
 
     ensure = refit.ensure_version
 
-    def call(run: Any, checkpoint: Any) -> Any:
-        return striker.around(f"refit version {checkpoint.policy_version}", _CALL, lambda: ensure(run, checkpoint))
+    def call(run: Any, checkpoint: Any, engine: Any = None) -> Any:
+        wanted = f"refit version {checkpoint.policy_version}"
+        return striker.around(wanted, _CALL, lambda: ensure(run, checkpoint, engine))
 
     refit.ensure_version = call
 

@@ -27,6 +27,11 @@ from roundhouse.infra.kubernetes.serve_config import (
     told,
     with_application,
 )
+from roundhouse.stages.refit import refit_iteration
+from roundhouse.stages.report import report_iteration
+from roundhouse.store.run import open_run
+from roundhouse.store.stage import read_manifest
+from roundhouse.tracking.catalogue import meaning_of
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd, through_go
 from tests.k8s.stand import Stand
 
@@ -93,9 +98,11 @@ def test_a_refit_writes_the_version_to_the_rayservice_and_changes_no_cluster(sce
     assert [replica.policy_version for replica in first] == [0, 0]
     before = scene.service()
     scene.stand.faults.seen.clear()
+    engine.calls.clear()
     second = engine.ensure(CONFIG, MODEL, "s3://bucket/runs/a/checkpoints/000001", 1)
     assert [replica.policy_version for replica in second] == [1, 1]
     assert len(scene.stand.faults.seen) == 4, "get, apply, list, watch"
+    assert engine.metrics() == {"kubernetes_calls": 4.0}
 
     after = scene.service()
     assert len(scene.operator.specs) == 1, "one rayClusterConfig from beginning to end"
@@ -107,6 +114,20 @@ def test_a_refit_writes_the_version_to_the_rayservice_and_changes_no_cluster(sce
     assert asked["request"] > one["deployments"][0].pop("user_config")["request"]
     assert one == two, "user_config alone, so that Serve replaces no replica"
     assert after["metadata"]["annotations"]["roundhouse/run"] == "mine"
+
+
+def test_the_refit_stage_and_the_iterations_report_count_its_calls(scene: Scene, tmp_path: Path) -> None:
+    infra = scene.engine().infra.model_dump(mode="json") | {"store_claim": "store", "state": str(tmp_path / "state")}
+    generation = CONFIG.model_dump(mode="json")
+    run = open_run(parse_config({"run_id": "mine", "store": str(tmp_path), "infra": infra, "generation": generation}))
+    start = run.begin(run.checkpoint(0), policy_version=0).commit()
+    run.begin(run.stage(1, "train"), policy_version=0).commit(metrics={"train/kubernetes_calls": 8.0})
+    scene.stand.faults.seen.clear()
+    metrics = read_manifest(refit_iteration(run, 1, start)).metrics
+    assert metrics["refit/kubernetes_calls"] == len(scene.stand.faults.seen) > 0
+    assert all(meaning_of(name) for name in metrics)
+    reported = read_manifest(report_iteration(run, 1)).metrics["kubernetes/calls"]
+    assert reported == metrics["refit/kubernetes_calls"] + 8
 
 
 def test_what_kuberay_hands_on_is_what_was_written(scene: Scene) -> None:

@@ -15,6 +15,9 @@ numbers, and a number of another run would be taken for the own.
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +73,8 @@ class RayServiceServed:
     infra: KubernetesInfra
     engine: RayServiceEngine
     holder: Holder
+    calls: Counter[str] = field(default_factory=Counter, compare=False)
+    """Of the API server, by verb and kind, since this object was made."""
 
     @property
     def url(self) -> str:
@@ -84,22 +89,28 @@ class RayServiceServed:
             return []
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
-        cluster = connect(self.infra)
-        try:
+        with self._connected() as cluster:
             self._want(cluster, config, model_dir, None, 0)
-        finally:
-            cluster.close()
 
     def ensure(
         self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
     ) -> list[Replica]:
-        cluster = connect(self.infra)
-        try:
+        with self._connected() as cluster:
             written, application = self._want(cluster, config, model_dir, weights, version, terms)
             patience = config.start_timeout_seconds + config.refit_timeout_seconds
             waiting = _Waiting(self, cluster, application, int(written["metadata"]["generation"]), patience)
             return waiting.until_all_are_there()
+
+    def metrics(self) -> dict[str, float]:
+        return {"kubernetes_calls": float(self.calls.total())}
+
+    @contextmanager
+    def _connected(self) -> Iterator[Cluster]:
+        cluster = connect(self.infra)
+        try:
+            yield cluster
         finally:
+            self.calls.update(cluster.calls)
             cluster.close()
 
     @property
