@@ -135,6 +135,11 @@ def test_every_key_is_one_of_the_configuration(page: Path) -> None:
     assert {name for name in named - keys() if not name.endswith((".py", ".jsonl"))} == set()
 
 
+def test_the_page_of_the_configuration_has_a_row_for_every_section() -> None:
+    rows = set(re.findall(r"^\| `([a-z]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
+    assert {key.split(".")[0] for key in keys() if "." in key} == rows
+
+
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
