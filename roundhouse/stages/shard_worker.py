@@ -23,6 +23,7 @@ from pathlib import Path
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.taxonomy import typed
+from roundhouse.progress import logger as announcements
 from roundhouse.stages.collect import collect_into
 from roundhouse.stages.parts import Parts
 from roundhouse.stages.shard_spec import REPORT, ShardReport, ShardSpec
@@ -147,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see ShardSpec")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
+    announcements.propagate = False  # one a rollout: who waits hears the lines of `_telling` instead
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who started it may have turned that off
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -127,6 +127,10 @@ def test_a_collection_over_two_jobs_is_byte_equal_to_that_of_one_process_and_col
         assert labels["roundhouse/stage"] == "collect"
         assert [ref["uid"] for ref in job["metadata"]["ownerReferences"]] == [owner["metadata"]["uid"]]
     assert pods_by_shard(stand) == {"s0001of0002": 1, "s0002of0002": 1}
+    if stand.state is not None:
+        logs = "".join(stand.state.logs.values())
+        assert "s0001of0002: " in logs
+        assert "roundhouse.progress" not in logs, "how far it is, and not a line a rollout"
 
     run.stage(1, "collect").location.delete("manifest.json")
     again = collect_iteration(run, 1, weights, engine.url)
