@@ -23,7 +23,9 @@ from tests.k8s.validation import ROOT
 
 Object = dict[str, Any]
 
-RUN_SECONDS = 900
+RUN_SECONDS = 1500
+COLLECTOR = {"cpu": "100m", "memory": "1Gi", "scratch": "1Gi", "priority_class": "roundhouse-collector"}
+"""A shard's pod, of which a small node holds several."""
 TASKS = "".join(json.dumps(row) + "\n" for row in load(CalculatorEnvironment()).tasks("train")[:16])
 
 
@@ -44,9 +46,12 @@ class Deployed:
         tree["policy"] |= {"steps": 300}
         tree["rollout"] |= {"tasks": 4, "group_size": 4}
         tree["train"] |= {"updates": 1}
-        tree["generation"] |= {"backend": os.environ.get("ROUNDHOUSE_BACKEND", "vllm")}
+        backend = os.environ.get("ROUNDHOUSE_BACKEND", "vllm")
+        tree["generation"] |= {"backend": backend, "start_timeout_seconds": 600}  # vLLM's imports, on a busy node
         tree["infra"] |= {"namespace": self.nodes.namespace, "state": f"/store/state/{run_id}"}
         tree["infra"]["trainer"] |= {"image": images()["trainer"], "cpu": "100m"} | changed.pop("trainer", {})
+        if "collector" in changed:
+            tree["infra"]["collector"] = COLLECTOR | {"image": images()["flow"]} | changed.pop("collector")
         tree["generation"]["engine_url"] = f"http://roundhouse-engine.{self.nodes.namespace}.svc:9000"
         return tree | changed
 
@@ -88,7 +93,7 @@ class Deployed:
     def ask(self, name: str, program: str, **files: str) -> Any:
         """The last line of a program that runs beside the store, as JSON."""
         job = self.begin(name, {"ask.py": program, **files}, ["python", "/etc/roundhouse/ask.py"])
-        return json.loads(self.end(job, 300).strip().splitlines()[-1])
+        return json.loads(self.end(job).strip().splitlines()[-1])
 
     def gym_environment(self) -> Object:
         """The environment that the overlay's gym server serves, as a run names it."""

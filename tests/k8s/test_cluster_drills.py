@@ -1,13 +1,16 @@
 """Drills on nodes: a pod of a run is taken away in mid-stage, and the store tells what was done again.
 
 Invariant of each: the run ends with all its iterations, every stage that was complete stays as it was, and at most one stage
-has a second attempt, which takes over what the first had finished. Each prints what it cost. See `tests/k8s/nodes.py`.
+has a second attempt, which takes over what the first had finished; the loss of a shard's pod costs no attempt. Each prints
+what it cost. See `tests/k8s/nodes.py`.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +74,17 @@ class Drill:
         """Wait until a trainer's pod runs; its name."""
         return str(until(lambda: self.pod_of("trainer"), "a trainer's pod", SECONDS))
 
-    def pod_of(self, component: str) -> str | None:
-        selector = f"app.kubernetes.io/component={component}"
+    def shard(self, label: str) -> str:
+        """The pod that works on a shard, once it has told of finished rollouts; its name."""
+
+        def at_work() -> str | None:
+            pod = self.pod_of("collector", f",roundhouse/shard={label}")
+            return pod if pod is not None and re.search(r": [1-9]\d* of", self.deployed.nodes.log(pod)) else None
+
+        return str(until(at_work, f"a pod of {label} that has finished rollouts", SECONDS))
+
+    def pod_of(self, component: str, more: str = "") -> str | None:
+        selector = f"app.kubernetes.io/component={component}{more}"
         for pod in self.deployed.nodes.found("pods", selector):
             if pod["status"].get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
                 return str(pod["metadata"]["name"])
@@ -86,9 +98,11 @@ class Drill:
 
 
 HISTORY = """
-import json
+import io, json, re
+import pyarrow.parquet as pq
+from roundhouse.store.location import Location
 from roundhouse.store.run import load_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import read_entry, read_manifest, read_table
 run = load_run("/store", open("/etc/roundhouse/run").read())
 told = {"iterations": len(run.checkpoint_versions()) - 1, "stages": {}}
 for number in range(1, run.config.iterations + 1):
@@ -96,13 +110,18 @@ for number in range(1, run.config.iterations + 1):
         stage = run.stage(number, name)
         manifest = read_manifest(stage.reference())
         told["stages"][f"{number}/{name}"] = {
-            "attempt": manifest.attempt, "counts": manifest.counts,
+            "attempt": manifest.attempt, "counts": manifest.counts, "metrics": manifest.metrics,
             "started": manifest.started_at, "finished": manifest.finished_at,
         }
     # begun before the attempt that was committed: taken over from the one before it
     reference = run.stage(number, "collect").reference()
     collect = told["stages"][f"{number}/collect"]
     collect["kept"] = sum(at < collect["started"] for at in read_table(reference, "rollouts")["started_at"].to_pylist())
+    collect["begun"] = {}
+    for entry in read_manifest(reference).files:
+        if found := re.match(r"rollouts-a\\d+-(s\\w+)-", entry.path):
+            table = pq.read_table(io.BytesIO(read_entry(Location(reference.uri), entry)))
+            collect["begun"].setdefault(found[1], []).extend(table["started_at"].to_pylist())
 print(json.dumps(told))
 """
 
@@ -127,7 +146,7 @@ def policy(deployed: Deployed) -> Object:
 def drill(deployed: Deployed, name: str, policy: Object, **changed: Any) -> Drill:
     """A run whose collections last long enough to be met in their middle."""
     run_id = f"drill-{name}"
-    rollout = {"tasks": ROLLOUTS // 8, "group_size": 8, "max_turns": 4, "concurrency": 1}
+    rollout = {"tasks": ROLLOUTS // 8, "group_size": 8, "max_turns": 4, "concurrency": 1} | changed.pop("rollout", {})
     return Drill(deployed, run_id, deployed.train(run_id, rollout=rollout, policy=policy, **changed))
 
 
@@ -188,6 +207,29 @@ def test_a_flow_that_is_lost_in_a_collection_makes_only_the_rest_of_it(deployed:
     assert collect["attempt"] == 2
     assert 0 < collect["kept"] < ROLLOUTS, "what the first attempt had written down is in the second's dataset"
     assert under.flow_pod() != lost
+
+
+def test_a_shard_that_is_lost_is_gone_on_with_by_the_next_job_and_the_other_does_not_notice(
+    deployed: Deployed, policy: Object
+) -> None:
+    shards = {"kind": "job", "shards": 2, "timeout_seconds": SECONDS}
+    under = drill(deployed, "shard", policy, rollout={"distribution": shards, "concurrency": 2}, collector={})
+    before, lost = under.in_collection(), under.shard("s0001of0002")
+    deployed.delete_pod(lost)
+    lost_at = time.time()
+    print(f"{lost} lost at {before} of {ROLLOUTS} rollouts of both")
+    told = under.end()
+    judge(told, "", lost_at)
+    collect, undisturbed = told["stages"]["1/collect"], told["stages"]["2/collect"]
+    kept = sum(at < lost_at for at in collect["begun"]["s0001of0002"])
+    print(f"  of the lost shard's rollouts kept: {kept}; {collect['metrics']}")
+    assert 0 < kept < ROLLOUTS // 2 == len(collect["begun"]["s0001of0002"])
+    for one, lost_pods in ((collect, 1), (undisturbed, 0)):
+        assert one["metrics"]["rollout/shards_lost"] == lost_pods
+        assert one["metrics"]["rollout/kubernetes_calls"] <= 25
+    jobs = deployed.nodes.found("jobs", f"roundhouse/run={under.run_id},roundhouse/stage=collect")
+    made = Counter("{roundhouse/iteration} {roundhouse/shard}".format_map(job["metadata"]["labels"]) for job in jobs)
+    assert made == {"1 s0001of0002": 2, "1 s0002of0002": 1, "2 s0001of0002": 1, "2 s0002of0002": 1}
 
 
 @pytest.mark.parametrize("component", ["trainer", "flow"])
