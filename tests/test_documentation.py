@@ -1,9 +1,12 @@
-"""What README.md and docs/ name is there: files, headings, commands with their options, targets of make, modules, keys."""
+"""What README.md and docs/ name is there: files, headings, commands with their options, targets of make, modules, keys; and
+each block that is a configuration loads."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,8 +14,10 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from roundhouse.cli import app
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +36,13 @@ def code(text: str) -> Iterator[str]:
     rest = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     yield from re.findall(r"^    (.+)$", rest, re.MULTILINE)
     yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest))
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Whole blocks of code."""
+    yield from re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from map(textwrap.dedent, re.findall(r"(?:^    .*\n|^\n(?=    ))+", rest, re.MULTILINE))
 
 
 def anchors(page: Path) -> set[str]:
@@ -133,6 +145,14 @@ def test_every_key_is_one_of_the_configuration(page: Path) -> None:
     key = rf"^(?:--set )?((?:{top})(?:\.[a-z_]+)+)(?![*\w])"
     named = {name for line in code(page.read_text()) for name in re.findall(key, line)}
     assert {name for name in named - keys() if not name.endswith((".py", ".jsonl"))} == set()
+
+
+def test_every_block_of_a_configuration_loads(page: Path) -> None:
+    for block in blocks(page.read_text()):
+        with contextlib.suppress(yaml.YAMLError):
+            keys = yaml.safe_load(block.replace("…", "x"))
+            if isinstance(keys, dict) and keys.keys() <= RunConfig.model_fields.keys():
+                parse_config({"run_id": "mine", "store": "s3://bucket/store"} | keys, block)
 
 
 def test_the_page_of_the_configuration_has_a_row_for_every_section() -> None:
