@@ -275,6 +275,8 @@ class RollingShards:
                 self.wanted = iteration
                 self._dispatch.wake()
             return None
+        if opened.error is not None:  # its stage is about to close it
+            return None
         shard = opened.of((given.position, given.sample))
         attempts: dict[Key, int] = {}
         while isinstance(given, Continue) and shard.holds(key := (given.position, given.sample)):

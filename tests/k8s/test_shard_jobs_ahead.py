@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from roundhouse.asynchrony import events as happened
 from roundhouse.config.loading import parse_config
+from roundhouse.stages.shard_spec import REPORT
+from roundhouse.stages.shards import split
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.trajectories.tokens import derive_seed
@@ -37,7 +40,8 @@ def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leave
     tree = settings(fake.namespace, f"{tmp_path}/store", 2) | {"asynchrony": asynchrony, "evaluation": {"every": 0}}
     run = open_run(parse_config(tree))
     lane = Lane(run, engine)
-    engine.silent = {derive_seed(spec.seed, number) for spec in lane.plan.specs(2) for number in range(CALLS)}
+    first_half, second_half = [shard.specs for shard in split(lane.plan.specs(2), 2)]
+    engine.silent = calls = {derive_seed(spec.seed, n) for spec in lane.plan.specs(2) for n in range(CALLS)}
     preempted = threading.Event()
 
     def behave(pod: Object) -> None:
@@ -58,29 +62,33 @@ def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leave
     fake.kubelet.behave = behave
     lane.transfer(0)
     first, ahead = Collecting(lane, 1), Collecting(lane, 2)
-    first.result()
+    manifest = read_manifest(first.result())
+    assert made(run, 1) == {spec.rollout_id: spec.seed for spec in lane.plan.specs(1)}
+    assert manifest.details["distribution"]["kind"] == "job"
+    assert manifest.metrics["rollout/kubernetes_calls"] > 0
     lane.train(1)
     until(lambda: lane.at_work() == {(2, "s0001of0002"), (2, "s0002of0002")})
     lane.transfer(1)
     until(lambda: preempted.is_set())
-    engine.silent = ()
-    engine.go_on.set()
-    manifest = read_manifest(ahead.result())
-    assert made(run, 2) == {spec.rollout_id: spec.seed for spec in lane.plan.specs(2)}
-    assert manifest.counts["completed"] == TASKS * GROUP
-    assert manifest.metrics["rollout/shards_lost"] == 1
-    assert manifest.details["distribution"]["kind"] == "job"
-    assert manifest.metrics["rollout/kubernetes_calls"] > 0
-
-    engine.go_on.clear()
-    engine.silent = {derive_seed(spec.seed, number) for spec in lane.plan.specs(3) for number in range(CALLS)}
-    last = Collecting(lane, 3)
-    until(lambda: {"3"} == {job["metadata"]["labels"]["roundhouse/iteration"] for job in under_way(fake)})
+    engine.silent = calls - {derive_seed(spec.seed, n) for spec in second_half for n in range(CALLS)}
+    until(lambda: len(engine.answered) == len(calls) + len(second_half) * CALLS)
+    until(lambda: lane.at_work() == {(2, "s0001of0002")})
+    assert [shard_of(job) for job in under_way(fake)] == ["s0001of0002"]
     lane.rolling.stop()
-    assert last.was_ended()
+    assert ahead.was_ended()
     assert under_way(fake) == []
-    lost = [event for event in check_journal(run) if isinstance(event, happened.RolloutEvicted)]
-    assert {lane.plan.iteration_of(event.position) for event in lost if "lost" in event.reason} == {2}
+
+    events = check_journal(run)
+    evicted = Counter(event.reason for event in events if isinstance(event, happened.RolloutEvicted))
+    assert evicted == {"its worker was lost": len(second_half), "its stage was given up": len(first_half)}
+    finished = [event for event in events if isinstance(event, happened.RolloutFinished)]
+    assert len(finished) == TASKS * GROUP + len(second_half)
+    versions = {
+        lane.controller.rollouts.groups[event.position].versions[event.sample] for event in finished[TASKS * GROUP :]
+    }
+    assert versions == {1}, "the preempted shard was admitted again, on what the engine holds now"
+    reports = [name for name in run.stage(2, "collect").location.tree() if name.endswith(f"/{REPORT}")]
+    assert len(reports) == 1
 
 
 def under_way(stand: Stand) -> list[Object]:
