@@ -30,6 +30,8 @@ from tasks.options import STAGE
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
 _opening = threading.Lock()
+_counted: dict[str, float] = {}
+"""By run uid, of the tracker's seconds those that stand in a report."""
 _linked: set[str] = set()
 """Runs whose MLflow page this process has linked, by run uid."""
 
@@ -50,7 +52,7 @@ def link_tracking(run: Run) -> str | None:
 @task(name="report", task_run_name="report {iteration}", **STAGE)
 def report_iteration(run: Run, iteration: int) -> Reference:
     """Close an iteration: its report in the store, its numbers in MLflow, artifacts in Prefect."""
-    reference = stage.report_iteration(run, iteration)
+    reference = stage.report_iteration(run, iteration, _tracking_seconds(run))
     manifests = stage.iteration_manifests(run, iteration)
     tracker = tracker_of(run)
     if tracker is not None:
@@ -105,6 +107,16 @@ def tracker_of(run: Run) -> Tracker | None:
         if run.uid not in _trackers:
             _trackers[run.uid] = open_tracker(run)
         return _trackers[run.uid]
+
+
+def _tracking_seconds(run: Run) -> float | None:
+    """How long MLflow's calls took since the report before; None where this process has made none."""
+    if (tracker := opened_tracker(run)) is None:
+        return None
+    total = tracker.seconds
+    since = total - _counted.get(run.uid, 0.0)
+    _counted[run.uid] = total
+    return since
 
 
 def _link(run: Run, tracker: Tracker) -> None:

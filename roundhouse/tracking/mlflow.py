@@ -36,16 +36,21 @@ log = logging.getLogger(__name__)
 
 
 def _costs_a_warning(method: Callable[P, None]) -> Callable[P, None]:
-    """A call that a server which is away cannot break: what it would have shown stays in the store."""
+    """A call that a server which is away cannot break: what it would have shown stays in the store. Its time is counted."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         from mlflow.exceptions import MlflowException
 
+        began = time.monotonic()
         try:
             method(*args, **kwargs)
         except MlflowException as error:
             log.warning("MLflow: %s was not logged (%s); the store has it", method.__name__.removeprefix("log_"), error)
+        finally:
+            tracker = args[0]
+            assert isinstance(tracker, Tracker)
+            tracker.seconds += time.monotonic() - began
 
     return call
 
@@ -61,6 +66,8 @@ class Tracker:
         self.mlflow_run_id = mlflow_run_id
         self.url = url
         """Page of the run."""
+        self.seconds = 0.0
+        """Wall time that the run has waited for these calls."""
         self._logged = {int(point.step) for point in client.get_metric_history(mlflow_run_id, ITERATION_METRIC)}
 
     @_costs_a_warning

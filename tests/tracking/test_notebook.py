@@ -12,11 +12,15 @@ from mlflow.tracking import MlflowClient
 
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.promotion import promote
+from roundhouse.stages.report import report_iteration
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_manifest
 from roundhouse.tracking import mlflow as notebook
+from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.tracking.mlflow import Tracker, open_tracker
 from roundhouse.tracking.traces import model_calls
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
+from tasks import report as report_tasks
 from tests.stages.test_promotion import evaluated
 
 
@@ -172,3 +176,18 @@ def test_a_server_that_went_away_costs_a_warning_and_the_next_report_makes_up_fo
     tracker.log_missing_iterations(0)
     assert [point.step for point in client.get_metric_history(tracker.mlflow_run_id, "iteration")] == [0]
     assert client.get_run(tracker.mlflow_run_id).data.metrics["evaluation/reward_mean"] == 1.0
+
+
+def test_the_report_says_how_long_the_run_has_waited_for_mlflow_since_the_one_before(
+    run: Run, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(report_tasks._trackers, run.uid, tracker)
+    evaluated(run, 0, [1.0])
+    began = time.monotonic()
+    tracker.log_missing_iterations(0)
+    waited = time.monotonic() - began
+    for iteration, (least, most) in ((1, (1e-4, waited)), (2, (0.0, 0.0))):
+        run.begin(run.stage(iteration, "refit"), policy_version=0).commit()
+        metrics = read_manifest(report_iteration(run, iteration, report_tasks._tracking_seconds(run))).metrics
+        assert least <= metrics["overhead/mlflow"] <= most
+    assert meaning_of("overhead/mlflow").meaning != meaning_of("overhead/refit").meaning
