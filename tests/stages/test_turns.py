@@ -6,6 +6,7 @@ takes the processor for it (`declared_gpu/`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import yaml
 
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import DataError
+from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.deployment import Replica
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
@@ -35,8 +36,9 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from tests.generation.test_standalone import engine_process
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
+ONE_GPU = {"ray": ("--num-gpus", "1")}
 TRAINER, REPLICA = ACTORS = ("TrainActor", "ServeReplica:policy:policy")
 
 
@@ -136,8 +138,19 @@ def with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serv
     paths = [str(Path(__file__).parent / "declared_gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     state = tmp_path / "state" / "services"
-    yield services.up(state, ("prefect", "ray"), arguments={"ray": ("--num-gpus", "1")})
-    services.down(state)
+    try:
+        yield started(state)
+    finally:
+        services.down(state)
+
+
+def started(state: Path, attempts: int = 4) -> Services:
+    for _ in range(attempts - 1):
+        with contextlib.suppress(
+            InfraError
+        ):  # a busy machine may not give Ray's node the half minute that Ray waits for it
+            return services.up(state, ("prefect", "ray"), arguments=ONE_GPU)
+    return services.up(state, ("prefect", "ray"), arguments=ONE_GPU)
 
 
 def told_by_ray(running: Services, table: str) -> list[dict[str, Any]]:
