@@ -1,13 +1,13 @@
 """A real overlapped run whose rollouts are made by shards: real flows, Prefect server, store, trainer and workers; the engine
 only takes time.
 
-A worker of it is killed, then the run itself in the overlap, while step 2 is about to be committed, and it is started again.
+It is killed while step 1 is about to be committed, and started again. That shards run ahead, how old what they make is then,
+and what a lost worker costs is asserted in `test_rolling_shards.py`, where no clock decides.
 """
 
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,73 +19,39 @@ from roundhouse.asynchrony.controller import Controller
 from roundhouse.asynchrony.journal import Journal
 from roundhouse.asynchrony.plan import Plan, terms_of
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.stages.shard_spec import REPORT
-from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import SECONDS, SIZE, STALENESS, TASKS, Place
 from tests.asynchrony.world import check
-from tests.chaos.nursery import Child
 from tests.chaos.strikes import Strike
 
 pytestmark = pytest.mark.timeout(900)
 
-ITERATIONS, SHARDS = 3, 2
-IN_STEP_2 = Strike("flow", "create iterations/000002/train/manifest.json", "before")
+ITERATIONS, SHARDS = 2, 2
+IN_STEP_1 = Strike("flow", "create iterations/000001/train/manifest.json", "before")
 
 
 @pytest.fixture(scope="module")
 def run(place: Place) -> Iterator[Run]:
-    """The run, finished after both kills."""
+    """The run, finished after the kill."""
     engine = place.start_engine("engine-shards", 0.3)
     rollout = {"tasks": TASKS, "group_size": SIZE, "concurrency": 2 * SHARDS}
     keys = {
         "iterations": ITERATIONS,
+        "evaluation": {"every": 0},
         "generation": place.settings("shards")["generation"] | {"engine_url": engine.url},
         "rollout": rollout | {"distribution": {"kind": "process", "shards": SHARDS}},
     }
     try:
-        process = place.train("shards", IN_STEP_2, **keys)
-        kill_a_worker(process)
+        process = place.train("shards", IN_STEP_1, **keys)
         assert process.wait(SECONDS) == -signal.SIGKILL, place.log("shards").read_text()
-        assert place.run("shards").stage(2, "train").reference() is None
+        assert place.run("shards").stage(1, "train").reference() is None
         assert place.train("shards", **keys).wait(SECONDS) == 0, place.log("shards").read_text()
         yield place.run("shards")
     finally:
         engine.stop()
-
-
-def kill_a_worker(process: Child) -> None:
-    """One that has not left its report."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        for worker in workers_below(process.pid):
-            try:
-                worker.suspend()
-                place = Location(worker.cmdline()[-1].rsplit("/", 1)[0])
-                if not place.exists(REPORT):
-                    worker.kill()
-                    return
-                worker.resume()
-            except psutil.NoSuchProcess:
-                continue
-        assert process.poll() is None, "the run has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def workers_below(pid: int) -> list[psutil.Process]:
-    """The run's workers that are processes of their own by now."""
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            if "roundhouse.stages.shard_worker" in child.cmdline() and "roundhouse.infra.leash" not in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def test_every_rollout_is_made_once_and_trained_on_once_by_its_own_iteration(run: Run) -> None:
@@ -116,10 +82,9 @@ def test_no_token_is_older_than_the_bound_and_the_manifest_tells_the_ages(run: R
         trained = read_manifest(run.stage(k, "train").reference())
         assert trained.metrics["staleness/age_max"] <= STALENESS
     assert set(ages) <= {0, STALENESS}
-    assert ages[STALENESS] > 0, "it ran ahead"
 
 
-def test_every_state_that_the_controller_went_through_is_sound_and_the_lost_worker_is_on_record(run: Run) -> None:
+def test_every_state_that_the_controller_went_through_is_sound(run: Run) -> None:
     controller = Controller(terms_of(run))
     events = list(Journal(run.location / "asynchrony").events())
     for event in events:
@@ -129,9 +94,6 @@ def test_every_state_that_the_controller_went_through_is_sound_and_the_lost_work
     assert sum(isinstance(event, happened.Restarted) for event in events) == 2
     finished = [event.iteration for event in events if isinstance(event, happened.TrainingFinished)]
     assert finished == list(range(1, ITERATIONS + 1))
-    lost = [event for event in events if isinstance(event, happened.RolloutEvicted) and "worker" in event.reason]
-    assert lost
-    assert len({Plan(run.config).iteration_of(event.position) for event in lost}) == 1, "of one shard"
 
 
 def test_each_shard_is_told_in_the_manifest_its_cpu_seconds_are_charged_and_no_worker_is_left(run: Run) -> None:
@@ -142,7 +104,6 @@ def test_each_shard_is_told_in_the_manifest_its_cpu_seconds_are_charged_and_no_w
         assert [shard["shard"] for shard in told["shards"]] == ["s0001of0002", "s0002of0002"]
         fresh = [shard["cpu_seconds"] for shard in told["shards"] if shard["attempt"] == manifest.attempt]
         assert sum(fresh) <= manifest.resources["cpu_seconds"] < sum(fresh) + 60
-    assert sum(manifest.metrics["rollout/shards_lost"] for manifest in manifests) == 1
     store = run.location.uri
     left = [p for p in psutil.process_iter(["cmdline"]) if any(store in word for word in p.info["cmdline"] or ())]
     assert left == []
