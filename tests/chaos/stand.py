@@ -7,12 +7,15 @@ the same bytes, whatever was killed in between.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -216,36 +219,14 @@ def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[tuple[str
             server.stop()
 
 
-@contextlib.contextmanager
-def stand(
-    directory: Path,
-    *,
-    iterations: int,
-    tracked: bool,
-    store: str | None = None,
-    whole_endpoint: str | None = None,
-    fresh: bool = False,
-) -> Iterator[Stand]:
-    """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given. `fresh`
-    starts every process as a new interpreter, else they are forks (`tests.chaos.nursery`)."""
-    directory.mkdir(parents=True, exist_ok=True)
-    policy = directory / "policy"
-    if not policy.exists():
-        make_starting_policy(WarmStartPolicy(steps=250), load(CalculatorEnvironment()), 0, policy)
-    rows = load(CalculatorEnvironment()).tasks("train")
-    (directory / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    engine = Server("engine", ["-m", "roundhouse.generation.standalone"], directory / "engine.log", "/rh/replicas")
-    environment = Server(
-        "environment",
-        ["-m", "roundhouse.gym.resources_server", "--environment", "calculator"],
-        directory / "environment.log",
-        "/",
-    )
-    wanted = ("prefect", "mlflow") if tracked else ("prefect",)
-    settings = {
+def _settings(
+    directory: Path, engine: Server, environment: Server, *, iterations: int, tracked: bool, store: str | None
+) -> dict[str, Any]:
+    """A run's configuration, but for its id."""
+    return {
         "iterations": iterations,
         "store": store or str(directory / "store"),
-        "policy": {"kind": "pretrained", "path": str(policy)},
+        "policy": {"kind": "pretrained", "path": str(directory / "policy")},
         "environment": {
             "kind": "remote",
             "restore": "replay",
@@ -267,15 +248,48 @@ def stand(
         "tracking": {"enabled": tracked},
         "infra": {"kind": "local", "state": str(directory / "state")},
     }
+
+
+@functools.cache
+def _starting_policy() -> tempfile.TemporaryDirectory[str]:
+    """A policy that calls its tool, made once a process: the stands of a suite begin with the same one."""
+    made = tempfile.TemporaryDirectory(prefix="rh-policy-")
+    make_starting_policy(WarmStartPolicy(steps=250), load(CalculatorEnvironment()), 0, Path(made.name) / "policy")
+    return made
+
+
+@contextlib.contextmanager
+def stand(
+    directory: Path,
+    *,
+    iterations: int,
+    tracked: bool,
+    store: str | None = None,
+    whole_endpoint: str | None = None,
+    fresh: bool = False,
+) -> Iterator[Stand]:
+    """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given. `fresh`
+    starts every process as a new interpreter, else they are forks (`tests.chaos.nursery`)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    policy = directory / "policy"
+    if not policy.exists():
+        shutil.copytree(Path(_starting_policy().name) / "policy", policy)
+    rows = load(CalculatorEnvironment()).tasks("train")
+    (directory / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = Server("engine", ["-m", "roundhouse.generation.standalone"], directory / "engine.log", "/rh/replicas")
+    environment = Server(
+        "environment",
+        ["-m", "roundhouse.gym.resources_server", "--environment", "calculator"],
+        directory / "environment.log",
+        "/",
+    )
+    wanted = ("prefect", "mlflow") if tracked else ("prefect",)
+    settings = _settings(directory, engine, environment, iterations=iterations, tracked=tracked, store=store)
     built = Stand(directory, engine, environment, settings, tracked, whole_endpoint)
     try:
         running = services.up(directory / "state" / "services", wanted)
         if not fresh:
-            variables = (
-                os.environ
-                | running.environment()
-                | {"HF_HUB_OFFLINE": "1", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
-            )
+            variables = os.environ | running.environment() | _QUIET
             built.nursery = engine.nursery = environment.nursery = Nursery(directory / "nursery.log", variables)
         for server in (engine, environment):
             server.start()
