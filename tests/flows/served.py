@@ -16,19 +16,20 @@ import httpx
 import psutil
 import yaml
 
+from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
+from roundhouse.gym.environments import load
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
+from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.run import Run, load_run
 from tests.training.service.serving import free_port
 
 PATIENCE = 240.0
 """Seconds for anything; a busy machine starts a process of Prefect in half a minute."""
-ITERATIONS = 16
-"""So many that a person has time for what the story does between two of them, on a fast machine too."""
+POLICY = WarmStartPolicy(steps=20, hidden_size=32, intermediate_size=64, layers=1)
 PRESET = {
     "run_id": "small",
-    "iterations": ITERATIONS,
-    "policy": {"kind": "warm_start", "steps": 20, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
+    "iterations": 16,
     "rollout": {"tasks": 2, "group_size": 2, "max_turns": 2},
     "train": {"updates": 1, "threads": 1, "device": "cpu"},
     "evaluation": {"every": 0, "tasks": 2},
@@ -113,11 +114,13 @@ def until(
 
 @contextlib.contextmanager
 def serving(directory: Path) -> Iterator[Served]:
-    """Prefect, the deployments and an engine, with `small` as the preset."""
+    """Prefect, the deployments and an engine, with `small` as the preset; all its runs begin with one policy."""
     (directory / "presets").mkdir()
     port = free_port()
     engine_url = f"http://127.0.0.1:{port}"
+    make_starting_policy(POLICY, load(CalculatorEnvironment()), 0, directory / "policy")
     settings = PRESET | {
+        "policy": {"kind": "pretrained", "path": str(directory / "policy")},
         "store": str(directory / "store"),
         "generation": {"backend": "transformers", "max_model_len": 256, "engine_url": engine_url}
         | {"sampling": {"max_new_tokens": 8}},

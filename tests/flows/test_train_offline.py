@@ -1,10 +1,12 @@
 """A night that was missed is collected with the promoted checkpoint, and a run learns from it: deployments, as a person asks.
+An older night makes room.
 
 The story happens once; each test is a claim about what was seen.
 """
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule
 from roundhouse.config.forms import CollectForm
 from roundhouse.query.lineage import trained_on
-from roundhouse.stages.datasets import dataset_versions, users_of_datasets
+from roundhouse.stages.datasets import Draw, dataset_stage, dataset_versions, users_of_datasets
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -28,8 +30,11 @@ def learnt(served: Served) -> Run:
 
     served.wait(served.start("train", preset="small", run_id="taught", iterations=1), "COMPLETED")
     night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
+    run, older = served.run("taught"), Draw.of_moment(night - timedelta(days=1))
+    run.begin(dataset_stage(run, "lessons", older.label(0), older), policy_version=0).commit()
     with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
-        form = CollectForm(run_id="taught", store=served.store, name="lessons", checkpoint="promoted", tasks=3)
+        kept = {"name": "lessons", "keep_last": 1}
+        form = CollectForm(run_id="taught", store=served.store, checkpoint="promoted", tasks=3, **kept)
         add_schedule(form, "0 0 * * *")
         [moment] = missed("lessons", night, night + timedelta(hours=1))
         [asked] = back_fill("lessons", [moment])
@@ -42,8 +47,11 @@ def learnt(served: Served) -> Run:
     return served.run("learnt")
 
 
-def test_a_missed_night_is_collected_with_the_promoted_checkpoint(learnt: Run, served: Served) -> None:
+def test_a_missed_night_is_collected_with_the_promoted_checkpoint_and_retention_keeps_the_newest(
+    learnt: Run, served: Served
+) -> None:
     [night] = dataset_versions(served.store, "lessons")
+    assert re.fullmatch(rf"\d{{8}}T000000Z-v{night.policy_version:06d}", night.uri.rsplit("/", 1)[-1])
     assert night.policy_version == promoted_version(served.run("taught"))
     assert night.counts["requested"] == 3 * 2, "three tasks as the form says, though the run has two an iteration"
 
