@@ -160,7 +160,7 @@ class RollingShards:
         opened.ending.close()
 
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
-        """None: workers keep the rollouts in the store."""
+        """Nothing: workers keep the rollouts in the store."""
         return {}
 
     def window_seconds(self, positions: Collection[int]) -> float:
