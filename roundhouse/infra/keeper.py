@@ -1,12 +1,13 @@
 """Keeping one service alive: start, wait for health, watch, restart on the same ports, end.
 
     starting ──healthy──> ready ──died or unresponsive──> restarting ──healthy──> ready
-        └─died, time out──> failed <──too many restarts──────┘
+        └─died soon, time out──> failed <──too many restarts─┘
 
 Invariant: when `keep` has returned or was cancelled, no process of the service is left.
 
-A service that never became ready is not tried again: the reason lies in its log and would be the same. One that worked
-gets `RESTARTS` more starts with growing pauses; having worked for `STEADY_SECONDS` earns them all back.
+A service that never became ready is not tried again: the reason lies in its log and would be the same. One that worked, or that
+ended only after a while (`WORTH_SECONDS`), gets `RESTARTS` more starts with growing pauses; having worked for `STEADY_SECONDS`
+earns them all back.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 240.0
 """Time limit from start to the first healthy answer. On two idle cores the slowest needs 15 s, on busy ones a minute."""
+WORTH_SECONDS = 20.0
+"""A service that dies sooner in its first start cannot start. One that dies later may have waited in vain for a part of itself,
+as Ray does for half a minute on a busy machine: it is started again."""
 RESTARTS = 5
 STEADY_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.5
@@ -66,8 +70,10 @@ class Keeper:
         try:
             while True:
                 process = self._start()
+                began = time.monotonic()
                 if not await self._becomes_healthy(process):
-                    if self.record.restarts == 0:
+                    ended_late = process.poll() is not None and time.monotonic() - began >= WORTH_SECONDS
+                    if self.record.restarts == 0 and not ended_late:
                         break
                 else:
                     await self._watch(process)

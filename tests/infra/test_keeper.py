@@ -45,3 +45,39 @@ async def test_a_service_that_keeps_dying_is_given_up_with_its_children(
     assert "restarted 2 times" in record.detail
     assert history.count("ready") == 3
     assert processes.members(state) == []
+
+
+LATE = """
+import http.server, pathlib, sys
+seen = pathlib.Path("seen")
+if not seen.exists():
+    seen.touch()
+    sys.exit("nobody came")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("worth", "ends"), [(0.0, "ready"), (600.0, "failed")])
+async def test_a_first_start_that_ends_is_tried_again_only_where_it_had_waited_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: float, ends: str
+) -> None:
+    def launch(state: StateDirectory, numbers: dict[str, int]) -> Launch:
+        url = f"http://127.0.0.1:{numbers['http']}"
+        return Launch([sys.executable, "-c", LATE, str(numbers["http"])], url, "/")
+
+    monkeypatch.setitem(RECIPES, "late", Recipe(("http",), launch))
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "WORTH_SECONDS", worth)
+    state = StateDirectory(tmp_path)
+    state.create()
+    record = ServiceRecord("late", ports={"http": ports.choose(str(tmp_path), None, [])})
+    reached = asyncio.Event()
+    one = Keeper(
+        state, record, dict(os.environ), str(tmp_path), lambda: reached.set() if record.status == ends else None
+    )
+    kept = asyncio.create_task(one.keep())
+    await asyncio.wait_for(reached.wait(), 60)
+    assert record.restarts == (1 if ends == "ready" else 0)
+    kept.cancel()
+    await asyncio.wait([kept])
+    assert processes.members(state) == []
