@@ -10,7 +10,10 @@ import itertools
 import time
 from typing import Any
 
+import httpx
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from pydantic import Field, create_model
@@ -36,15 +39,39 @@ _asked: set[tuple[str, int]] = set()
 
 
 def at_border(run: Run, k: int) -> None:
-    """Before iteration k: tell what the numbers of the last one alert to, ask people what they have to decide, and begin no
-    iteration that they have not paid for.
+    """Before iteration k: rest where a person has asked for that, tell what the numbers of the last one alert to, ask people
+    what they have to decide, and begin no iteration that they have not paid for.
 
     Raises:
+        Pause: the flow run was suspended.
         BudgetReached: a limit is used up, and this run cannot wait for a person.
     """
+    heed_suspension()
     _tell_alerts(run, k - 1)
     _ask_for_approval(run, k)
     _stay_within_budget(run, k)
+
+
+def heed_suspension() -> None:
+    """Rest, where the server says that this flow run is suspended.
+
+    Prefect tells a flow run of it by an event, which it sends before the state is committed: whoever asks at once, while the
+    database is busy, is told that the flow run is running, and Prefect's observer does not ask again.
+
+    Raises:
+        Pause: as Prefect raises it, for all that runs under the flow run.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or not _is_deployed():
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(context.flow_run.id).state
+    except httpx.HTTPError:  # the next border asks again
+        return
+    if state is not None and state.is_paused() and state.name == "Suspended":
+        context.flow_run_suspension_request.mark_requested(state)
+        raise Pause(state=state)
 
 
 def at_end(run: Run) -> None:

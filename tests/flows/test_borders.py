@@ -1,0 +1,41 @@
+"""A flow run that Prefect has not told of its suspension looks for itself, between two iterations."""
+
+from __future__ import annotations
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Suspended
+
+from flows import borders
+from flows.borders import heed_suspension
+from tests.flows.served import Served
+
+
+def test_a_suspended_flow_run_rests_at_the_border_whoever_has_told_it(
+    prefect_client: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(borders, "_is_deployed", lambda: True)
+    passed = []
+
+    @flow(name="rests")
+    def rests() -> None:
+        heed_suspension()
+        passed.append("at work")
+        context = FlowRunContext.get()
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(context.flow_run.id, Suspended(timeout_seconds=3600), force=True)
+        with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+            heed_suspension()
+        passed.append("the server is away")
+        with pytest.raises(Pause):
+            heed_suspension()
+        assert context.flow_run_suspension_request.is_requested(), "for all that runs under it"
+        heed_suspension()
+
+    with pytest.raises(Pause):
+        rests()
+    assert passed == ["at work", "the server is away"]
