@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Suspended
 
 from flows import borders
@@ -28,7 +30,8 @@ def test_a_suspended_flow_run_rests_at_the_border_whoever_has_told_it(
         context = FlowRunContext.get()
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(context.flow_run.id, Suspended(timeout_seconds=3600), force=True)
-        with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        with monkeypatch.context() as away:
+            away.setattr(borders, "get_client", refused)
             heed_suspension()
         passed.append("the server is away")
         with pytest.raises(Pause):
@@ -39,3 +42,7 @@ def test_a_suspended_flow_run_rests_at_the_border_whoever_has_told_it(
     with pytest.raises(Pause):
         rests()
     assert passed == ["at work", "the server is away"]
+
+
+def refused(**_: object) -> NoReturn:
+    raise httpx.ConnectError("refused")
