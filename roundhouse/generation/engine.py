@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from roundhouse.config.generation import RunningGenerations
-from roundhouse.errors import DataError, RoundhouseError
+from roundhouse.errors import DataError, InfraError, RoundhouseError
 from roundhouse.weights.ways import TransferWay
 
 AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
@@ -59,7 +59,7 @@ class EnginePoisoned(RoundhouseError):
     """The engine holds a mixture of weights or has died. Only a restart helps."""
 
 
-class TransferFailed(RoundhouseError):
+class TransferFailed(InfraError):
     """Weights did not come by a transfer; the engine can still load others."""
 
     def __init__(self, text: str, *, touched: bool) -> None:
