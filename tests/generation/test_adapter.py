@@ -11,9 +11,20 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from roundhouse.config.models import OptimizerConfig, TrainConfig
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import GenerationConfig, OptimizerConfig, TrainConfig
 from roundhouse.config.training import LoraConfig
+from roundhouse.generation import deployment
+from roundhouse.generation.agreement import TOLERANCE, difference, proof_of, require_agreement
+from roundhouse.generation.deployment import Replica, ServeEndpoint
+from roundhouse.generation.weights import digest_of
+from roundhouse.stages.checkpoint import publish, publish_starting_policy
+from roundhouse.stages.travel import offered
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import open_run
 from roundhouse.training.trainer import Trainer
+from tests.generation.test_refit import assert_agrees, replies
+from tests.stages.test_checkpoint import trained
 from tests.training.tiny import sequences
 
 IDS = [5, 9, 33, 2, 7, 41, 8]
@@ -57,3 +68,43 @@ def test_vllm_serves_the_adapter_of_a_checkpoint_as_the_merged_model_says(tmp_pa
     np.testing.assert_allclose(found["base"], _plain(tmp_path / "start"), rtol=0, atol=1e-4)
     np.testing.assert_allclose(found["adapter"], _plain(tmp_path / "tuned"), rtol=0, atol=1e-4)
     assert np.abs(np.subtract(found["adapter"], found["base"])).max() > 0.1
+
+
+def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_merged_weights(
+    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], tmp_path: Path
+) -> None:
+    optimizer = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
+    lora = TrainConfig(lora=LoraConfig(rank=4), device="cpu", threads=1, optimizer=optimizer)
+    trainer = Trainer.load(policies["first"], lora)
+    tree = {"run_id": "r", "store": str(tmp_path / "store"), "train": {"lora": {"rank": 4}}}
+    local = {"infra": {"state": str(tmp_path / "state")}, "generation": {"weights": "adapter"}}
+    run = open_run(parse_config(tree | local))
+    checkpoints, directories = [publish_starting_policy(run, policies["first"], {})], [policies["first"]]
+    for version in (1, 2):
+        trainer.step(sequences(seed=version), version)
+        trainer.save(tmp_path / f"v{version}")
+        directories.append(tmp_path / f"v{version}")
+        checkpoints.append(publish(run, trained(run, version, directories[-1])))
+
+    def refitted(checkpoint: Reference) -> list[Replica]:
+        with offered(run, checkpoint, []) as terms:
+            found = deployment.refit(
+                config, deployed, weights=checkpoint.uri, version=checkpoint.policy_version, terms=terms
+            )
+        require_agreement(found, config.dtype)
+        return found
+
+    replicas = refitted(checkpoints[0])
+    processes = {replica.pid for replica in replicas}
+    for checkpoint, directory in zip(checkpoints[1:], directories[1:], strict=True):
+        before, replicas = proof_of(replicas)["probe"], refitted(checkpoint)
+        assert {replica.pid for replica in replicas} == processes
+        assert [(replica.way, replica.way_note) for replica in replicas] == [("adapter", None)] * 2
+        assert {replica.digest for replica in replicas} == {digest_of(directory)}
+        assert difference(before, proof_of(replicas)["probe"]) > 10 * TOLERANCE[config.dtype]
+        for completion in replies(deployed, config, 4):
+            assert completion.policy_version == checkpoint.policy_version
+            assert_agrees(directory, completion)
+    read = deployment.refit(config, deployed, weights=str(directories[-1]), version=3)
+    assert {replica.way for replica in read} == {"store"}
+    require_agreement(read, config.dtype, proof_of(replicas))
