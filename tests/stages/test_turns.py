@@ -6,7 +6,6 @@ takes the processor for it (`declared_gpu/`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 import yaml
 
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import DataError
 from roundhouse.generation.deployment import Replica
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
@@ -38,7 +37,6 @@ from tests.generation.test_standalone import engine_process
 
 pytestmark = pytest.mark.timeout(900)
 
-ONE_GPU = {"ray": ("--num-gpus", "1")}
 TRAINER, REPLICA = ACTORS = ("TrainActor", "ServeReplica:policy:policy")
 
 
@@ -139,18 +137,9 @@ def with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serv
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     state = tmp_path / "state" / "services"
     try:
-        yield started(state)
+        yield services.up(state, ("prefect", "ray"), arguments={"ray": ("--num-gpus", "1")})
     finally:
         services.down(state)
-
-
-def started(state: Path, attempts: int = 4) -> Services:
-    for _ in range(attempts - 1):
-        with contextlib.suppress(
-            InfraError
-        ):  # a busy machine may not give Ray's node the half minute that Ray waits for it
-            return services.up(state, ("prefect", "ray"), arguments=ONE_GPU)
-    return services.up(state, ("prefect", "ray"), arguments=ONE_GPU)
 
 
 def told_by_ray(running: Services, table: str) -> list[dict[str, Any]]:
