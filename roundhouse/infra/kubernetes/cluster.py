@@ -58,6 +58,7 @@ class Cluster:
         self._client = client
         self._patience = patience_seconds
         self._lock = threading.Lock()
+        self._closed = False
         self.calls: Counter[str] = Counter()
         """Requests sent, repeated ones too, by verb and kind: `create jobs`."""
 
@@ -70,6 +71,9 @@ class Cluster:
         return self._patience
 
     def close(self) -> None:
+        """No call is sent from here on, also none that a thread had been about to repeat."""
+        with self._lock:
+            self._closed = True
         self._client.close()
 
     def create(self, path: str, body: Object, *, dry_run: bool = False) -> Object:
@@ -162,6 +166,8 @@ class Cluster:
         verb: str,
     ) -> urllib3.HTTPResponse:
         with self._lock:
+            if self._closed:
+                raise InfraError(f"{method} {path} is not sent: the connection to the cluster was closed.")
             self.calls[f"{verb} {_kind(path)}"] += 1
         parameters = self._client.param_serialize(
             method,
