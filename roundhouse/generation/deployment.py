@@ -290,7 +290,7 @@ class _Serve:
             if found is not None and all_there(found, count, digest, user_config):
                 return found
             if time.monotonic() >= next_look:
-                self._raise_what_serve_says()
+                self._raise_what_serve_says(digest)
                 next_look = time.monotonic() + SERVE_STATUS_SECONDS
             time.sleep(POLL_SECONDS)
         raise DeploymentFailed(
@@ -298,15 +298,16 @@ class _Serve:
             f"They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found or []]}"
         )
 
-    def _raise_what_serve_says(self) -> None:
+    def _raise_what_serve_says(self, digest: str) -> None:
         application = self._call("GET")["applications"].get(serve_app.APPLICATION)
         if application is None:
             return
         if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise DeploymentFailed(f"The policy deployment failed: {last_lines(_messages(application))}")
         for deployment in application["deployments"].values():
-            if "Error" in (message := deployment.get("message") or ""):
-                raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(message)}")
+            said = deployment.get("message") or ""
+            if "Error" in said and not is_of_another(said, digest):
+                raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(said)}")
 
 
 def _client(url: str, headers: dict[str, str]) -> httpx.Client:
@@ -319,9 +320,15 @@ def _messages(application: dict[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def is_of_another(said: str, digest: str) -> bool:
+    """Whether an error is that of a replica of another application: one that is on its way out may still fail to start."""
+    return serve_app.FAILED_NOTE in said and serve_app.FAILED_NOTE + digest not in said
+
+
 def last_lines(text: str) -> str:
     """The end of a traceback: where the cause stands."""
-    return "\n".join(text.strip().splitlines()[-8:])
+    lines = [line for line in text.strip().splitlines() if serve_app.FAILED_NOTE not in line]
+    return "\n".join(lines[-8:])
 
 
 def all_there(found: list[Replica], count: int, digest: str, user_config: dict[str, Any]) -> bool:

@@ -39,6 +39,8 @@ APPLICATION = "policy"
 DEPLOYMENT = "policy"
 SERVED_MODEL = "policy"
 IMPORT_PATH = "roundhouse.generation.serve_app:build"
+FAILED_NOTE = "This was application "
+"""Ends the error of a replica that could not start: Serve blames the wanted application for replicas of the one before, too."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,11 @@ class PolicyReplica:
         config = GenerationConfig.model_validate(generation)
         replica_id = serve.get_replica_context().replica_id.unique_id
         application = application_digest(arguments_of(generation, model_dir, reserved))
-        self.policy, self.server = await start_policy(config, model_dir, replica_id, application)
+        try:
+            self.policy, self.server = await start_policy(config, model_dir, replica_id, application)
+        except Exception as error:
+            error.add_note(FAILED_NOTE + application)
+            raise
         if reserved is not None and (group := get_current_placement_group()) is not None:
             self.policy.placement_group = group.id.hex()
         self._deployment: Any = None

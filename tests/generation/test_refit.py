@@ -18,11 +18,13 @@ import pytest
 
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation import deployment
+from roundhouse.generation.agreement import require_agreement
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint
 from roundhouse.generation.protocol import Completion
 from roundhouse.generation.terms import Terms
 from roundhouse.generation.weights import digest_of
+from roundhouse.weights.transfer import Sender
 from tests.generation import tiny
 
 LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 64}]
@@ -241,6 +243,25 @@ def test_weights_with_the_right_digest_are_taken(deployed, config, policies):
         config, deployed, weights=f"file://{policies['second']}", version=60, terms=Terms(digest=digest)
     )
     assert {replica.policy_version for replica in found} == {60}
+
+
+def test_replicas_take_a_transfer_as_ranks_of_one_group(
+    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]
+) -> None:
+    sending_config = config.model_copy(update={"weights": "transfer"})
+    ids = [replica.replica_id for replica in deployment.replicas(deployed)]
+    second = policies["second"]
+    with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:
+        terms = Terms(digest_of(second), sending.way("float32").model_dump())
+        found = deployment.refit(sending_config, deployed, weights=str(second), version=300, terms=terms)
+    assert [(one.way, one.way_note) for one in found] == [("transfer", None)] * 2
+    assert {one.replica_id for one in found} == set(ids)
+    assert sending.sent == 1
+    require_agreement(found, "float32")
+    read = deployment.refit(config, deployed, weights=str(policies["first"]), version=301)
+    again = deployment.refit(config, deployed, weights=str(second), version=302)
+    assert read[0].probe != again[0].probe
+    require_agreement(again, "float32", {"digest": found[0].digest, "probe": found[0].probe})
 
 
 def test_a_killed_replica_comes_back_at_the_wanted_version(deployed, config, policies, refit):

@@ -1,4 +1,4 @@
-"""An engine that cannot start says why, within seconds. Last of the tests with the shared deployment: it ends broken."""
+"""An engine that cannot start says why, within seconds. Last of the tests with the shared deployment: it is another then."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_a_wrong_token_is_named(deployed, config, policies):
         deployment.refit(config, stranger, weights=str(policies["first"]), version=1)
 
 
-def test_a_model_that_the_engine_does_not_know_fails_with_the_engines_words(deployed, config, policies, tmp_path):
+def test_a_model_that_the_engine_does_not_know_fails_with_the_engines_words_and_another_starts(
+    deployed, config, policies, tmp_path
+):
     strange = tmp_path / "strange"
     shutil.copytree(policies["first"], strange)
     model = json.loads((strange / "config.json").read_text()) | {
@@ -45,3 +47,7 @@ def test_a_model_that_the_engine_does_not_know_fails_with_the_engines_words(depl
         deployment.ensure_deployed(config, str(strange), deployed)
     # Most of it is importing vLLM on a busy machine.
     assert time.monotonic() - started < 120
+    # The second replica that cannot start fails while the next application starts. Its error is not that one's.
+    first, other = str(policies["first"]), config.model_copy(update={"backend": "transformers"})
+    again = deployment.ensure_deployed(other, first, deployed, weights=first, version=2)
+    assert [(replica.ready, replica.policy_version, replica.error) for replica in again] == [(True, 2, None)] * 2

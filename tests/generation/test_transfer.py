@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig, Sampling
-from roundhouse.generation import deployment
 from roundhouse.generation.agreement import require_agreement
 from roundhouse.generation.backends import environment
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint
+from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.protocol import Completion
 from roundhouse.generation.terms import Terms
@@ -233,22 +232,3 @@ def test_a_sender_that_dies_in_the_middle_leaves_nobody_served_until_the_checkpo
     (reread,) = engine.ensure(CONFIG, model, str(second), 202)
     require_agreement([whole, reread], "float32")
     assert whole.probe == reread.probe != before.probe
-
-
-def test_replicas_of_ray_serve_are_ranks_of_one_group(
-    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]
-) -> None:
-    sending_config = config.model_copy(update={"weights": "transfer"})
-    ids = [replica.replica_id for replica in deployment.replicas(deployed)]
-    second = policies["second"]
-    with Sender(second, "gloo", ids, "127.0.0.1", SECONDS, BATCH_BYTES) as sending:
-        terms = by(sending.way("float32"), second)
-        found = deployment.refit(sending_config, deployed, weights=str(second), version=300, terms=terms)
-    assert [(one.way, one.way_note) for one in found] == [("transfer", None)] * 2
-    assert {one.replica_id for one in found} == set(ids)
-    assert sending.sent == 1
-    require_agreement(found, "float32")
-    read = deployment.refit(config, deployed, weights=str(policies["first"]), version=301)
-    again = deployment.refit(config, deployed, weights=str(second), version=302)
-    assert read[0].probe != again[0].probe
-    require_agreement(again, "float32", {"digest": found[0].digest, "probe": found[0].probe})
