@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from roundhouse.asynchrony.rolling import Progress
+from roundhouse.asynchrony.rolling import Progress, window_of
 from roundhouse.asynchrony.rollouts import Key
 from roundhouse.stages.shard_workers import ShardTask, Workers
 from roundhouse.stages.sharded_attempt import Outcome, ShardedAttempt
@@ -63,8 +62,8 @@ class OpenShards:
     told: int = 0
     cpu_seconds: float = 0.0
     """Of the threads that waited for its workers."""
-    began: float | None = None
-    ended: float = 0.0
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By shard, the first begin and the last end of its workers in this attempt, of one clock."""
 
     @property
     def complete(self) -> bool:
@@ -77,7 +76,7 @@ class OpenShards:
     @property
     def window_seconds(self) -> float:
         """From its first worker's begin to its last one's end, in this attempt."""
-        return 0.0 if self.began is None else self.ended - self.began
+        return window_of(self.spans.values())
 
     def of(self, key: Key) -> OpenShard:
         """The shard that a rollout is in."""
@@ -90,14 +89,3 @@ class OpenShards:
         if self.progress is not None and finished != self.told:
             self.told = finished
             self.progress(finished, self.planned)
-
-
-@dataclass(eq=False)
-class AtWork:
-    """A worker, and the rollouts that the controller counts as running on its behalf."""
-
-    opened: OpenShards
-    shard: OpenShard
-    version: int
-    """On which they were admitted."""
-    attempts: Mapping[Key, int]

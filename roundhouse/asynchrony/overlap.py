@@ -210,9 +210,8 @@ class Overlap:
             raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
         batch = Batch(train.groups, self.rolling.at_hand(train.groups), self.rolling.window_seconds(train.groups))
         if self.chooses and controller.batch is None:
-            made = [rollout for rollouts in batch.at_hand.values() for rollout in rollouts]
             try:
-                refuse_many_failures(made, self.run.config.rollout, self.rolling.url)
+                refuse_many_failures(self.rolling.outlines(train.groups), self.run.config.rollout, self.rolling.url)
             except TooFewRollouts as failure:
                 raise self._gives_up(failure) from None
         return batch

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from roundhouse.asynchrony.pool import TrajectoryPool
 from roundhouse.asynchrony.stores import Trajectory
 from roundhouse.store.location import Location
-from roundhouse.store.stage import read_part
+from roundhouse.store.stage import Stage, read_part
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables
 
@@ -30,6 +30,11 @@ def written_rollouts(stage: Location) -> list[Rollout]:
             if before is None or before.status is Status.FAILED or rollout.status is not Status.FAILED:
                 found[rollout.rollout_id] = rollout
     return sorted(found.values(), key=lambda rollout: (rollout.group_id, rollout.sample))
+
+
+def by_id(stage: Stage) -> dict[str, Rollout]:
+    """`written_rollouts` by their id."""
+    return {rollout.rollout_id: rollout for rollout in written_rollouts(stage.location)}
 
 
 def fill_from_stages(

@@ -69,7 +69,7 @@ class OpenCollection:
     @property
     def window_seconds(self) -> float:
         """From its first rollout's begin to its last one's end, in this attempt."""
-        return _window(self.spans.values())
+        return window_of(self.spans.values())
 
 
 class Rolling:
@@ -165,10 +165,14 @@ class Rolling:
                     found[position] = [rollout for rollout in rollouts if rollout is not None]
         return found
 
+    def outlines(self, positions: Collection[int]) -> list[Rollout]:
+        """What was made of these groups since the lane began."""
+        return [rollout for rollouts in self.at_hand(positions).values() for rollout in rollouts]
+
     def window_seconds(self, positions: Collection[int]) -> float:
         """From the first begin to the last end of what was made of these groups since the lane began."""
         spans = [span for opened in self._open.values() for key, span in opened.spans.items() if key[0] in positions]
-        return _window(spans)
+        return window_of(spans)
 
     def flush(self) -> None:
         """Write down what finished, then the controller's events.
@@ -339,5 +343,6 @@ class Rolling:
             self.ended.set()
 
 
-def _window(spans: Collection[tuple[float, float]]) -> float:
+def window_of(spans: Collection[tuple[float, float]]) -> float:
+    """From the first begin to the last end."""
     return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0

@@ -25,26 +25,24 @@ from itertools import islice
 from roundhouse.asynchrony import events as happened
 from roundhouse.asynchrony.decisions import Continue
 from roundhouse.asynchrony.dispatch import ENGINE, Dispatch
-from roundhouse.asynchrony.open_shards import AtWork, OpenShard, OpenShards
-from roundhouse.asynchrony.plan import Plan
-from roundhouse.asynchrony.recovery import written_rollouts
+from roundhouse.asynchrony.open_shards import OpenShard, OpenShards
+from roundhouse.asynchrony.plan import Plan, generated_in
+from roundhouse.asynchrony.recovery import by_id
 from roundhouse.asynchrony.resumption import forget
-from roundhouse.asynchrony.rolling import END_SECONDS, LOOK_SECONDS, Progress
+from roundhouse.asynchrony.rolling import END_SECONDS, LOOK_SECONDS, Progress, window_of
 from roundhouse.asynchrony.rollouts import Key
+from roundhouse.asynchrony.shard_at_work import AtWork
 from roundhouse.config.distribution import Shards
 from roundhouse.errors import InfraError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.stages import parts as stage_parts
-from roundhouse.stages.child_process import Stopped
-from roundhouse.stages.distributed import FIRST_PAUSE_SECONDS
-from roundhouse.stages.shard_worker import finished_in
 from roundhouse.stages.shard_workers import workers_of
 from roundhouse.stages.sharded_attempt import Outcome, ShardedAttempt
 from roundhouse.stages.shards import split
 from roundhouse.store.cpu import beside
 from roundhouse.store.run import Run
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +101,11 @@ class RollingShards:
             raise self.error or InfraError("The generation lane has ended.")
         shards = self._shards(iteration, attempt)
         with self._dispatch as dispatch:
-            groups = dispatch.controller.rollouts.groups
-            counted = {
-                key for key in self.plan.keys(iteration) if key[0] in groups and key[1] in groups[key[0]].versions
-            }
-        outcomes = self._whole(iteration, attempt, [each for each in shards if counted.issuperset(each.keys)])
+            controller = dispatch.controller
+            settled = {position for position in self.plan.groups(iteration) if controller.has_decided(position)}
+            counted = {key for key in self.plan.keys(iteration) if key[0] in settled or key in controller.rollouts}
+        there = [each for each in shards if counted.issuperset(each.keys)]
+        outcomes = self._whole(iteration, attempt, there, settled)
         missing = [each for each in shards if each.label not in outcomes]
         kept = {key for each in shards for key in each.keys if key in counted}
         kept -= {
@@ -127,7 +125,8 @@ class RollingShards:
         return opened
 
     def wait(self, opened: OpenShards) -> bool:
-        """Wait until all of its shards are whole; False when the lane ends before.
+        """Wait until all of its shards are whole; with a window, until steps were decided on for all of its groups. False when
+        the lane ends before.
 
         Raises:
             Exception: what a worker met that another one would meet again, or the last of too many losses.
@@ -136,7 +135,7 @@ class RollingShards:
             with self._dispatch as dispatch:
                 if opened.error is not None:
                     raise opened.error
-                if opened.complete or self.ended.is_set():
+                if (whole := self._is_whole(opened)) or self.ended.is_set():
                     break
                 waits_for_others = not self._stopped.is_set() and not self._of(opened)
                 dispatch.wait(LOOK_SECONDS)
@@ -144,7 +143,7 @@ class RollingShards:
             if waits_for_others:
                 ACTIVITY.advance()  # as in `Rolling.wait`
         opened.tell()
-        return opened.complete
+        return whole
 
     def close(self, iteration: int) -> None:
         """Let no further shard of an iteration begin, and end its workers; what they have not finished is to begin again."""
@@ -163,9 +162,26 @@ class RollingShards:
         """Nothing: workers keep the rollouts in the store."""
         return {}
 
+    def outlines(self, positions: Collection[int]) -> list[Rollout]:
+        """What workers made of these groups, or left before this lane, without its tokens."""
+        return [
+            rollout
+            for opened in self._open.values()
+            for outcome in opened.outcomes.values()
+            for key, rollout in self.plan.keyed(opened.iteration, outcome.rollouts).items()
+            if key[0] in positions
+        ]
+
     def window_seconds(self, positions: Collection[int]) -> float:
-        """Told by each collect stage of its own."""
-        return 0.0
+        """From the first begin to the last end of the workers that made these groups since the lane began."""
+        return window_of(
+            [
+                opened.spans[each.label]
+                for opened in self._open.values()
+                for each in opened.shards
+                if each.label in opened.spans and any(key[0] in positions for key in each.keys)
+            ]
+        )
 
     def flush(self) -> None:
         """Write down the controller's events; what they tell is in the store."""
@@ -191,17 +207,25 @@ class RollingShards:
             for shard in split(self.plan.specs(iteration), count)
         ]
 
-    def _whole(self, iteration: int, attempt: ShardedAttempt, shards: list[OpenShard]) -> dict[str, Outcome]:
-        """Shards that need no worker: their rollouts are in the store."""
+    def _is_whole(self, opened: OpenShards) -> bool:
+        controller = self._dispatch.controller
+        if controller.terms.chooses:
+            return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
+        return opened.complete
+
+    def _whole(
+        self, iteration: int, attempt: ShardedAttempt, shards: list[OpenShard], settled: Collection[int]
+    ) -> dict[str, Outcome]:
+        """Shards that need no worker: their rollouts are in the store, or, where steps were decided on for all of the shard's
+        groups (`settled`), whatever of them is."""
         found: dict[str, Outcome] = {}
         written: dict[str, Rollout] | None = None
         for each in shards:
-            outcome = attempt.left_before(each.shard, each.task)
+            is_settled = all(position in settled for position, _ in each.keys)
+            outcome = attempt.left_before(each.shard, each.task, is_settled)
             if outcome is None:
-                if written is None:
-                    place = self._run.stage(iteration, "collect").location
-                    written = {rollout.rollout_id: rollout for rollout in written_rollouts(place)}
-                outcome = attempt.taken_over(each.shard, written)
+                written = written or by_id(generated_in(self._run, iteration))
+                outcome = attempt.taken_over(each.shard, written, is_settled)
             if outcome is not None:
                 found[each.label] = outcome
         return found
@@ -225,7 +249,7 @@ class RollingShards:
                 continue
         for work in left:
             log.error("The worker of %s, iteration %d, has not ended in time.", work.shard.label, work.opened.iteration)
-            self._evict(work, "its worker does not end")
+            work.evict("its worker does not end")
 
     # In the lane's thread
 
@@ -254,9 +278,9 @@ class RollingShards:
                     dispatch.wait(LOOK_SECONDS)
                 self._cpu_seconds = time.thread_time()
             if begun is not None:
-                context = begun.opened.context.copy()
+                collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
                 name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
-                threading.Thread(target=partial(context.run, self._collect, begun), name=name, daemon=True).start()
+                threading.Thread(target=collect, name=name, daemon=True).start()
             if time.monotonic() - recorded >= stage_parts.FLUSH_SECONDS:
                 self._dispatch.record()
                 recorded = time.monotonic()
@@ -283,95 +307,6 @@ class RollingShards:
             attempts[key] = given.attempt
             self._dispatch.tell(happened.RolloutStarted(*key, given.attempt, ENGINE))
             given = controller.admission(ENGINE)
-        work = AtWork(opened, shard, version, attempts)
+        work = AtWork(opened, shard, version, attempts, self._dispatch, self._distribution.restarts)
         self._at_work.add(work)
         return work
-
-    # In the thread of a worker
-
-    def _collect(self, work: AtWork) -> None:
-        opened, label = work.opened, work.shard.label
-        with beside():
-            began_cpu = time.thread_time()
-            try:
-                if self._is_held(work):
-                    with ACTIVITY.track("collect", "shard", label) as token:
-                        self._take(work, self._carry_out(work, token))
-            except InfraError as error:
-                self._lost(work, error)
-            except Stopped:
-                pass
-            except Exception as error:  # noqa: BLE001 - the stage raises it
-                opened.error = error
-            finally:
-                with self._dispatch as dispatch:
-                    self._evict(work, "its stage was given up" if opened.stopped.is_set() else "its worker was lost")
-                    opened.finished.pop(label, None)
-                    opened.cpu_seconds += time.thread_time() - began_cpu
-                    self._at_work.discard(work)
-                    dispatch.wake()
-
-    def _is_held(self, work: AtWork) -> bool:
-        """Wait for the weights that a shard is to begin on, where it was admitted while they were on their way; False when it
-        is not wanted any more."""
-        with self._dispatch as dispatch:
-            while not work.opened.stopped.is_set():
-                held = dispatch.controller.replicas[ENGINE].version
-                if held is not None and held >= work.version:
-                    return True
-                ACTIVITY.advance()
-                dispatch.wait(LOOK_SECONDS)
-        return False
-
-    def _carry_out(self, work: AtWork, token: str) -> Outcome:
-        opened, shard = work.opened, work.shard
-        assert opened.workers is not None, "a shard that has begun was missing when its collection was opened"
-        opened.began = opened.began or time.monotonic()
-        try:
-            opened.workers.run(shard.task.began_on(work.version), partial(self._heard, work, token), opened.stopped)
-        finally:
-            opened.ended = time.monotonic()
-        return opened.attempt.outcome(shard.shard, shard.task)
-
-    def _take(self, work: AtWork, outcome: Outcome) -> None:
-        """The shard is whole: tell what became of each rollout."""
-        with self._dispatch as dispatch:
-            events: list[happened.Event] = []
-            for key, rollout in zip(work.shard.keys, outcome.rollouts, strict=True):
-                attempt = work.attempts.get(key)
-                if attempt is None or not dispatch.is_running(key, attempt):
-                    continue
-                if rollout.status is Status.FAILED:
-                    reason = rollout.failure_code or "failed"
-                    events.append(happened.RolloutFailed(*key, attempt, reason, final=True))
-                else:
-                    events.append(happened.RolloutFinished(*key, attempt))
-            dispatch.tell(*events)
-            work.opened.outcomes[outcome.label] = outcome
-
-    def _lost(self, work: AtWork, error: InfraError) -> None:
-        """Its rollouts begin again after a while, unless too many of its workers were lost."""
-        opened, label = work.opened, work.shard.label
-        if opened.stopped.is_set():
-            return
-        opened.attempt.lost += 1
-        opened.losses[label] += 1
-        if (losses := opened.losses[label]) > self._distribution.restarts:
-            opened.error = error
-            return
-        log.warning("%s of iteration %d was lost and is collected on: %s", label, opened.iteration, error)
-        opened.stopped.wait(FIRST_PAUSE_SECONDS * 2 ** (losses - 1))
-
-    def _evict(self, work: AtWork, reason: str) -> None:
-        """What still runs on a worker's behalf is to begin again."""
-        with self._dispatch as dispatch:
-            running = [key for key, attempt in work.attempts.items() if dispatch.is_running(key, attempt)]
-            dispatch.tell(*(happened.RolloutEvicted(*key, reason) for key in running))
-
-    def _heard(self, work: AtWork, token: str, line: str) -> None:
-        """A worker said something, in whatever thread."""
-        ACTIVITY.advance(token)
-        if (finished := finished_in(line)) is not None:
-            work.opened.finished[work.shard.label] = finished
-        else:
-            log.info("iteration %d, %s: %s", work.opened.iteration, work.shard.label, line)

@@ -183,12 +183,6 @@ class RunConfig(Section):
         rollout, distribution = self.rollout, self.rollout.distribution
         if isinstance(distribution, Together):
             return
-        if self.asynchrony.window > 1:
-            raise ValueError(
-                f"asynchrony.window is {self.asynchrony.window}, and rollout.distribution.kind is {distribution.kind}: what a "
-                "worker makes is of one iteration and collected whole, not for other steps to choose from. Set "
-                "asynchrony.window to 1 (mode batch-async), or rollout.distribution.kind to none."
-            )
         if distribution.shards > rollout.concurrency:
             raise ValueError(
                 f"rollout.distribution.shards ({distribution.shards}) is above rollout.concurrency ({rollout.concurrency}), "

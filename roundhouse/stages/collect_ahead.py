@@ -105,16 +105,21 @@ def _rollouts_of(run: Run, plan: Plan, batch: Batch) -> list[Rollout]:
     found = dict(batch.at_hand)
     missing = [position for position in batch.groups if position not in found]
     for iteration in {plan.iteration_of(position) for position in missing}:
-        place = generated_in(run, iteration).location
-        keyed = plan.keyed(iteration, written_rollouts(place))
-        for position in set(missing) & set(plan.groups(iteration)):
-            if lost := [plan.spec(key).rollout_id for key in plan.samples(position) if key not in keyed]:
-                raise StoreError(
-                    f"{place.uri} has lost {', '.join(lost)}, of a group that a step was decided on. Restore its files, or "
-                    "fork the run."
-                )
-            found[position] = [keyed[key] for key in plan.samples(position)]
+        found |= _written(run, plan, iteration, set(missing) & set(plan.groups(iteration)))
     return [rollout for position in batch.groups for rollout in found[position]]
+
+
+def _written(run: Run, plan: Plan, iteration: int, positions: set[int]) -> dict[int, list[Rollout]]:
+    """Groups of an iteration, from the store."""
+    place = generated_in(run, iteration).location
+    keys = [key for position in positions for key in plan.samples(position)]
+    for _ in range(2):  # a worker that puts its parts together may delete one between listing and reading, once
+        keyed = plan.keyed(iteration, written_rollouts(place))
+        if not (lost := [plan.spec(key).rollout_id for key in keys if key not in keyed]):
+            return {position: [keyed[key] for key in plan.samples(position)] for position in positions}
+    raise StoreError(
+        f"{place.uri} has lost {', '.join(lost)}, of a group that a step was decided on. Restore its files, or fork the run."
+    )
 
 
 def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Reference:

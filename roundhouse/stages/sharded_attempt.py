@@ -110,9 +110,11 @@ class ShardedAttempt:
         )
         return ShardTask(spec, shard.label, _digest(place))
 
-    def left_before(self, shard: Shard, task: ShardTask) -> Outcome | None:
-        """What a worker of an earlier attempt left whole."""
-        if not task.after or (report := _read_report(task.place)) is None or report.ledger.failed:
+    def left_before(self, shard: Shard, task: ShardTask, is_settled: bool = False) -> Outcome | None:
+        """What a worker of an earlier attempt left whole; with failed rollouts only where nothing is to be made any more."""
+        if not task.after or (report := _read_report(task.place)) is None:
+            return None
+        if report.ledger.failed and not is_settled:
             return None
         try:
             return self._checked(shard, report, fresh=False)
@@ -122,11 +124,12 @@ class ShardedAttempt:
             log.warning("%s is collected again: %s", shard.label, error)
             return None
 
-    def taken_over(self, shard: Shard, written: Mapping[str, Rollout]) -> Outcome | None:
+    def taken_over(self, shard: Shard, written: Mapping[str, Rollout], is_settled: bool = False) -> Outcome | None:
         """The shard from rollouts by id that are in the store without a report: they are written again, as its worker would.
-        None when one is missing or failed."""
+        None when one is missing or failed; where nothing is to be made any more, only when all are missing."""
         found = [written[spec.rollout_id] for spec in shard.specs if spec.rollout_id in written]
-        if len(found) < len(shard.specs) or any(rollout.status is Status.FAILED for rollout in found):
+        lacks = len(found) < len(shard.specs) or any(rollout.status is Status.FAILED for rollout in found)
+        if not found or (lacks and not is_settled):
             return None
         writer = self._stage.join(self._attempt.provenance, self._attempt.number, shard.label)
         turns, rollouts = turns_table(found), rollouts_table(found)

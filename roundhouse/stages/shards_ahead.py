@@ -1,4 +1,4 @@
-"""The collect stage of an overlapped run whose rollouts are made by shards (`rollout.distribution`).
+"""An iteration's rollouts in an overlapped run, made by shards (`rollout.distribution`).
 
 Invariants: those of `collect_ahead`; the manifest tells each shard, and what became of lost workers, as that of a distributed
 collection does.
@@ -6,51 +6,70 @@ collection does.
 
 from __future__ import annotations
 
+from roundhouse.asynchrony.plan import generated_in
+from roundhouse.asynchrony.recovery import by_id
 from roundhouse.asynchrony.rolling import Progress
 from roundhouse.asynchrony.rolling_shards import OpenShards, RollingShards
 from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.collect_ahead import generated_by, weights_of
-from roundhouse.stages.sharded_attempt import ShardedAttempt
+from roundhouse.stages.sharded_attempt import Outcome, ShardedAttempt
 from roundhouse.store.cpu import beside
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
 from roundhouse.trajectories.ledger import Ledger
+from roundhouse.trajectories.records import Rollout
 
 
 def collect_shards_ahead(
     run: Run, iteration: int, rolling: RollingShards, progress: Progress | None = None
 ) -> Reference | None:
-    """The collect stage of an iteration; None when the lane was ended before, which loses nothing that is on disk.
+    """The stage of an iteration's own rollouts; None when the lane was ended before, which loses nothing that is on disk.
 
     Raises:
         TooFewRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
         InfraError: a shard lost more workers than `rollout.distribution.restarts`.
     """
-    stage = run.stage(iteration, "collect")
+    stage, chooses = generated_in(run, iteration), run.config.asynchrony.window > 1
     if (done := stage.reference()) is not None:
         return done
     trains_from = iteration - 1
-    oldest = max(run.first_version, trains_from - run.config.asynchrony.staleness)
+    oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
     with beside():
         attempt = ShardedAttempt(run, stage, trains_from, oldest)
         opened = rolling.open(iteration, attempt, progress)
         try:
             if not rolling.wait(opened):
                 return None
-            made = [rollout for outcome in opened.outcomes.values() for rollout in outcome.rollouts]
-            refuse_many_failures(made, run.config.rollout, rolling.url)
+            if not chooses:  # else when a step is decided on
+                made = [rollout for outcome in opened.outcomes.values() for rollout in outcome.rollouts]
+                refuse_many_failures(made, run.config.rollout, rolling.url)
             rolling.flush()
         finally:
             rolling.close(iteration)
-        attempt.charge(opened.cpu_seconds + rolling.spend())
-        return _commit(run, opened)
+        attempt.charge(opened.cpu_seconds + (0.0 if chooses else rolling.spend()))
+        return _commit(run, opened, _outcomes(stage, opened))
 
 
-def _commit(run: Run, opened: OpenShards) -> Reference:
-    attempt, outcomes = opened.attempt, [opened.outcomes[each.label] for each in opened.shards]
+def _outcomes(stage: Stage, opened: OpenShards) -> list[Outcome]:
+    """In the order of the shards. One without has groups that were dropped before it was whole: what there is of it."""
+    written: dict[str, Rollout] | None = None
+    found = []
+    for each in opened.shards:
+        if (outcome := opened.outcomes.get(each.label)) is None:
+            written = written or by_id(stage)
+            outcome = opened.attempt.taken_over(each.shard, written, is_settled=True)
+        if outcome is not None:
+            found.append(outcome)
+    return found
+
+
+def _commit(run: Run, opened: OpenShards, outcomes: list[Outcome]) -> Reference:
+    attempt = opened.attempt
     attempt.take(outcomes)
     rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
-    ledger = Ledger.from_rollouts(rollouts, requested=opened.planned)
+    requested = len(rollouts) if run.config.asynchrony.window > 1 else opened.planned
+    ledger = Ledger.from_rollouts(rollouts, requested=requested)
     return attempt.commit(
         inputs=weights_of(run, rollouts),
         counts=ledger.counts(),

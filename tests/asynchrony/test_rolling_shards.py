@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony import rolling_shards
+from roundhouse.asynchrony import rolling_shards, shard_at_work
 from roundhouse.asynchrony.controller import Controller
 from roundhouse.asynchrony.dispatch import ENGINE
 from roundhouse.asynchrony.journal import Journal
@@ -24,6 +24,7 @@ from roundhouse.asynchrony.resumption import PLACE, resume
 from roundhouse.asynchrony.rolling_shards import RollingShards
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
+from roundhouse.stages.child_process import Stopped
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.shard_spec import REPORT
 from roundhouse.stages.shard_worker import carry_out
@@ -105,6 +106,9 @@ class Lane:
     def train(self, k: int) -> None:
         self.dispatch.tell(happened.TrainingStarted(k, self.plan.groups(k)))
         self.rolling.flush()
+        self.trained(k)
+
+    def trained(self, k: int) -> None:
         publish(self.run, k)
         self.dispatch.tell(happened.TrainingFinished(k))
         self.rolling.flush()
@@ -235,6 +239,10 @@ class Threads:
     """How many workers of a shard are lost before they begin."""
     began: list[tuple[int, str, int | None, int]] = field(default_factory=list)
     """Iteration, shard, version and share of the concurrency."""
+    held: set[tuple[int, str]] = field(default_factory=set)
+    """Shards, by iteration and label, whose workers do nothing until they are told to end."""
+    unreported: set[tuple[int, str]] = field(default_factory=set)
+    """Those whose workers write all and leave no report until then."""
 
     def of(self, run: Run, tasks: list[ShardTask]) -> ThreadWorkers:
         return ThreadWorkers(self)
@@ -261,15 +269,21 @@ class ThreadWorkers:
         if self.threads.losses[task.label]:
             self.threads.losses[task.label] -= 1
             raise InfraError("its node is gone")
-        task.prepare()
-        assert carry_out(task.spec_uri, said) == 0
+        which = spec.iteration, task.label
+        if which not in self.threads.held:
+            task.prepare()
+            assert carry_out(task.spec_uri, said) == 0
+        if which in self.threads.held | self.threads.unreported:
+            task.place.delete(REPORT)
+            assert stopped.wait(PATIENCE)
+            raise Stopped
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     threads = Threads()
     monkeypatch.setattr(rolling_shards, "workers_of", threads.of)
-    monkeypatch.setattr(rolling_shards, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(shard_at_work, "FIRST_PAUSE_SECONDS", 0.01)
     return threads
 
 

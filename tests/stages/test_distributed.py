@@ -373,14 +373,6 @@ def test_what_cannot_work_is_refused_at_load(distribution: dict[str, Any], messa
         parse_config(settings("/tmp/x", 0, distribution=distribution))
 
 
-def test_shards_and_a_window_do_not_go_together() -> None:
-    tree = settings("/tmp/x", 2) | {"asynchrony": {"mode": "windowed", "staleness": 2, "window": 2}}
-    with pytest.raises(
-        ConfigError, match=r"asynchrony.window is 2, and rollout.distribution.kind is process.*Set .*window to 1"
-    ):
-        parse_config(tree)
-
-
 # -- outlines -------------------------------------------------------------------------------------------------------
 
 
