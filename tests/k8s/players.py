@@ -39,6 +39,8 @@ class Kubelet:
         self.behave: Callable[[Object], None] = lambda pod: self.succeed(pod)
         self.pods: list[str] = []
         """Names of all pods that came, in order."""
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        """Of pods whose container is a process of this machine, by the pod's uid."""
         self._known: set[str] = set()
         self._ending: set[str] = set()
         self._path = f"/api/v1/namespaces/{namespace}/pods"
@@ -66,6 +68,8 @@ class Kubelet:
                 raise
 
     def _end(self, pod: Object) -> None:
+        if (process := self.processes.get(pod["metadata"]["uid"])) is not None:
+            process.terminate()
         body = {"gracePeriodSeconds": 0}
         try:
             self.cluster._json("DELETE", f"{self._path}/{pod['metadata']['name']}", {}, body)
@@ -169,6 +173,7 @@ def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None =
         stderr=subprocess.STDOUT,
         text=True,
     )
+    kubelet.processes[pod["metadata"]["uid"]] = process
     assert process.stdout is not None
     for line in process.stdout:
         kubelet.say(pod, line.rstrip())
