@@ -8,6 +8,7 @@ from typing import Literal
 from prefect import flow
 
 from flows.economy import WholeConfig, untagged_tasks
+from flows.termination import repeated_terminations
 from roundhouse.errors import StoreError
 from roundhouse.stages.datasets import Draw, dataset_stage, open_to_collect, retain_versions, version_for
 from roundhouse.store.manifest import Reference
@@ -40,7 +41,7 @@ def collect(
     """
     run = open_to_collect(config)
     draw = Draw(iteration) if moment is None else Draw.of_moment(moment)
-    with untagged_tasks():
+    with untagged_tasks(), repeated_terminations():
         start = starting_policy(run)
         collected = _collect(run, name, draw, version, start, checkpoint)
     retain_versions(config.store, name, keep_last, keep_days)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.economy import WholeConfig, untagged_tasks
+from flows.termination import repeated_terminations
 from roundhouse.errors import StoreError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
@@ -16,7 +17,7 @@ from tasks.policy import starting_policy
 def evaluate(config: WholeConfig, version: int | None = None) -> Reference:
     """Evaluate a version, by default the newest."""
     run = open_run(config)
-    with untagged_tasks():
+    with untagged_tasks(), repeated_terminations():
         start = starting_policy(run)
         checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
         if checkpoint is None:

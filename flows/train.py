@@ -13,6 +13,7 @@ from flows.iteration import iteration
 from flows.overlap import lanes, overlapped_iteration
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
+from flows.termination import repeated_terminations
 from roundhouse.stages.refit import awake_at_end
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate, promote
@@ -28,7 +29,7 @@ def train(config: WholeConfig) -> dict[str, Any]:
     run = open_run(config, first_start=is_first_start())
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
         return summary
-    with untagged_tasks(), without_heartbeats(), heartbeat(run), awake_at_end(run):
+    with untagged_tasks(), without_heartbeats(), repeated_terminations(), heartbeat(run), awake_at_end(run):
         if not run.is_reported(config.iterations):
             start_engine(run)  # it loads while MLflow is imported and the starting policy made
         begins = not run.is_reported(run.first_version)

@@ -11,6 +11,7 @@ from flows.economy import WholeConfig, forget_results, untagged_tasks, without_h
 from flows.iteration import is_evaluated
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
+from flows.termination import repeated_terminations
 from flows.train import next_iteration, train
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
@@ -39,7 +40,7 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
     run = with_iterations(open_run(config, first_start=is_first_start()))
     if (summary := run.summary()) is not None and summary["iterations"] >= run.config.iterations:
         return summary
-    with untagged_tasks(), without_heartbeats(), heartbeat(run), awake_at_end(run):
+    with untagged_tasks(), without_heartbeats(), repeated_terminations(), heartbeat(run), awake_at_end(run):
         begins = not run.is_reported(run.first_version)
         if begins:
             link_tracking(run)

@@ -62,8 +62,9 @@ class Recipe:
 
 def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     url = f"http://{LOOPBACK}:{ports['http']}"
+    command = [sys.executable, "-m", "flows.prefect_server", "server", "start"]
     return Launch(
-        [_tool("prefect"), "server", "start", "--host", LOOPBACK, "--port", str(ports["http"])],
+        [*command, "--host", LOOPBACK, "--port", str(ports["http"])],
         url,
         "/api/health",
         {

@@ -66,7 +66,11 @@ def story(served: Served) -> Story:
     until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state", seconds=120)
     until(lambda: not served.processes(), "the end of all processes", seconds=60)
     told.left_after_cancel = [str(process) for process in processes if process.is_running()]
-    until(lambda: not _at_work(served, "flow_runs"), "Prefect's clean-up, which comes every 20 s", seconds=120)
+    until(
+        lambda: not _at_work(served, "flow_runs") + _at_work(served, "task_runs"),
+        "Prefect's clean-up, which comes every 20 s, and its record of it",
+        seconds=120,
+    )
     told.flows_after_cancel = sorted({flow["state"]["type"] for flow in _flow_runs(served)})
     told.tasks_after_cancel = _at_work(served, "task_runs")
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from roundhouse.errors import InfraError
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused
 from roundhouse.infra.kubernetes.watching import lines_of, shut
 
@@ -62,7 +63,7 @@ class PodLog:
                 if refused.status == 403 or (over and refused.status in (400, 404)):
                     logger.warning("%s cannot be read: %s", self._path, refused.message)
                     return
-            except (HTTPError, OSError, AttributeError) as error:
+            except (HTTPError, OSError, AttributeError, InfraError) as error:
                 logger.info("%s: %s: %s", self._path, type(error).__name__, error)
             idle = 0 if self._last != last else idle + 1
             if over:
