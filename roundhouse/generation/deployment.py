@@ -214,6 +214,11 @@ def wanted_application(
     }
 
 
+def digest_of(application: dict[str, Any]) -> str:
+    """What the application's replicas tell as theirs."""
+    return serve_app.application_digest(application["args"])
+
+
 def _pace(config: GenerationConfig) -> dict[str, Any]:
     """Serve tells a fifth of the replicas at a time, or one; a transfer is to all at once."""
     return {"rolling_update_percentage": 1.0} if config.weights == "transfer" else {}
@@ -282,7 +287,7 @@ class _Serve:
         """Until the application's replicas, and no others, hold its `user_config`."""
         deployment = application["deployments"][0]
         count, user_config = deployment["num_replicas"], deployment["user_config"]
-        digest = serve_app.application_digest(application["args"])
+        digest = digest_of(application)
         deadline, next_look = time.monotonic() + timeout, 0.0
         found: list[Replica] | None = None
         while time.monotonic() < deadline:

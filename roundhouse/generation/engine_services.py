@@ -40,6 +40,10 @@ class EngineService(Protocol):
         """The running replicas in their own words; empty when none answers."""
         ...
 
+    def application(self, config: GenerationConfig, model_dir: str) -> str:
+        """`application_digest` that replicas of such an engine tell; those of another one tell another."""
+        ...
+
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         """Ask for it, without weights, and do not wait."""
         ...
@@ -74,6 +78,9 @@ class ServedEngine:
     def replicas(self) -> list[Replica]:
         return deployment.replicas(self.serve)
 
+    def application(self, config: GenerationConfig, model_dir: str) -> str:
+        return deployment.digest_of(deployment.wanted_application(config, model_dir, {}, self.reserved))
+
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         deployment.ensure_deployed(config, model_dir, self.serve, reserved=self.reserved, wait=False)
 
@@ -102,6 +109,9 @@ class ProcessEngine:
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
+    def application(self, config: GenerationConfig, model_dir: str) -> str:
+        return deployment.digest_of(deployment.wanted_application(config, model_dir, {}))
+
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         self._want(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
 
@@ -116,7 +126,7 @@ class ProcessEngine:
         }
         found = self._want(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:
-            there = replica.ready and replica.policy_version == version
+            there = replica.ready and (replica.policy_version, replica.weights) == (version, weights)
             if not (there if terms.asleep is None else replica.asleep == terms.asleep):
                 raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
         return found

@@ -28,6 +28,7 @@ from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
+from roundhouse.stages.checkpoint import WEIGHTS_DIGEST
 from roundhouse.stages.policy import engine_files
 from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
@@ -69,18 +70,35 @@ def engine_model(run: Run) -> str | None:
 
 
 def engine_at(run: Run, version: int) -> str:
-    """Base URL of the engine, once every replica answers with the version.
+    """Base URL of the engine, once every replica answers with this run's weights of the version.
 
-    After a refit that is a matter of one call. When a replica has died since, it waits for the one that takes its place.
+    After a refit that is a matter of one call. Where a replica has died since, or the engine was another run's meanwhile, or is
+    another engine by now, it is brought to the checkpoint.
     """
+    checkpoint = run.checkpoint(version).reference()
+    if checkpoint is None:
+        raise StoreError(f"run {run.run_id} has no checkpoint of version {version}")
     engine = engine_service(run)
-    ready = [replica for replica in engine.replicas() if replica.ready and replica.policy_version == version]
-    if len(ready) != run.config.generation.replicas:
-        checkpoint = run.checkpoint(version).reference()
-        if checkpoint is None:
-            raise StoreError(f"run {run.run_id} has no checkpoint of version {version}")
-        ensure_version(run, checkpoint)
+    if not _holds(engine, run, checkpoint):
+        ensure_version(run, checkpoint, engine)
     return engine.url
+
+
+def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
+    """Whether the engine that the configuration asks for, in all its replicas, answers with this checkpoint.
+
+    A version is a number that other runs have too, and a run that was made anew has its checkpoints where the old one had them;
+    so the place of the weights counts, and their digest.
+    """
+    model, digest = engine_model(run), _digest_to_hold(run, checkpoint)
+    if model is None or digest is None:
+        return False
+    generation = served_generation(run.config)
+    wanted = (engine.application(generation, model), True, checkpoint.policy_version, checkpoint.uri, digest)
+    found = engine.replicas()
+    return len(found) == generation.replicas and all(
+        (one.application, one.ready, one.policy_version, one.weights, one.digest) == wanted for one in found
+    )
 
 
 def start_engine(run: Run) -> None:
@@ -168,6 +186,16 @@ def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:
     if proof is None or proof.get("format") != _format(run):
         return None
     return proof
+
+
+def _digest_to_hold(run: Run, checkpoint: Reference) -> str | None:
+    """Of the tensors that replicas are handed; None where the checkpoint does not tell, and no refit to it was recorded."""
+    digest: str | None = None
+    if (proof := _recorded_proof(run, checkpoint.policy_version)) is not None:
+        digest = proof["digest"]
+    elif _format(run) == "checkpoint":
+        digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
+    return digest
 
 
 def _format(run: Run) -> str:

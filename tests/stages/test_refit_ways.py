@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import LoraConfig, OptimizerConfig, TrainConfig
+from roundhouse.generation.deployment import Replica
 from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.stages.refit import ensure_version, refit_iteration
+from roundhouse.stages.refit import engine_at, engine_service, ensure_version, refit_iteration
 from roundhouse.stages.travel import leave_memory
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
@@ -49,6 +50,39 @@ def test_a_run_brings_its_engine_to_each_version_by_the_way_it_chose_and_records
         (again,) = ensure_version(run_by("store"), checkpoints[0])
         assert (again.policy_version, again.way) == (0, "store"), "held against the record, and found the same"
         leave_memory()
+
+
+def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this_runs(
+    tmp_path: Path,
+) -> None:
+    with engine_process() as url:
+
+        def begun(run_id: str, seed: int) -> Run:
+            keys = {"backend": "transformers", "engine_url": url}
+            config = {"run_id": run_id, "store": str(tmp_path / "store"), "infra": {"state": str(tmp_path / "state")}}
+            run = open_run(parse_config({**config, "generation": keys}))
+            if run.checkpoint(0).reference() is None:
+                publish_starting_policy(run, tiny.make_model(tmp_path / f"policy{seed}", seed=seed), {})
+            return run
+
+        def held(run: Run) -> Replica:
+            """After the run was told that the engine answers with its version 0."""
+            assert engine_at(run, 0) == url
+            (replica,) = engine_service(run).replicas()
+            assert (replica.policy_version, replica.weights) == (0, run.checkpoint(0).reference().uri)
+            return replica
+
+        mine = begun("mine", seed=1)
+        first = held(mine)
+        assert held(mine).wanted == first.wanted, "there is nothing to do"
+        other = held(begun("other", seed=2))
+        assert other.digest == digest_of(tmp_path / "policy2")
+        assert held(mine).digest == first.digest == digest_of(tmp_path / "policy1")
+
+        shutil.rmtree(tmp_path / "store/runs/mine")
+        anew = held(begun("mine", seed=3))
+        assert anew.weights == first.weights
+        assert anew.digest == digest_of(tmp_path / "policy3")
 
 
 def test_an_adapter_alone_travels_and_the_engine_holds_the_merged_weights_as_if_it_had_read_the_checkpoint(

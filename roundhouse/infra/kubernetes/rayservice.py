@@ -26,7 +26,7 @@ import httpx
 from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, InfraError, StoreError
-from roundhouse.generation import deployment, serve_app
+from roundhouse.generation import deployment
 from roundhouse.generation.deployment import DeploymentFailed, Replica
 from roundhouse.generation.terms import Terms
 from roundhouse.infra.kubernetes.cluster import Cluster, Refused, connect, explained
@@ -87,6 +87,9 @@ class RayServiceServed:
             return [Replica.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
         except (httpx.HTTPError, ValueError, KeyError):
             return []
+
+    def application(self, config: GenerationConfig, model_dir: str) -> str:
+        return deployment.digest_of(dict(as_handed_on(deployment.wanted_application(config, model_dir, {}))))
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         with self._connected() as cluster:
@@ -248,8 +251,7 @@ class _Waiting:
         return dict(self.application["deployments"][0]["user_config"])
 
     def _all_there(self, found: list[Replica]) -> bool:
-        digest = serve_app.application_digest(self.application["args"])
-        return deployment.all_there(found, self._count, digest, self._wanted)
+        return deployment.all_there(found, self._count, deployment.digest_of(self.application), self._wanted)
 
     def _present(self, watched: Watched) -> Object:
         """The RayService as it is now."""
