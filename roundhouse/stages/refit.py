@@ -69,6 +69,17 @@ def engine_model(run: Run) -> str | None:
     return None if start is None else start.uri
 
 
+def _model_to_start_from(run: Run) -> str:
+    if (model := engine_model(run)) is None:
+        raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
+    return model
+
+
+def _application(engine: EngineService, run: Run) -> str:
+    """What replicas of this run's engine tell as theirs; those of another run's tell another."""
+    return engine.application(served_generation(run.config), _model_to_start_from(run))
+
+
 def engine_at(run: Run, version: int) -> str:
     """Base URL of the engine, once every replica answers with this run's weights of the version.
 
@@ -90,13 +101,11 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     A version is a number that other runs have too, and a run that was made anew has its checkpoints where the old one had them;
     so the place of the weights counts, and their digest.
     """
-    model, digest = engine_model(run), _digest_to_hold(run, checkpoint)
-    if model is None or digest is None:
+    if (digest := _digest_to_hold(run, checkpoint)) is None:
         return False
-    generation = served_generation(run.config)
-    wanted = (engine.application(generation, model), True, checkpoint.policy_version, checkpoint.uri, digest)
+    wanted = (_application(engine, run), True, checkpoint.policy_version, checkpoint.uri, digest)
     found = engine.replicas()
-    return len(found) == generation.replicas and all(
+    return len(found) == run.config.generation.replicas and all(
         (one.application, one.ready, one.policy_version, one.weights, one.digest) == wanted for one in found
     )
 
@@ -114,9 +123,7 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     engine = engine or engine_service(run)
     generation, version = run.config.generation, checkpoint.policy_version
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
-    model = engine_model(run)
-    if model is None:
-        raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
+    model = _model_to_start_from(run)
     with (
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
         offered(run, checkpoint, engine.replicas() if generation.weights in _TO_SOME else [], engine.url) as terms,
@@ -134,7 +141,9 @@ def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
     """
     if reservation(run.config) is None:
         return None
-    found = engine_service(run).replicas() or ensure_version(run, checkpoint)
+    engine = engine_service(run)
+    own = _application(engine, run)
+    found = [each for each in engine.replicas() if each.application == own] or ensure_version(run, checkpoint, engine)
     groups = [replica.placement_group for replica in found if replica.placement_group is not None]
     if len(groups) != 1:
         raise InfraError(
@@ -146,9 +155,7 @@ def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
 
 def put_to_sleep(run: Run, checkpoint: Reference) -> None:
     """Have every replica give its memory back until the next refit; `checkpoint` is what the engine was brought to."""
-    model = engine_model(run)
-    if model is None:
-        raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
+    model = _model_to_start_from(run)
     announce("engine", text="asleep")
     engine, generation = engine_service(run), served_generation(run.config)
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
