@@ -32,6 +32,8 @@ FIRST_REPLICA_PORT, REPLICA_PORT_RANGES = 12_000, 100
 RAY_CPUS = 64
 """Only book-keeping: what really shares the cores is decided by the operating system and thread counts."""
 
+CLEAN_UP_SECONDS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -72,6 +74,8 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
             # Without it the memo store goes to the home directory, whatever PREFECT_HOME says.
             "PREFECT_SERVER_MEMO_STORE_PATH": str(state.path / "prefect" / "memo.toml"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # A cancelled run's sub-flows and tasks are shown as cancelled that soon; by default after 20 s.
+            "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_LOOP_SECONDS": str(CLEAN_UP_SECONDS),
         },
     )
 

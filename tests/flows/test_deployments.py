@@ -152,7 +152,11 @@ def _cancel_and_run_again(told: Story) -> None:
         subs = served.call("POST", "flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": [flow_run]}})
         return [sub["state"]["type"] for sub in subs]
 
-    until(lambda: not {"RUNNING", "PENDING"} & set(states()), "Prefect's clean-up, which comes every 20 s", seconds=120)
+    until(
+        lambda: not {"RUNNING", "PENDING"} & set(states()),
+        "Prefect's clean-up, which comes every few seconds",
+        seconds=120,
+    )
     told.sub_flows_after_cancel = states()
     told.complete_at_cancel = _finished(served.run(RUN))
     told.iterations = served.run(RUN).latest_checkpoint().policy_version + 2

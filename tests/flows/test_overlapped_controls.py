@@ -68,7 +68,7 @@ def story(served: Served) -> Story:
     told.left_after_cancel = [str(process) for process in processes if process.is_running()]
     until(
         lambda: not _at_work(served, "flow_runs") + _at_work(served, "task_runs"),
-        "Prefect's clean-up, which comes every 20 s, and its record of it",
+        "Prefect's clean-up, which comes every few seconds, and its record of it",
         seconds=120,
     )
     told.flows_after_cancel = sorted({flow["state"]["type"] for flow in _flow_runs(served)})
