@@ -1,17 +1,18 @@
 """The local services of one run, for the time that it runs in this process.
 
 Invariant: when the block is left, Ray (and with it the engine that the run deployed) is given back, however it is left; the
-pages stay, unless nobody else holds them and the block was left by an error.
+pages stay, unless nobody else holds them and the block was left by an error. Within it, the engine is this run's alone.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from roundhouse.config.models import RunConfig
-from roundhouse.infra.services import Services, local_services, needed_services, state_directory
+from roundhouse.infra.engine_turn import engine_turn
+from roundhouse.infra.services import Services, has_engine_here, local_services, needed_services, state_directory
 from roundhouse.infra.state import ServiceRecord
 from roundhouse.logs import about
 from roundhouse.observed import be_observed
@@ -33,6 +34,7 @@ def services_of(config: RunConfig) -> Iterator[Services]:
     with (
         about(run=config.run_id),
         local_services(state_directory(config), wanted, keep=kept, on_progress=on_progress) as services,
+        engine_turn(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
     ):
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
         os.environ.update(services.environment() | own_tracking)

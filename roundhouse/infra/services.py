@@ -197,6 +197,12 @@ def needed_services(config: RunConfig) -> tuple[str, ...]:
     return tuple(name for name in DEFAULT_SERVICES if name not in unused)
 
 
+def has_engine_here(config: RunConfig) -> bool:
+    """Whether the run's policy answers by the engine of its local services. Offline training without evaluation needs none."""
+    answers = config.offline is None or config.offline.evaluate
+    return answers and "ray" in needed_services(config)
+
+
 def _by_service(ports: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """{"prefect": 4200, "ray.serve": 8000} -> {"prefect": {"http": 4200}, "ray": {"serve": 8000}}"""
     found: dict[str, dict[str, int]] = {}

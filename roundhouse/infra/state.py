@@ -6,6 +6,7 @@ rests on a process number that may belong to somebody else by now.
 
     <state>/wanted.json      leases: service -> holders, fixed ports, arguments, number of the newest request
     <state>/services.json    what runs: process, ports, addresses, log, status; ports stay on record after a stop
+    <state>/engine.json      the run whose turn it is with the engine of these services
     <state>/handover.json    environment of the newest request, readable by the owner alone, removed once taken over
     <state>/logs/            one log a service, and the supervisor's
     <state>/{prefect,mlflow,ray}/  their data
@@ -110,6 +111,14 @@ class Running:
     services: dict[str, ServiceRecord] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """Whose turn it is with the engine."""
+
+    run_id: str
+    holder: Holder
+
+
 class StateDirectory:
     """One directory of services; two runs that name the same directory share its services."""
 
@@ -184,6 +193,13 @@ class StateDirectory:
 
     def write_running(self, running: Running) -> None:
         self._write("services.json", asdict(running))
+
+    def engine_use(self) -> EngineUse | None:
+        data = self._read("engine.json")
+        return EngineUse(data["run_id"], Holder(**data["holder"])) if data else None
+
+    def write_engine_use(self, use: EngineUse | None) -> None:
+        self._write("engine.json", {} if use is None else asdict(use))
 
     def hand_over(self, environment: dict[str, str]) -> None:
         self._write("handover.json", {"environment": environment, "directory": os.getcwd()})
