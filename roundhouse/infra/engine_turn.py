@@ -47,13 +47,10 @@ def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
                 return False
         if use != told:
             told = use
-            announce("engine", text=f"waits for run {use.run_id} (process {use.holder.pid}), which has it")
-            logger.info(
-                "Run %s (process %d) has the engine of the services in %s; run %s waits until it ends. For both at once, give "
-                "one of them services of its own (infra.state).",
-                use.run_id,
-                use.holder.pid,
-                state.path,
-                mine.run_id,
+            text = (
+                f"run {use.run_id} (process {use.holder.pid}) has the engine of the services in {state.path}, and run "
+                f"{mine.run_id} comes next. For both at once, give one of them services of its own (infra.state)."
             )
+            announce("waiting", text=text)
+            logger.info("Waiting: %s", text)
         time.sleep(LOOK_SECONDS)
