@@ -1,22 +1,39 @@
-"""Prefect's own command, for its server: `python -m flows.prefect_server server start …`. Garbage is collected elsewhere.
+"""Prefect's own command, for its server: `python -m flows.prefect_server server start …`, which gets on with SQLite.
 
-Invariant: the thread of the server's event loop never waits for a lock of the database.
+Invariants: the thread of the server's event loop never waits for a lock of the database; a request that the database refused
+because another was quicker is made again here.
 
 The server has its SQLite connections in threads, and a connection whose thread waits for the write lock (a minute at most) is
 locked itself. What of it is garbage, an old cursor say, waits for that when it is collected. Python collects garbage in
 whichever thread happens to allocate, mostly that of the event loop; and where the write lock belongs to a request which the
 event loop would go on with, nobody gets any further until the minute is over. About a third of the cancelled runs met this:
 the event loop's thread stood in an allocation, a request for a flow run's state held the lock, and three connections waited.
+
+Of two transactions that have read before they write, SQLite refuses one at once. Prefect then answers 503, and means that the
+request may be made again: its client does, its page does not, and a person's click on Resume or Cancel was lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import random
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 LOOK_SECONDS = 0.5
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 0.2
+AGAIN_SECONDS = 10.0
+"""No request is made again later than this after it came."""
+BUSY = 503
 
 
 def collect_garbage_elsewhere() -> None:
@@ -33,8 +50,80 @@ def _collect() -> None:
             gc.collect(max(generation for generation, is_full in enumerate(full) if is_full))
 
 
+class AsksAgain:
+    """An ASGI application around Prefect's.
+
+    Where Prefect lets a client ask again, it answers 503 and raises the database's error; a 503 without an error, as of a
+    server that is not ready yet, is an answer like any other.
+    """
+
+    def __init__(self, app: App, seconds: float = AGAIN_SECONDS) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if (body := await _body(receive)) is None:
+            return
+        until, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
+        while not await self._answered(scope, body, receive, send, is_last=time.monotonic() + pause > until):
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
+
+    async def _answered(
+        self, scope: MutableMapping[str, Any], body: bytes, receive: Receive, send: Send, is_last: bool
+    ) -> bool:
+        unread, held = [{"type": "http.request", "body": body, "more_body": False}], list[Message]()
+
+        async def read() -> Message:
+            return unread.pop() if unread else await receive()
+
+        async def hold_busy(message: Message) -> None:
+            if held or (message["type"] == "http.response.start" and message["status"] == BUSY):
+                held.append(message)
+            else:
+                await send(message)
+
+        try:
+            await self._app({**scope}, read, hold_busy)
+        except Exception:
+            if held and not is_last:
+                return False
+            for message in held:
+                await send(message)
+            raise
+        for message in held:
+            await send(message)
+        return True
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The whole request; None when the client has gone."""
+    parts = []
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+    return None
+
+
+def ask_again_where_busy() -> None:
+    """Prefect's server of this process is made with `AsksAgain` around it."""
+    from prefect.server.api import server
+
+    create = server.create_app
+
+    def create_app(*args: Any, **kwargs: Any) -> AsksAgain:
+        return AsksAgain(create(*args, **kwargs))
+
+    server.create_app = create_app  # type: ignore[assignment]
+
+
 def main() -> None:
     collect_garbage_elsewhere()
+    ask_again_where_busy()
     from prefect.cli import app
 
     sys.argv[0] = "prefect"

@@ -52,12 +52,13 @@ class Served:
     def run(self, run_id: str) -> Run:
         return load_run(self.store, run_id)
 
-    def call(self, method: str, path: str, **body: Any) -> Any:
-        """Prefect's API. It says 503 while its database is busy, or nothing for long, and wants to be asked again."""
+    def call(self, method: str, path: str, items: list[Any] | None = None, **body: Any) -> Any:
+        """Prefect's API, with a list or an object for a body. It says 503 while its database is busy, or nothing for long, and
+        wants to be asked again."""
         url = f"{self.services.prefect_ui_url}/api/{path}"
         for _ in range(20):
             try:
-                reply = httpx.request(method, url, json=body if method == "POST" else None, timeout=60)
+                reply = httpx.request(method, url, json=(items or body) if method == "POST" else None, timeout=60)
             except httpx.ReadTimeout:
                 if method != "GET":
                     raise

@@ -1,12 +1,21 @@
-"""Prefect's server does not stand still while a connection of its database waits for a lock."""
+"""Prefect's server on SQLite: it does not stand still while a connection waits, and asks a busy database again."""
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import sqlalchemy.exc
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from prefect.server.api.server import custom_internal_exception_handler
+
+from flows.prefect_server import AsksAgain
 
 WAITS_SECONDS = 6.0
 PROGRAM = f"""
@@ -74,6 +83,80 @@ while gone() is not None and time.monotonic() < deadline:
     kept = [[] for _ in range(10_000)]
     time.sleep(0.05)
 assert gone() is None
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+class Database:
+    """An application as Prefect's, whose database is busy for the first calls."""
+
+    def __init__(self, busy: int, error: Exception) -> None:
+        self.calls: list[Any] = []
+        self.app = FastAPI()
+        part = FastAPI(exception_handlers={Exception: custom_internal_exception_handler})
+        self.app.mount("/api", part)  # Prefect's is a part, too
+
+        @part.post("/resume")
+        async def resume(request: Request) -> dict[str, Any]:
+            self.calls.append(await request.json())
+            if len(self.calls) <= busy:
+                raise error
+            return {"calls": len(self.calls)}
+
+        @part.get("/ready")
+        async def ready() -> JSONResponse:
+            self.calls.append(None)
+            return JSONResponse({"message": "Database is not available"}, 503)
+
+    async def ask(self, method: str, path: str, seconds: float = 10.0) -> httpx.Response:
+        transport = httpx.ASGITransport(AsksAgain(self.app, seconds), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://prefect") as client:
+            return await client.request(method, path, json={"run_input": {"comment": "yes"}})
+
+
+def refused(text: str) -> Exception:
+    error = sqlite3.OperationalError(text)
+    error.sqlite_errorname = "SQLITE_BUSY_SNAPSHOT" if "locked" in text else "SQLITE_ERROR"
+    return sqlalchemy.exc.OperationalError("UPDATE flow_run", {}, error)
+
+
+async def test_a_request_that_the_busy_database_refused_is_made_again_whole() -> None:
+    database = Database(3, refused("database is locked"))
+    reply = await database.ask("POST", "/api/resume")
+    assert (reply.status_code, reply.json()) == (200, {"calls": 4})
+    assert database.calls == 4 * [{"run_input": {"comment": "yes"}}]
+
+
+async def test_a_database_that_stays_busy_is_told_in_time() -> None:
+    database = Database(1000, refused("database is locked"))
+    reply = await database.ask("POST", "/api/resume", seconds=0.5)
+    assert (reply.status_code, reply.json()) == (503, {"exception_message": "Service Unavailable"})
+    assert 3 <= len(database.calls) <= 20
+
+
+@pytest.mark.parametrize("error", [refused("no such column"), ValueError("a defect")])
+async def test_another_error_is_not_tried_again(error: Exception) -> None:
+    database = Database(1, error)
+    assert (await database.ask("POST", "/api/resume")).status_code == 500
+    assert len(database.calls) == 1
+
+
+async def test_an_answer_that_the_server_is_not_ready_is_passed_on() -> None:
+    database = Database(0, ValueError())
+    reply = await database.ask("GET", "/api/ready")
+    assert (reply.status_code, reply.json()) == (503, {"message": "Database is not available"})
+    assert len(database.calls) == 1
+
+
+def test_the_servers_command_starts_the_server_that_asks_again() -> None:
+    program = """
+from flows import prefect_server
+prefect_server.ask_again_where_busy()
+from prefect.server.api.server import create_app
+assert isinstance(create_app(ephemeral=True), prefect_server.AsksAgain)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]

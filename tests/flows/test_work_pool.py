@@ -77,10 +77,7 @@ def test_a_change_of_the_file_is_told_and_made_and_a_schedule_that_a_person_adde
     path = "deployments/name/collect/on-the-cluster"
     by_hand = [{"schedule": {"cron": "5 5 * * *"}, "slug": "by-hand", "active": False}]
     deployment = prefect_client.call("GET", path)["id"]
-    import httpx
-
-    url = f"{prefect_client.services.prefect_ui_url}/api/deployments/{deployment}/schedules"
-    httpx.post(url, json=by_hand, timeout=30).raise_for_status()
+    prefect_client.call("POST", f"deployments/{deployment}/schedules", by_hand)
 
     hourly = NIGHTLY | {"slug": "hourly", "cron": "0 * * * *", "active": False}
     lines = deploy(deployments(tmp_path, template, schedules=[hourly], tags=["b"]), template)
