@@ -88,7 +88,7 @@ class AsksAgain:
 
         try:
             await self._app({**scope}, read, hold_busy)
-        except Exception:
+        except Exception:  # a request's border: raised again, unless the request is made again
             if held and not is_last:
                 return False
             for message in held:

@@ -17,7 +17,6 @@ from roundhouse.infra.state import StateDirectory
 
 HOLD = """
 import sys
-from pathlib import Path
 from roundhouse.infra.engine_turn import engine_turn
 from roundhouse.infra.state import StateDirectory
 
