@@ -60,7 +60,7 @@ def cpu_ms(engine: str, kind: str, count: int, journal: Journal | None) -> float
     finished = None if journal is None else journal.finished
 
     async def work() -> list[Rollout]:
-        async with HttpPolicyClient(engine, GenerationConfig(), connections=128) as policy:
+        async with HttpPolicyClient(engine, GenerationConfig()) as policy:
             client = LocalEnvironmentClient(Repeatable())
             return await collect(
                 specs, policy, client, config, Sampling(max_new_tokens=4096), finished, journal=journal

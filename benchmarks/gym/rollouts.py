@@ -129,7 +129,7 @@ def ours(client: Callable[[], EnvironmentClient], engine: str, pids: list[int], 
 
         async def work() -> list[Any]:
             async with (
-                HttpPolicyClient(engine, GenerationConfig(), connections=concurrency) as policy,
+                HttpPolicyClient(engine, GenerationConfig()) as policy,
                 client() as environment,
             ):
                 return await collect(specs, policy, environment, config, sampling)

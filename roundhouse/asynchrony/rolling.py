@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -257,7 +258,7 @@ class Rolling:
             await self._flush()
 
     async def _admit(self, group: asyncio.TaskGroup) -> None:
-        slots = self._config.rollout.concurrency
+        slots = self._config.rollout.concurrency or math.inf
         while True:
             change = self._change
             while self._running < slots and (begun := self._begin()) is not None:

@@ -196,7 +196,7 @@ class RollingShards:
     def _shards(self, iteration: int, attempt: ShardedAttempt) -> list[OpenShard]:
         """Each with its share of `rollout.concurrency`, which is the same for all: any of them may be at work at once."""
         config, count = self._run.config, self._distribution.shards
-        share = max(1, config.rollout.concurrency // count)
+        share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
         keys = self.plan.keys(iteration)
         return [
             OpenShard(

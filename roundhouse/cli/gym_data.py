@@ -38,7 +38,7 @@ def collect(
     agent: Annotated[str | None, typer.Option("--agent", "-a", help="Agent for rows that name none.")] = None,
     limit: Annotated[int | None, typer.Option(help="Rows to take.", min=1)] = None,
     num_repeats: Annotated[str, typer.Option(help="Rollouts a row: 4, or {agent: 4, _default: 1}.")] = "1",
-    concurrency: Annotated[int, typer.Option(help="Rollouts in flight.", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Rollouts in flight; 0: all at once.", min=0)] = 64,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output lacks.")] = False,
     prompt_config: Annotated[str | None, typer.Option(help="Prompt templates (YAML) that make the input.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
@@ -63,7 +63,9 @@ def collect(
     given = {name: value for name, value in sampling.items() if value is not None}
     how = materialization(place.agent, limit, num_repeats, prompt_config, given, overrides or [])
     files = CollectionFiles(output)
-    summary = _collect(files, _left(files, inputs, place, how, resume), place, concurrency, not disable_aggregation)
+    summary = _collect(
+        files, _left(files, inputs, place, how, resume), place, concurrency or None, not disable_aggregation
+    )
     terminal = console()
     terminal.print(summary.line(), highlight=False, soft_wrap=True)
     if summary.not_run:
@@ -224,7 +226,9 @@ def _left(
     return collection.begin(files, expanded(lines, how, "the environment's tasks"))
 
 
-def _collect(files: CollectionFiles, left: Remaining, place: OpenPlace, concurrency: int, aggregate: bool) -> Summary:
+def _collect(
+    files: CollectionFiles, left: Remaining, place: OpenPlace, concurrency: int | None, aggregate: bool
+) -> Summary:
     import asyncio
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

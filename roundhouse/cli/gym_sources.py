@@ -109,7 +109,7 @@ def _own(place: Place) -> OpenPlace:
     rollout = RolloutConfig(
         max_turns=place.max_turns,
         max_tokens=place.max_tokens,
-        concurrency=place.concurrency,
+        concurrency=place.concurrency or None,
         timeout_seconds=place.timeout,
         tool_timeout_seconds=place.timeout,
     )

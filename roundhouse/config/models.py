@@ -183,7 +183,7 @@ class RunConfig(Section):
         rollout, distribution = self.rollout, self.rollout.distribution
         if isinstance(distribution, Together):
             return
-        if distribution.shards > rollout.concurrency:
+        if rollout.concurrency is not None and distribution.shards > rollout.concurrency:
             raise ValueError(
                 f"rollout.distribution.shards ({distribution.shards}) is above rollout.concurrency ({rollout.concurrency}), "
                 "which the shards have together: each needs one rollout in flight. Lower the first or raise the second."

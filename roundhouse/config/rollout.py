@@ -44,8 +44,8 @@ class RolloutConfig(Section):
     """Model calls a rollout."""
     max_tokens: PositiveInt = 400
     """Tokens of a whole rollout, prompt included; it is truncated there."""
-    concurrency: PositiveInt = 128
-    """Rollouts in flight at once, in all shards together."""
+    concurrency: PositiveInt | None = 128
+    """Rollouts in flight at once, in all shards together. Null: as many as there are."""
     distribution: Distribution = Together()
     """Over which workers the collection is spread, for training and evaluation alike."""
     timeout_seconds: PositiveFloat = 120

@@ -1,8 +1,8 @@
 """The served policy over HTTP, as a `PolicyClient`.
 
 Invariant: a call ends within its time limit, with a completion or with one of four typed errors; it never waits longer and
-never makes an answer up. The limit counts from when the call has a connection: waiting for one's own other calls is not the
-engine's fault. A call is repeated only where a replica refused it before it drew a token, because its weights are not whole:
+never makes an answer up. How many calls are in flight is the caller's affair (`rollout.concurrency`): nothing here holds one
+back. A call is repeated only where a replica refused it before it drew a token, because its weights are not whole:
 another replica may take it. Anything else is not repeated here, since only the caller knows whether a repetition is welcome.
 """
 
@@ -25,6 +25,7 @@ from roundhouse.generation.protocol import (
     EngineUnreachable,
 )
 from roundhouse.health.activity import ACTIVITY
+from roundhouse.open_files import allow_open_files
 
 PATH = "/v1/chat/completions"
 REFUSED_PAUSES = (0.1, 0.3, 1.0)
@@ -39,19 +40,17 @@ class HttpPolicyClient:
         completion = await policy.complete(messages, tools, sampling, seed)
     """
 
-    def __init__(
-        self, base_url: str, config: GenerationConfig, *, connections: int = 128, model: str = "policy"
-    ) -> None:
+    def __init__(self, base_url: str, config: GenerationConfig, *, model: str = "policy") -> None:
         self.url = base_url.rstrip("/") + PATH
         self.timeout_seconds = config.request_timeout_seconds
         self.model = model
-        self._connections = connections
-        self._slots = asyncio.Semaphore(connections)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpPolicyClient:
+        allow_open_files()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections),
+            # The collector bounds the rollouts in flight; a second bound here would be a limit without a name.
+            connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=self.timeout_seconds),
         )
         return self
@@ -78,11 +77,10 @@ class HttpPolicyClient:
         return read_completion(data, latency, self.url)
 
     async def _timed_post(self, body: bytes) -> tuple[int, bytes, float]:
-        """Status, body, and seconds since the call had a connection."""
-        async with self._slots:
-            started = time.perf_counter()
-            status, data = await self._post(body)
-            return status, data, time.perf_counter() - started
+        """Status, body, and seconds that it took."""
+        started = time.perf_counter()
+        status, data = await self._post(body)
+        return status, data, time.perf_counter() - started
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         if self._session is None:

@@ -157,7 +157,7 @@ def build(arguments: dict[str, Any]) -> Application:
     reserved = arguments.get("reserved")
     deployment = serve.deployment(
         name=DEPLOYMENT,
-        max_ongoing_requests=1024,
+        max_ongoing_requests=65536,  # the engine queues for itself; this would be a second, hidden bound
         max_queued_requests=-1,
         health_check_period_s=2,
         health_check_timeout_s=60,

@@ -120,7 +120,7 @@ class Collection:
         self._config = config
         self._tape = tape
         self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
-        self._workers = min(config.concurrency, len(specs))
+        self._workers = min(config.concurrency or len(specs), len(specs))
         self._outage = Outage(self._workers)
         self._budget = RetryBudget(len(specs), config.retry.budget_fraction, config.retry.budget_seconds)
         self._results: list[tuple[int, Rollout]] = []

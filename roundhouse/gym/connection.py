@@ -18,6 +18,7 @@ from yarl import URL
 
 from roundhouse.errors import ConfigError
 from roundhouse.gym.failures import FAILURE_HEADER, EnvironmentTimeout, EnvironmentUnavailable, EnvironmentUnreachable
+from roundhouse.open_files import allow_open_files
 
 CONNECT_SECONDS = 60.0
 """Generous: where thousands of rollouts wake up together on a busy machine, a connection that stands is noticed late."""
@@ -122,6 +123,7 @@ class Connection:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
+            allow_open_files()
             # The collector bounds the concurrency; a second bound here would be waiting without a name.
             connector = _PacedConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
             self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())

@@ -62,7 +62,8 @@ class Distributed:
         self._rounds += 1
         sharded = self._sharded
         shards = split(specs, sharded.distribution.shards)
-        limits = shares(self._run.config.rollout.concurrency, len(shards))
+        concurrency = self._run.config.rollout.concurrency
+        limits = [None] * len(shards) if concurrency is None else shares(concurrency, len(shards))
         tasks = [
             sharded.task(shard, sampling, engine_url, limit, on_policy=on_policy, round_number=self._rounds)
             for shard, limit in zip(shards, limits, strict=True)

@@ -81,7 +81,7 @@ class ShardedAttempt:
         shard: Shard,
         sampling: Sampling,
         engine_url: str,
-        concurrency: int,
+        concurrency: int | None,
         *,
         on_policy: bool = True,
         round_number: int = 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -66,13 +65,6 @@ async def test_an_engine_that_never_answers_is_a_timeout_within_the_limit():
             with pytest.raises(EngineTimeout, match="request_timeout_seconds"):
                 await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
             assert time.monotonic() - started < 3
-
-
-async def test_waiting_for_ones_own_other_calls_does_not_count_as_a_timeout(url):
-    config = GenerationConfig(request_timeout_seconds=4)
-    async with HttpPolicyClient(url, config, connections=1) as policy:
-        calls = [policy.complete(tiny.TOOL_MESSAGES, [], Sampling(max_new_tokens=60), seed) for seed in range(12)]
-        assert len(await asyncio.gather(*calls)) == 12
 
 
 async def test_something_else_at_the_url_is_unreachable_not_a_crash():

@@ -1,16 +1,22 @@
 """Thousands of rollouts in flight at once: none lost, none failed, and no turn dearer than the first."""
 
 import asyncio
+import contextlib
+import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from roundhouse.config.models import GenerationConfig, RetryPolicy
+from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion
 from roundhouse.gym.collector import collect, plan_rollouts
 from roundhouse.gym.remote import RemoteEnvironmentClient
 from roundhouse.gym.sessions import LocalEnvironmentClient
 from roundhouse.trajectories.records import Status
+from tests.generation.servers import serve
 from tests.gym.playground import SAMPLING, Counter, counter_row, rollout_config, serving_counter, turns_of
 
 PROMPT, REPLY, RESULT = list(range(1000, 1256)), list(range(2000, 2064)), list(range(3000, 3064))
@@ -60,6 +66,42 @@ async def test_thousands_of_rollouts_in_flight_all_complete(where: str, count: i
                 rollouts = await collect(specs, policy, client, config, SAMPLING)
     assert [rollout.rollout_id for rollout in rollouts] == [spec.rollout_id for spec in specs]
     assert {(rollout.status, rollout.attempt, rollout.reward) for rollout in rollouts} == {(Status.COMPLETED, 1, 0.1)}
+
+
+@contextlib.contextmanager
+def engine_that_answers_all_at_once(together: int) -> Iterator[tuple[str, list[int]]]:
+    """Answers nobody before `together` calls are in flight. Its URL, and how many were in flight as each came."""
+    in_flight: list[int] = []
+    tokens = {"prompt_token_ids": PROMPT, "generation_token_ids": REPLY, "generation_log_probs": [-0.5] * len(REPLY)}
+    choice = {"message": {"role": "assistant", "content": "done", **tokens}, "finish_reason": "stop"}
+    answer = json.dumps({"choices": [choice], "policy_version": 1}).encode()
+
+    async def make() -> Any:
+        all_here = asyncio.Event()
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            in_flight.append(len(in_flight) + 1)
+            if len(in_flight) == together:
+                all_here.set()
+            await all_here.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": answer})
+
+        return application
+
+    with serve(make) as url:
+        yield url, in_flight
+
+
+@pytest.mark.parametrize("concurrency", [300, None])
+async def test_as_many_model_calls_are_in_flight_as_rollout_concurrency_says(concurrency: int | None):
+    specs = plan_rollouts([counter_row(f"t{index}") for index in range(300)], 1, seed=1, iteration=0)
+    config = rollout_config(concurrency=concurrency, retry=RetryPolicy(attempts=1))
+    with engine_that_answers_all_at_once(300) as (url, in_flight):
+        async with HttpPolicyClient(url, GenerationConfig(request_timeout_seconds=10)) as policy:
+            rollouts = await collect(specs, policy, LocalEnvironmentClient(Counter()), config, SAMPLING)
+    assert max(in_flight) == 300
+    assert {rollout.status for rollout in rollouts} == {Status.COMPLETED}
 
 
 async def test_a_sixteenth_turn_costs_what_a_first_one_does():

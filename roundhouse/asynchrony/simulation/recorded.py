@@ -115,7 +115,8 @@ def makespan(seconds: list[float], slots: int) -> float:
 
 
 def _slots(run: Run) -> int:
-    return -(-run.config.rollout.concurrency // run.config.generation.replicas)
+    rollout = run.config.rollout
+    return -(-(rollout.concurrency or rollout.tasks * rollout.group_size) // run.config.generation.replicas)
 
 
 def _measured(values: list[float]) -> dict[str, Any]:

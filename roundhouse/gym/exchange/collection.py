@@ -101,7 +101,7 @@ async def collect(
     left: Remaining,
     source: RolloutSource,
     *,
-    concurrency: int,
+    concurrency: int | None,
     aggregate: bool = True,
     on_outcome: OnOutcome | None = None,
 ) -> Summary:

@@ -41,7 +41,7 @@ class OwnPolicy:
         self._rollout = rollout
         self._sampling = generation.sampling
         self._seed = seed
-        self._policy = HttpPolicyClient(engine_url, generation, connections=rollout.concurrency)
+        self._policy = HttpPolicyClient(engine_url, generation)
         self._environment = open_environment(environment)
         self._open = AsyncExitStack()
 

@@ -77,8 +77,9 @@ class Outcome:
         return self.error is not None and classify(self.error)[0] is FailureKind.DATA
 
 
-async def stream(rows: Sequence[Row], source: RolloutSource, concurrency: int) -> AsyncGenerator[Outcome, None]:
-    """The outcomes of `rows` in the order of completion."""
+async def stream(rows: Sequence[Row], source: RolloutSource, concurrency: int | None) -> AsyncGenerator[Outcome, None]:
+    """The outcomes of `rows` in the order of completion; all rows at once where `concurrency` is None."""
+    concurrency = concurrency or max(1, len(rows))
     queue: Iterator[tuple[int, Row]] = iter(enumerate(rows))
     finished: asyncio.Queue[Outcome] = asyncio.Queue(maxsize=concurrency)
     outage = _Outage(concurrency)
@@ -99,7 +100,7 @@ async def stream(rows: Sequence[Row], source: RolloutSource, concurrency: int) -
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: int) -> list[Outcome]:
+async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: int | None) -> list[Outcome]:
     """The outcomes of `rows` in their order.
 
     Raises:
