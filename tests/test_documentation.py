@@ -8,6 +8,7 @@ import importlib.util
 import re
 import textwrap
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import yaml
 from roundhouse.cli import app
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.stages.datasets import Draw
+from tests.query.stores import write_dataset, write_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -172,3 +175,28 @@ def test_the_page_of_the_configuration_has_a_row_for_every_section() -> None:
 )
 def test_a_command_or_an_option_that_is_not_there_is_noticed(line: str, wrong: list[str]) -> None:
     assert list(wrong_commands(line)) == wrong
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "import pyarrow" in page.read_text()], ids=lambda page: page.stem
+)
+def test_a_snippet_that_reads_parquet_gives_the_rollouts_that_were_committed_and_nothing_else(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A glob over the stage's directory once gave 475 rows for 128 rollouts: turns and rollouts in one table."""
+    [snippet] = (block for block in blocks(page.read_text()) if "import pyarrow" in block)
+    store = str(tmp_path / ".roundhouse/store")
+    write_run(store, "quickstart", first=10, iterations=10)
+    night = Draw.of_moment(datetime(2026, 11, 22, 2, tzinfo=UTC))
+    write_dataset(write_run(store, "nights", first=25, iterations=25), "nightly", night, version=25)
+    for directory in ("runs/quickstart/iterations/000010/collect", f"datasets/nightly/{night.label(25)}"):
+        part = next((tmp_path / ".roundhouse/store" / directory).glob("rollouts-a0001-00000.parquet"))
+        part.with_name("rollouts-a0002-00000.parquet").write_bytes(
+            part.read_bytes()
+        )  # of an attempt that was interrupted
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    table = names["rollouts"].to_table()
+    committed = 12 if page.stem == "concepts" else 8
+    assert (table.num_rows, len(set(table["rollout_id"].to_pylist()))) == (committed, committed)
