@@ -18,6 +18,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.infra import services
 from roundhouse.infra.checks import machine, packages, reachability, storage
 from roundhouse.infra.doctor import Finding, diagnose
+from roundhouse.infra.recipes import RECIPES
+from roundhouse.infra.state import Running, ServiceRecord, StateDirectory
 from tests.gym.playground import serving
 
 GYM = {"gym": ["--environment", "calculator"]}
@@ -106,6 +108,23 @@ def test_a_service_that_hangs_is_found_and_one_that_answers_is_ok(state_dir: Pat
         os.kill(pid, signal.SIGCONT)
     assert (finding.status, finding.detail) == ("fail", f"{running.gym_url}: no answer")
     assert "gym.log" in finding.remedy
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_kind_of_service_is_looked_at_while_it_runs(name: str, state_dir: Path) -> None:
+    """The deployments of `roundhouse up` had no route: the check broke, and hid Prefect's and MLflow's lines."""
+    app = FastAPI()
+    app.get("/{path:path}")(lambda: {})
+    with serving(app) as url:
+        record = ServiceRecord(name, status="ready", url=url, ports={"serve": int(url.rsplit(":", 1)[1])})
+        state = StateDirectory(state_dir)
+        state.create()
+        state.write_running(Running(services={name: record}))
+        supervisor = state.take_supervision()
+        assert supervisor is not None
+        with supervisor:
+            findings = by_name(reachability.services(state_dir))
+    assert (findings[name].status, findings[name].detail) == ("ok", f"{url} answers")
 
 
 def test_processes_that_a_killed_supervisor_left_are_found(state_dir: Path) -> None:

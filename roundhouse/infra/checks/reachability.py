@@ -20,7 +20,8 @@ from roundhouse.infra.services import Services, status
 from roundhouse.infra.state import ServiceRecord
 
 PROBE_SECONDS = 2.0
-ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/"}
+ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/", "deployments": "/health"}
+"""What is asked of each service of `RECIPES`."""
 
 
 def services(state_dir: Path) -> list[Finding]:
