@@ -78,7 +78,12 @@ class RunView(logging.Handler):
         self._iterations = iterations
         self._told_at = 0.0
         self._pace = Pace()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[note]}"))
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(12),
+            TextColumn("{task.fields[note]}"),
+        )
         self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._activity = self._progress.add_task("", total=None, note="", visible=False)
 
@@ -114,7 +119,7 @@ class RunView(logging.Handler):
         elif time.monotonic() - self._told_at > PLAIN_INTERVAL_SECONDS:
             self._told_at = time.monotonic()
             count = f" {done:.0f}/{total:.0f}" if done is not None and total is not None else ""
-            self.say(f"  … {what}{count} {note}".rstrip())
+            self.say(escape(f"  … {what}{count} {note}".rstrip()))
 
     def _on_services(self, text: str) -> None:
         self.activity(f"services: {text}")
@@ -167,7 +172,7 @@ class RunView(logging.Handler):
             self.say(f"  [bold]held-out[/]   version {version:<3d}  reward [bold]{reward:.3f}[/] ± {error:.3f}")
 
     def _on_offline(self, text: str) -> None:
-        self.say("\n".join(f"  {line}" for line in text.splitlines()))
+        self.say("\n".join(f"  {escape(line)}" for line in text.splitlines()))
 
     def _on_iteration(self, iteration: int, metrics: dict[str, float]) -> None:
         if iteration > 0 and self._iterations is not None:
@@ -215,8 +220,8 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
     if overhead is not None:
         console.print(f"Roundhouse's own overhead: {overhead:.2f} s an iteration (median)")
     for name, link in links.items():
-        console.print(f"{name:<14}{link}", soft_wrap=True)
+        console.print(f"{name:<14}{link}", markup=False, soft_wrap=True)
     if hints:
         console.print("\n[bold]Try next[/]")
         for hint in hints:
-            console.print(f"  {hint}", soft_wrap=True, highlight=False)
+            console.print(f"  {hint}", soft_wrap=True, highlight=False, markup=False)

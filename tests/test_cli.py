@@ -76,6 +76,14 @@ def test_a_wrong_key_is_one_clear_line_and_the_exit_code_of_a_configuration() ->
     assert "Traceback" not in done.stderr
 
 
+def test_square_brackets_reach_the_reader_of_an_error_and_of_a_finding(tmp_path: Path) -> None:
+    """Rich takes [words] for its markup, and leaves them out."""
+    done = roundhouse("train", "missing[0-9].yaml")
+    assert "No configuration file missing[0-9].yaml." in done.stderr
+    done = roundhouse("doctor", "--state", str(tmp_path / "[bold]"))
+    assert "[bold] can be written" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("error", "code", "final"),
     [

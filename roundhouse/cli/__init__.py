@@ -67,7 +67,9 @@ def main() -> None:
 
         if not isinstance(known := typed(error), RoundhouseError):
             raise
-        error_console().print(f"[bold red]error:[/] {known}", highlight=False, soft_wrap=True)
+        from rich.markup import escape
+
+        error_console().print(f"[bold red]error:[/] {escape(str(known))}", highlight=False, soft_wrap=True)
         sys.exit(exit_code(known))
     except SystemExit as end:
         if end.code == INTERRUPTED:

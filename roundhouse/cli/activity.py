@@ -47,13 +47,15 @@ def runs_activity(
 
 def show(beat: Beat, errors: int) -> None:
     """The heartbeat on a terminal."""
+    from rich.markup import escape
+
     now, terminal = time.time(), console()
     age = now - beat.written_at
     terminal.print(
         f"process {beat.pid} on {beat.host}: {STATES[beat.state(now)]} (heartbeat {age:.0f} s ago)", highlight=False
     )
     health = beat.health
-    terminal.print(f"health: [{COLORS[health.status]}]{health.status}[/], {health.message}", highlight=False)
+    terminal.print(f"health: [{COLORS[health.status]}]{health.status}[/], {escape(health.message)}", highlight=False)
     for name, count in beat.counts.items():
         terminal.print(f"  {count:>5} {name}{_oldest(beat, name)}", highlight=False, markup=False)
     for error in beat.errors[-errors:] if errors else []:

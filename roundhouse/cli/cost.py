@@ -21,6 +21,7 @@ def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
     if as_json:
         out(json.dumps(found, indent=1))
         return
+    from rich.markup import escape
     from rich.table import Table
 
     used = Table("used", "", "budget", box=None)
@@ -35,7 +36,7 @@ def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
             wasted.add_row(reason, f"{tokens:,.0f}", f"{tokens / generated:.1%}")
         console().print(wasted)
     for line in found["over_budget"]:
-        console().print(f"[yellow]{line}[/]: the run waits for it to be raised")
+        console().print(f"[yellow]{escape(line)}[/]: the run waits for it to be raised")
 
 
 def run_cost(run: Any) -> dict[str, Any]:

@@ -67,10 +67,12 @@ def collect(
         files, _left(files, inputs, place, how, resume), place, concurrency or None, not disable_aggregation
     )
     terminal = console()
-    terminal.print(summary.line(), highlight=False, soft_wrap=True)
+    terminal.print(summary.line(), highlight=False, markup=False, soft_wrap=True)
     if summary.not_run:
-        terminal.print(f"{summary.outage} Run the command again with --resume.", highlight=False, soft_wrap=True)
-    terminal.print(f"{files.rollouts}", highlight=False, soft_wrap=True)
+        terminal.print(
+            f"{summary.outage} Run the command again with --resume.", highlight=False, markup=False, soft_wrap=True
+        )
+    out(f"{files.rollouts}")
 
 
 @app.command()

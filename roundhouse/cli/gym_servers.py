@@ -83,7 +83,7 @@ def start(
         head_token=head.get("token"),
         install=install,
         ray=ray,
-        announce=lambda text: terminal.print(f"  {text}", highlight=False, soft_wrap=True),
+        announce=lambda text: terminal.print(f"  {text}", highlight=False, markup=False, soft_wrap=True),
     )
     run(resolution, found, options, ready=lambda line: out(json.dumps(line) if as_json else _ready_text(line)))
 
@@ -141,12 +141,13 @@ def status(
         out(json.dumps(servers, indent=1))
     else:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table("server", "type", "implementation", "url", "pid", "up", "status", box=None)
         for one in servers:
             up = f"{one.get('uptime_seconds') or 0:.0f} s"
             row = (one["process_name"], one["server_type"], one["name"], one["url"], one["pid"], up, one["status"])
-            table.add_row(*(str(cell) for cell in row))
+            table.add_row(*(Text(str(cell)) for cell in row))
         console().print(table)
     if any(one["status"] != "success" for one in servers):
         raise typer.Exit(1)
@@ -179,8 +180,10 @@ def _resolved(arguments: list[str], roots: SearchRoots, ours: bool) -> Resolutio
 
 
 def _show_warnings(resolution: Resolution) -> None:
+    from rich.markup import escape
+
     for warning in resolution.warnings:
-        error_console().print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+        error_console().print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
 def _free_port() -> int:

@@ -42,6 +42,7 @@ def schedule_collect(
     from pydantic import ValidationError
 
     from roundhouse.config.forms import CollectForm
+    from roundhouse.config.patterns import in_words
     from roundhouse.errors import ConfigError
     from roundhouse.store.location import Location
 
@@ -57,7 +58,10 @@ def schedule_collect(
     except ValidationError as error:
         first = error.errors()[0]
         named = f"--{first['loc'][0]} {first['input']!r}: " if first["loc"] else ""
-        raise ConfigError(f"{named}{first['msg']}") from None
+        mismatch = first["type"] == "string_pattern_mismatch"
+        raise ConfigError(
+            f"{named}{'must be ' + in_words(first['ctx']['pattern']) if mismatch else first['msg']}"
+        ) from None
     form.resolve()  # an unknown run or override is told now, not at two in the morning
     at_prefect(state)
     from flows.schedules import add_schedule

@@ -28,7 +28,7 @@ def up(
         state / "services",
         (*services.STANDING_SERVICES, *(["ray"] if ray else [])),
         on_progress=lambda record: terminal.print(
-            f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False
+            f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False, markup=False
         ),
     )
     for name, value in started.environment().items():
@@ -56,6 +56,8 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """What is missing or unreachable on this machine or cluster, and what to do about it."""
+    from rich.markup import escape
+
     from roundhouse.infra.doctor import diagnose, diagnose_cluster
 
     resolved = None if config is None else load(config, overrides)
@@ -66,6 +68,7 @@ def doctor(
         marks = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
         for finding in findings:
             remedy = f"\n       → {finding.remedy}" if finding.remedy else ""
-            console().print(f"{marks[finding.status]} {finding.name}: {finding.detail}{remedy}", highlight=False)
+            said = escape(f"{finding.name}: {finding.detail}{remedy}")
+            console().print(f"{marks[finding.status]} {said}", highlight=False)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)

@@ -27,13 +27,14 @@ def verify(
     if as_json:
         out(json.dumps(asdict(found), indent=1))
     else:
+        from rich.markup import escape
+
         terminal = console()
         for problem in found.problems:
-            terminal.print(
-                f"[red]damaged[/] {problem.uri}\n        {problem.what}\n      → {problem.remedy}", highlight=False
-            )
+            said = escape(f"{problem.uri}\n        {problem.what}\n      → {problem.remedy}")
+            terminal.print(f"[red]damaged[/] {said}", highlight=False)
         for uri in found.unfinished:
-            terminal.print(f"[yellow]unfinished[/] {uri}", highlight=False)
+            terminal.print(f"[yellow]unfinished[/] {escape(uri)}", highlight=False)
         terminal.print(
             f"{found.manifests} manifests, {found.files} files, {found.size / 2**20:.1f} MiB checked: "
             f"{len(found.problems)} damaged, {len(found.unfinished)} unfinished",

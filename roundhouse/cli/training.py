@@ -116,6 +116,8 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
         plan = "".join(f"# {place}\n" for place in placement(config))
         out(f"# Where the roles are:\n{plan}{config_yaml(config)}")
         return
+    from rich.markup import escape
+
     from roundhouse.console import RunView, print_summary
     from roundhouse.store.run import open_run
 
@@ -126,7 +128,7 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     summary, iterations = run.summary(), iterations_of(run)
     if summary is None or summary["iterations"] < iterations:
         with RunView(terminal, iterations) as view:
-            view.say(f"[bold]{config.run_id}[/]: {iterations} iterations, store {run.location.uri}")
+            view.say(f"[bold]{config.run_id}[/]: {iterations} iterations, store {escape(run.location.uri)}")
             if run.parent is not None:
                 view.say(f"  forked from run {run.parent.run_id} at version {run.parent.version}")
 

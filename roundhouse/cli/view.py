@@ -45,7 +45,7 @@ def view(
         from roundhouse.view.export import export_page
 
         size = export_page(store, scope, export, rollouts)
-        terminal.print(f"{export}: {size / 2**20:.1f} MiB", highlight=False)
+        terminal.print(f"{export}: {size / 2**20:.1f} MiB", highlight=False, markup=False)
         return
     catalog = Catalog(store)
     if run_id is not None and iteration is not None:
@@ -54,6 +54,8 @@ def view(
         catalog.iterations(run_id)
     from urllib.parse import urlencode
 
+    from rich.markup import escape
+
     from roundhouse.view.server import serve
 
     asked = {"run": run_id, "iteration": scope.iteration, "stage": scope.stage if scope.stage != "collect" else None}
@@ -61,7 +63,8 @@ def view(
 
     def on_ready(url: str) -> None:
         terminal.print(
-            f"[bold]{url}{'?' + query if query else ''}[/]  {catalog.root.uri}  (Ctrl-C ends it)", highlight=False
+            f"[bold]{url}{'?' + query if query else ''}[/]  {escape(catalog.root.uri)}  (Ctrl-C ends it)",
+            highlight=False,
         )
 
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it

@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.models import RunConfig
+from roundhouse.config.patterns import in_words
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.soundness import refuse_unsound, with_correction
 from roundhouse.errors import ConfigError
@@ -150,7 +151,14 @@ def _explain(item: Any) -> str:
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
         return f"  {where}: unknown key.{suggestion} Known keys here: {', '.join(sorted(known))}."
     section, _ = _section_at(location)
+    if item["type"] == "union_tag_invalid":
+        tag, known = item["ctx"]["tag"], re.findall(r"'([^']+)'", item["ctx"]["expected_tags"])
+        near = difflib.get_close_matches(tag, known, n=1)
+        suggestion = f" Did you mean {near[0]!r}?" if near else ""
+        return f"  {section}.kind: {tag!r} is none.{suggestion} There are: {', '.join(known)}."
     message = masked_text(item["msg"].removeprefix("Value error, "))
+    if item["type"] == "string_pattern_mismatch":
+        message = f"must be {in_words(item['ctx']['pattern'])}"
     given = (
         "" if item["type"] in ("missing", "value_error") else f" (given: {masked(item['input'], str(location[-1]))!r})"
     )

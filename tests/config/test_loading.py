@@ -1,8 +1,13 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from roundhouse.config import forms
 from roundhouse.config.loading import config_digest, config_yaml, differences, load_config, parse_config
+from roundhouse.config.models import RunConfig
+from roundhouse.config.patterns import in_words
 from roundhouse.errors import ConfigError
 
 
@@ -76,3 +81,46 @@ def test_differences_name_the_keys_that_changed() -> None:
     changed = differences(old, new)
     assert changed["seed"] == (0, 3)
     assert changed["environment.kind"] == ("calculator", "sort")
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"run_id": "my run"}, "run_id: must be small letters, digits, '.', '_' and '-', beginning"),
+        (
+            {"run_id": "a", "environment": {"kind": "calculater"}},
+            "environment.kind: 'calculater' is none. Did you mean 'calculator'? There are: calc",
+        ),
+        (
+            {"run_id": "a", "train": {"algorithm": {"kind": "grpoo"}}},
+            "train.algorithm.kind: 'grpoo' is none. Did you mean 'grpo'?",
+        ),
+        ({"run_id": "a", "policy": {"kind": "?"}}, "policy.kind: '?' is none. There are: pretrained, warm_start."),
+    ],
+)
+def test_a_pattern_or_a_kind_is_explained_in_words(tree: dict, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree)
+    assert said in str(caught.value)
+
+
+def test_every_pattern_of_a_key_or_of_a_form_has_its_words() -> None:
+    schemas = [
+        model.model_json_schema()
+        for model in (RunConfig, *vars(forms).values())
+        if isinstance(model, type) and issubclass(model, BaseModel) and model is not BaseModel
+    ]
+    found = {pattern for schema in schemas for pattern in patterns_in(schema)}
+    assert len(found) > 8
+    assert {pattern for pattern in found if in_words(pattern).startswith("text that matches")} == set()
+
+
+def patterns_in(schema: object) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(pattern := schema.get("pattern"), str):
+            yield pattern
+        for value in schema.values():
+            yield from patterns_in(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from patterns_in(value)
