@@ -119,7 +119,7 @@ class CodeEnvironment(GeneratedProblems):
     steps: Annotated[int, Field(ge=1, le=6)] = 3
     """Most steps of a function."""
     concurrency: PositiveInt = 2
-    """Processes that run answers at once, in each process that has the environment."""
+    """Most processes that run answers at once, in each process that has the environment; never more than there are cores."""
 
 
 class InstructionConstraintsEnvironment(GeneratedProblems):

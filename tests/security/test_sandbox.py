@@ -72,6 +72,8 @@ return [str(held), str(dict(os.environ))]
         "libc.syscall(435, 0, 0)",
         "libc.syscall(425, 8, 0)",
         "libc.setpriority(0, 0, -20)",
+        "libc.syscall(202 if os.uname().machine == 'x86_64' else 98, ctypes.create_string_buffer(4), 0, 0, 0)",
+        "libc.syscall(202 if os.uname().machine == 'x86_64' else 98, ctypes.create_string_buffer(4), 137, 0, 0, 0, -1)",
     ],
 )
 def test_the_kernel_refuses(call: str) -> None:

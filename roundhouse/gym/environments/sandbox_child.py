@@ -2,11 +2,12 @@
 
 Invariant: untrusted code runs only after the lock holds: limits on CPU, memory and output, and a system-call filter (seccomp)
 that lets through reading and writing of what is already open, memory, clocks and exit. Opening a file or a socket, starting a
-process or a thread, sleeping, and signalling another process fail with errno EPERM. Where the lock cannot be put on, the
-process ends with `NO_LOCK` and runs nothing.
+process or a thread, sleeping, waiting for a lock, and signalling any process fail with errno EPERM: locked code computes or
+ends. `LOCKED` is written once the lock holds; where it cannot be put on, the process ends with `NO_LOCK` and runs nothing.
 
 Stdin: {"code", "function", "inputs": [[arguments], …], "cpu_seconds", "memory_bytes", "output_bytes"}.
-Stdout: [{"value": …} or {"error": "ZeroDivisionError"}, …], one an input; {"error": …} when the code defines no function.
+Stdout: LOCKED, then [{"value": …} or {"error": "ZeroDivisionError"}, …], one an input; {"error": …} when the code defines no
+function. Stdout is a pipe, of which nothing can be taken back: no code can unsay `LOCKED`.
 """
 
 import ctypes
@@ -18,6 +19,8 @@ import sys
 from typing import Any
 
 NO_LOCK = 71
+"""Exit status. It means what it says only where `LOCKED` was not written: untrusted code may exit with any status."""
+LOCKED = b"L"
 FILES = 16
 IMPORTABLE = ("bisect", "collections", "functools", "heapq", "itertools", "math", "operator", "re", "string", "typing")
 """What untrusted code may import, beside modules without files such as `time`."""
@@ -28,14 +31,20 @@ CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216), "madvise": (28, 233),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
-    "sched_yield": (24, 124), "futex": (202, 98),
+    "sched_yield": (24, 124),
     "gettimeofday": (96, 169), "clock_gettime": (228, 113), "getrandom": (318, 278), "getpid": (39, 172), "gettid": (186, 178),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 """The system calls that are let through. Files and sockets cannot be opened with them, only what is open can be used."""
+FUTEX = (202, 98)
+FUTEX_WAKE = (1, 129)
+"""Its operation and the same for memory of one process: the only ones let through. The C library wakes where nobody waits; a
+wait of the only thread would never end."""
 
 _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_ARCHITECTURE, _NUMBER, _SECOND_ARGUMENT = 4, 0, 24
+"""Where the filter finds them (`struct seccomp_data`; both machines are little-endian)."""
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 """Of seccomp: let through; fail with errno 1 (EPERM); end the process."""
 
@@ -46,27 +55,41 @@ def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int) -> None:
     Raises:
         OSError: the system does not support it.
     """
+    # SIGXCPU at the first limit says that it was this one. Code that ignores it is killed at the second, and has then used more
+    # CPU time than it may; a kill at less came from outside.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     for name, limit in (
-        (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, FILES),
         (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_CORE, 0),
+        (
+            resource.RLIMIT_CORE,
+            1,
+        ),  # at 0 the kernel still feeds a crash to a core handler, which takes its time; not at 1
     ):
         resource.setrlimit(name, (limit, limit))
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         raise OSError(f"no system-call filter for {sys.platform} on {machine}")
     column, architecture = ARCHITECTURES[machine]
-    _filter_calls(architecture, [numbers[column] for numbers in CALLS.values()])
+    _filter_calls(architecture, [numbers[column] for numbers in CALLS.values()], FUTEX[column])
 
 
-def _filter_calls(architecture: int, allowed: list[int]) -> None:
-    last = len(allowed)
-    program = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+def _filter_calls(architecture: int, allowed: list[int], futex: int) -> None:
+    rest = [
+        (_JUMP_IF_EQUAL, 0, 3, futex),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT),
+        (_JUMP_IF_EQUAL, 2, 0, FUTEX_WAKE[0]),
+        (_JUMP_IF_EQUAL, 1, 0, FUTEX_WAKE[1]),
+        (_RETURN, 0, 0, _DENY),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    last = len(allowed) + len(rest) - 2
+    program = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_IF_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
+    program += [(_LOAD, 0, 0, _NUMBER)]
     program += [(_JUMP_IF_EQUAL, last - index, 0, number) for index, number in enumerate(allowed)]
-    program += [(_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ALLOW)]
+    program += rest
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
     control = ctypes.CDLL(None, use_errno=True).prctl
@@ -87,9 +110,27 @@ def run(code: str, function: str, inputs: list[list[Any]]) -> str:
 
 def _outcome(call: Any, arguments: list[Any]) -> str:
     try:
-        return json.dumps({"value": call(*arguments)}, allow_nan=False)
+        value = call(*arguments)
+        _check_keys(value)
+        return json.dumps({"value": value}, allow_nan=False)
     except BaseException as error:  # noqa: BLE001 - as above
         return json.dumps({"error": type(error).__name__})
+
+
+def _check_keys(value: Any) -> None:
+    """`json` writes the keys 1, 1.0 and true as text, so that other values than the expected ones would equal them.
+
+    Raises:
+        TypeError: a key is no text.
+    """
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a key that is no text")
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for each in value:
+        _check_keys(each)
 
 
 class _Nowhere:
@@ -109,6 +150,7 @@ def main() -> None:
         lock(request["cpu_seconds"], request["memory_bytes"], request["output_bytes"])
     except (OSError, ValueError):
         os._exit(NO_LOCK)
+    os.write(1, LOCKED)
     os.write(1, run(request["code"], request["function"], request["inputs"]).encode())
     os._exit(0)
 

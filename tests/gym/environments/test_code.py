@@ -1,14 +1,31 @@
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from playing import judge, message
 
+from roundhouse.gym.collector import collect, plan_rollouts
 from roundhouse.gym.environments import sandbox_child
 from roundhouse.gym.environments.code import Code, Exercise
-from roundhouse.gym.environments.sandbox import CodeFailed, Limits, Sandbox, SandboxOverloaded
+from roundhouse.gym.environments.sandbox import (
+    CodeFailed,
+    Limits,
+    Sandbox,
+    SandboxKilled,
+    SandboxOverloaded,
+    SandboxUnavailable,
+)
+from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.trajectories.records import Status
+from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, calls, rollout_config, says, turns_of
 
 CODE = Code(problems=60)
 EXERCISE = Exercise(("add 2 to each", "return the sum"), ("xs = [x + 2 for x in xs]", "return sum(xs)"))
@@ -130,16 +147,122 @@ async def test_memory_beyond_the_limit_is_an_error_of_the_code() -> None:
     assert await BOX.call("def f(x): return len(bytearray(10**9))", "f", [[1]]) == [None]
 
 
-DEADLOCK = "import _thread\ndef f(x):\n  lock = _thread.allocate_lock()\n  lock.acquire()\n  lock.acquire()"
+DEADLOCK = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\nlock.acquire()"
+EXIT = f"import os\nos._exit({sandbox_child.NO_LOCK})"
 
 
-async def test_what_waits_without_using_cpu_is_killed_at_the_wall_limit_and_is_no_verdict() -> None:
-    box = Sandbox(limits=Limits(wall_seconds=1.0))
-    with pytest.raises(SandboxOverloaded, match=r"environment\.concurrency"):
-        await box.call(DEADLOCK, "f", [[1]])
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    assert not [child for child in children if "sandbox_child" in " ".join(_command(child))]
+@pytest.mark.parametrize("code", [DEADLOCK, EXIT, "import os\nos.write(1, b'L')\nos._exit(71)"])
+async def test_code_that_waits_or_exits_with_the_status_of_a_machine_without_a_lock_has_failed_itself(
+    code: str,
+) -> None:
+    with pytest.raises(CodeFailed, match=r"^crash$"):
+        await BOX.call(code, "f", [[1]])
     assert await BOX.call("import time\ndef f(x): time.sleep(60)", "f", [[1]]) == [None]
+
+
+async def test_no_rollout_is_lost_to_code_that_imitates_a_failure_of_the_machine() -> None:
+    """Such rollouts had no reward, were retried, and stopped the collection: "the last 8 rollouts all failed"."""
+
+    def script(messages: list[dict[str, Any]], seed: int) -> Reply:
+        attempt = EXIT if seed % 2 else DEADLOCK
+        return says(attempt) if turns_of(messages) or seed % 4 < 2 else calls(("check", {"code": attempt}))
+
+    policy = ScriptedPolicy(script)
+    specs = plan_rollouts(CODE.tasks("train")[:4], 4, seed=1, iteration=0)
+    rollouts = await collect(specs, policy, LocalEnvironmentClient(CODE), rollout_config(concurrency=8), SAMPLING)
+    assert [(each.status, each.reward, each.failure_code) for each in rollouts] == [(Status.COMPLETED, 0.0, "")] * 16
+    assert len({seed % 4 for seed in policy.seeds}) == 4
+
+
+def test_right_code_earns_its_reward_while_no_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/there/is/no/such/directory")
+    monkeypatch.setenv("TMPDIR", "/there/is/no/such/directory")
+    assert BOX.call_blocking("def f(x): return x", "f", [[1]]) == ["1"]
+
+
+ON_A_FILLING_DISK = """
+set -e
+mkdir -p {directory} && mount -t tmpfs -o size=64k none {directory}
+TMPDIR={directory} exec {python} - {directory} <<'END'
+import os, sys
+from roundhouse.gym.environments.sandbox import Sandbox
+
+box = Sandbox(1)
+with open(sys.argv[1] + "/filler", "wb", buffering=0) as filler:
+    for pages in (13, 14, 15, 16):
+        os.ftruncate(filler.fileno(), 0)
+        filler.seek(0)
+        try:
+            filler.write(b"x" * 4096 * pages)
+        except OSError:
+            pass
+        print(box.call_blocking("def f(x): return x + 1", "f", [[1]]))
+END
+"""
+
+
+MAY_MOUNT = subprocess.run(["unshare", "-rm", "true"], stderr=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.skipif(not MAY_MOUNT, reason="a small disk needs user namespaces")
+def test_right_code_passes_however_few_pages_the_disk_of_temporary_files_has_left(tmp_path: Path) -> None:
+    """With one page left, the request fitted and the answer did not: correct code had reward 0."""
+    command = ON_A_FILLING_DISK.format(directory=tmp_path / "small", python=sys.executable)
+    run = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True)
+    assert (run.stdout.split("\n"), run.stderr) == (["['2']"] * 4 + [""], "")
+
+
+def test_a_process_that_is_killed_from_outside_gives_no_verdict_on_its_code() -> None:
+    """As the kernel does where memory runs out. The code is within its limits, and may have been right."""
+    box = Sandbox(concurrency=1, limits=Limits(cpu_seconds=60))
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(box.call_blocking, "while True: pass", "f", [[1]])
+        _locked_child().kill()
+        with pytest.raises(SandboxKilled, match="memory"):
+            call.result()
+
+
+def test_a_process_that_gets_no_cpu_time_gives_no_verdict_on_its_code() -> None:
+    box = Sandbox(concurrency=1, limits=Limits(cpu_seconds=60, wall_seconds=1.0))
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(box.call_blocking, "while True: pass", "f", [[1]])
+        _child().suspend()
+        with pytest.raises(SandboxOverloaded, match=r"environment\.concurrency"):
+            call.result()
+    assert _children() == []
+
+
+@pytest.mark.parametrize("interpreter", ["/bin/false", "/there/is/no/such/program"])
+def test_an_interpreter_that_does_not_start_is_a_failure_of_the_machine(
+    interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter)
+    with pytest.raises(SandboxUnavailable):
+        BOX.call_blocking("def f(x): return x", "f", [[1]])
+
+
+async def test_a_result_whose_keys_are_no_text_equals_none_that_json_can_write() -> None:
+    code = "def f(x): return {1: {1: 2, '1': 3}, 2: [{1: 2}], 3: {'1': 2}}[x]"
+    assert await BOX.call(code, "f", [[1], [2], [3]]) == [None, None, '{"1": 2}']
+
+
+def _children() -> list[psutil.Process]:
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    return [child for child in children if "sandbox_child" in " ".join(_command(child))]
+
+
+def _child() -> psutil.Process:
+    while not (found := _children()):
+        time.sleep(0.005)
+    return found[0]
+
+
+def _locked_child() -> psutil.Process:
+    """The one child, once its filter is on."""
+    child = _child()
+    while "Seccomp:\t2" not in Path(f"/proc/{child.pid}/status").read_text():
+        time.sleep(0.005)
+    return child
 
 
 async def test_the_event_loop_goes_on_and_no_more_than_the_allowed_processes_run_at_once() -> None:
