@@ -2,7 +2,7 @@
 
 Invariants: an object appears under its name whole or not at all, also when the power goes: its bytes are on the disk before its
 name is, and its name before the call returns, with the names of directories that were made for it. A name never leads out of
-its directory, also not through a link.
+its directory, also not through a link. A temporary file that somebody deletes meanwhile is written again.
 
 What this rests on: rename and link are atomic, and fsync means what it says. Network file systems vary.
 """
@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from roundhouse.errors import StoreError
 
+_TRIES = 5
+"""Of a write whose temporary file vanishes: each is another deletion in the same moment."""
+_TEMPORARY = re.compile(r"(?:^|/)\.[^/]+\.[0-9a-f]{32}$")
+
 
 def replace(target: Path, data: bytes) -> None:
     """Write the object, whatever was there."""
-    temporary = _write_temporary(target, data)
-    os.replace(temporary, target)
-    _sync_directory(target.parent)
+    _place(os.replace, target, data)
 
 
 def create(target: Path, data: bytes) -> None:
@@ -31,12 +35,43 @@ def create(target: Path, data: bytes) -> None:
     Raises:
         FileExistsError: it does.
     """
-    temporary = _write_temporary(target, data)
-    try:
-        os.link(temporary, target)
-    finally:
-        temporary.unlink()
+    _place(os.link, target, data)
+
+
+def _place(put: Callable[[Path, Path], None], target: Path, data: bytes) -> None:
+    """Put the bytes under the target's name, by `os.replace` or `os.link` from a temporary file."""
+    for tries_left in reversed(range(_TRIES)):
+        temporary = _write_temporary(target, data)
+        try:
+            put(temporary, target)
+            break
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
     _sync_directory(target.parent)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether an object's name is that of a write that was not finished, or is under way."""
+    return _TEMPORARY.search(name) is not None
+
+
+def unchanged_since(root: str, names: Iterable[str], seconds: float) -> list[str]:
+    """Those of the files that nobody has changed for so long, by the clock of the file system itself: its own mark of a file
+    that is written now is what theirs are held against."""
+    probe = _write_temporary(Path(root, "probe"), b"")
+    try:
+        now = probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+    old = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if now - inside(root, name).stat().st_mtime > seconds:
+                old.append(name)
+    return old
 
 
 def inside(root: str, name: str) -> Path:

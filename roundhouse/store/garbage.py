@@ -2,8 +2,9 @@
 
 Invariant: nothing that a run needs is garbage. Garbage is a file beside a manifest that the manifest does not name (a part of
 an attempt that lost, or was interrupted and done again), a checkpoint directory without a manifest that is older than the
-newest checkpoint (retention was interrupted while it deleted), and the temporary file of a write that was cut off. The parts
-of an unfinished stage are not garbage: the run goes on with them. The record of an attempt is not either; it is history.
+newest checkpoint (retention was interrupted while it deleted), and the temporary file of a write that was cut off: one that
+has not changed for a day, for a write that is under way has such a file too. The parts of an unfinished stage are not garbage:
+the run goes on with them. The record of an attempt is not either; it is history.
 
     collect/   manifest.json  attempt-0001.json  attempt-0002.json  rollouts-a0002-00000.parquet     kept
                rollouts-a0001-00000.parquet                                                          garbage
@@ -16,12 +17,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from roundhouse.errors import StoreError
+from roundhouse.store.disk import is_temporary
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest
 
 _CHECKPOINT = re.compile(r"(?P<run>(?:runs/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")
-_TEMPORARY = re.compile(r"(?:^|/)\.[^/]+\.[0-9a-f]{32}$")
 _KEPT_NAMES = re.compile(r"^(attempt-\d+\.json|manifest\.json)$")
+CUT_OFF_SECONDS = 86_400.0
+"""A temporary file that is older is of a write that was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,10 @@ def find_garbage(store: str) -> list[Garbage]:
     """
     root = Location(store)
     names = root.tree()
-    found = {name: Garbage(name, "temporary file of an interrupted write") for name in names if _TEMPORARY.search(name)}
-    for garbage in (*_unnamed(root, names), *_half_deleted_checkpoints(root, names)):
+    cut_off = root.cut_off_writes(names, CUT_OFF_SECONDS)
+    found = {name: Garbage(name, "temporary file of an interrupted write") for name in cut_off}
+    placed = [name for name in names if not is_temporary(name)]
+    for garbage in (*_unnamed(root, placed), *_half_deleted_checkpoints(root, placed)):
         found.setdefault(garbage.name, garbage)
     return [found[name] for name in sorted(found)]
 

@@ -16,7 +16,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,15 @@ class Location:
                 return disk.tree(self._root)
             root = self._root.rstrip("/") + "/"
             return sorted(path.removeprefix(root) for path in self._request("find", self._root))
+
+    def cut_off_writes(self, names: Iterable[str], seconds: float) -> list[str]:
+        """Those of the listed names that are temporary files of writes, unchanged for so long. The clock is the store's own. A
+        bucket has none of its own making."""
+        temporary = [name for name in names if disk.is_temporary(name)]
+        if not temporary or not self.is_local:
+            return temporary
+        with self._reported("look for temporary files in", ""):
+            return disk.unchanged_since(self._root, temporary, seconds)
 
     def delete(self, name: str) -> None:
         """Delete one object; nothing happens when it is not there."""

@@ -1,6 +1,8 @@
 """`store verify` names what is damaged and nothing else; `store gc` never touches what a run needs."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,7 +10,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.store.garbage import collect_garbage, find_garbage
+from roundhouse.store.garbage import CUT_OFF_SECONDS, collect_garbage, find_garbage
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
@@ -120,14 +122,66 @@ def test_half_deleted_checkpoints_go_and_the_one_being_written_stays(run: Run) -
     ]
 
 
-def test_temporary_files_of_cut_off_writes_go(tmp_path: Path) -> None:
+def test_temporary_files_of_cut_off_writes_go_once_they_are_old_by_the_disks_clock(tmp_path: Path) -> None:
     run = open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
-    cut_off = run.location.local_path / f".run.json.{'0' * 32}"
-    cut_off.write_bytes(b"{")
+    cut_off, under_way = (run.location.local_path / f".run.json.{digit * 32}" for digit in "01")
+    for file in (cut_off, under_way):
+        file.write_bytes(b"{")
+    old = cut_off.stat().st_mtime - CUT_OFF_SECONDS - 60
+    os.utime(cut_off, (old, old))
     found = find_garbage(str(tmp_path))
     assert [item.name for item in found] == [f"runs/r/{cut_off.name}"]
     collect_garbage(str(tmp_path), found)
     assert not cut_off.exists()
+    assert under_way.exists(), "a write that is under way has such a file too"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"], "the mark of the clock is gone"
+
+
+@pytest.mark.parametrize("verb", ["write", "create"])
+def test_a_write_whose_temporary_file_somebody_deletes_is_made_all_the_same(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, deleted = Location(str(tmp_path)), []
+
+    def plant(name: str) -> None:
+        put = getattr(os, name)
+
+        def call(temporary: Path, target: Path) -> None:
+            if not deleted:
+                deleted.append(temporary)
+                temporary.unlink()
+            put(temporary, target)
+            temporary.unlink(missing_ok=True)  # and another time between the link and its own removal
+
+        monkeypatch.setattr(os, name, call)
+
+    plant("replace")
+    plant("link")
+    getattr(place, verb)("part", b"bytes")
+    assert deleted
+    assert place.read("part") == b"bytes"
+    assert [path.name for path in tmp_path.iterdir()] == ["part"]
+
+
+def test_garbage_is_collected_beside_writers_whose_parts_all_arrive(tmp_path: Path) -> None:
+    """The reproduction of a `store gc --delete` that deleted what a run was writing."""
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
+    attempt, failed = run.begin(run.stage(1, "collect"), policy_version=0), []
+
+    def write() -> None:
+        try:
+            for number in range(40):
+                attempt.write_bytes(f"part-{number}", b"x" * 50_000)
+        except StoreError as error:
+            failed.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        collect_garbage(str(tmp_path), find_garbage(str(tmp_path)))
+    assert failed == []
+    attempt.commit()
+    assert verify(str(tmp_path)).problems == []
 
 
 def test_garbage_is_not_guessed_beside_a_damaged_manifest(run: Run) -> None:
