@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, DryRun, JsonOption, Overrides, StoreOption, console, out
+from roundhouse.cli.options import (
+    DEFAULT_STORE,
+    DryRun,
+    JsonOption,
+    Overrides,
+    StoreOption,
+    TrustStore,
+    accept_code,
+    console,
+    out,
+)
 
 app = typer.Typer()
 datasets_app = typer.Typer(no_args_is_help=True, help="Datasets that were collected outside a run's training.")
@@ -35,6 +45,7 @@ def train_offline(
     overrides: Overrides = None,
     store: StoreOption = DEFAULT_STORE,
     dry_run: DryRun = False,
+    trust_store: TrustStore = False,
 ) -> None:
     """Train a new run from collected datasets instead of fresh rollouts, or go on with it."""
     from roundhouse.cli.training import train_run
@@ -57,6 +68,7 @@ def train_offline(
         overrides=[*passes, *(overrides or [])],
     )
     if not dry_run:
+        accept_code(config, overrides, trust_store)
         fork_run(config)
     train_run(config, dry_run, hints=[])
 

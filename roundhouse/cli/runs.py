@@ -15,6 +15,8 @@ from roundhouse.cli.options import (
     Overrides,
     StateOption,
     StoreOption,
+    TrustStore,
+    accept_code,
     console,
     out,
 )
@@ -75,6 +77,7 @@ def runs_resume(
     comment: Annotated[str, typer.Option(help="Why the budget is raised; kept with it.")] = "",
     store: StoreOption = DEFAULT_STORE,
     dry_run: DryRun = False,
+    trust_store: TrustStore = False,
 ) -> None:
     """Go on with a run after its last complete stage: let its paused flow run go on, or train it here.
 
@@ -96,7 +99,10 @@ def runs_resume(
     tree = load_run(store, run_id).config.model_dump(mode="json") | {"store": store, "resume": {"mode": "auto"}}
     for override in overrides or []:
         apply_override(tree, override)
-    train_run(parse_config(tree, origin=f"run {run_id}"), dry_run, hints=[])
+    config = parse_config(tree, origin=f"run {run_id}")
+    if not dry_run:
+        accept_code(config, overrides, trust_store)
+    train_run(config, dry_run, hints=[])
 
 
 @app.command("pause")
@@ -135,6 +141,7 @@ def runs_fork(
     store: StoreOption = DEFAULT_STORE,
     train: Annotated[bool, typer.Option("--train", help="Train it right away.")] = False,
     dry_run: DryRun = False,
+    trust_store: TrustStore = False,
 ) -> None:
     """A new run from an iteration of another: weights, trainer state, and configuration but for what --set changes."""
     from roundhouse.stages.fork import fork_config, fork_run
@@ -143,6 +150,8 @@ def runs_fork(
     if dry_run:
         train_run(config, dry_run, hints=[])
         return
+    if train:
+        accept_code(config, overrides, trust_store)
     fork = fork_run(config)
     assert fork.parent is not None, "a fork has one"
     out(

@@ -82,7 +82,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 def config_digest(config: BaseModel) -> str:
     """First 16 hex digits of SHA-256 over the canonical JSON of the configuration."""
-    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return digest_of_tree(config.model_dump(mode="json"))
+
+
+def digest_of_tree(tree: dict[str, Any]) -> str:
+    """As `config_digest`, of a configuration as it was written down: keys that came later take no part."""
+    canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 

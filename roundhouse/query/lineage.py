@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from roundhouse.query.database import QueryError, run_query
+from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 
 _USED = """
@@ -205,7 +206,7 @@ def identity_of(store: str, run_id: str) -> dict[str, Any]:
     """
     runs = Location(store) / "runs"
     try:
-        return json.loads((runs / run_id).read("run.json"))
+        return read_identity(runs / run_id)
     except NotFound:
         raise QueryError(
             f"No run {run_id!r} in {Location(store).uri}. Runs there: {', '.join(runs.names()) or 'none'}."

@@ -10,7 +10,6 @@ is a hard link and costs no bytes; inside of S3 the server copies, and nothing p
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from roundhouse.config.loading import differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
 from roundhouse.store.stage import Stage, read_manifest
@@ -140,10 +140,8 @@ def _has_manifest(run: str, name: str) -> bool:
 def _identity(run: str) -> dict[str, Any]:
     location = Location(run)
     try:
-        return json.loads(location.read("run.json"))
+        return read_identity(location)
     except NotFound:
         raise ConfigError(
             f"resume.path: {location.uri} has no run.json: the checkpoint has been moved out of its run."
         ) from None
-    except ValueError as error:
-        raise StoreError(f"{location.uri}/run.json is damaged: {error}") from error

@@ -25,6 +25,7 @@ from roundhouse.config.loading import config_digest, differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.code_version import code_version
+from roundhouse.store.identity import IDENTITY, read_identity
 from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
@@ -178,7 +179,7 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
     """
     location = Location(config.store) / f"runs/{config.run_id}"
     try:
-        identity = _read_identity(location)
+        identity = read_identity(location)
         _refuse_existing(config, first_start)
     except NotFound:
         identity, created = _create(location, config)
@@ -192,7 +193,7 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
 
 def run_exists(store: str, run_id: str) -> bool:
     """Whether a run of that id was created."""
-    return (Location(store) / f"runs/{run_id}").exists("run.json")
+    return (Location(store) / f"runs/{run_id}").exists(IDENTITY)
 
 
 def _create(location: Location, config: RunConfig) -> tuple[dict[str, Any], bool]:
@@ -211,9 +212,9 @@ def _create(location: Location, config: RunConfig) -> tuple[dict[str, Any], bool
         "parent": None if parent is None else parent.model_dump(mode="json"),
     }
     try:
-        location.create("run.json", (json.dumps(identity, indent=1) + "\n").encode())
+        location.create(IDENTITY, (json.dumps(identity, indent=1) + "\n").encode())
     except AlreadyExists:
-        return _read_identity(location), False
+        return read_identity(location), False
     return identity, True
 
 
@@ -226,12 +227,12 @@ def load_run(store: str, run_id: str) -> Run:
     """Open an existing run with the configuration it was created with.
 
     Raises:
-        StoreError: there is no such run; the ones there are get listed.
+        StoreError: there is no such run (the ones there are get listed), or its run.json was edited.
     """
     root = Location(store)
     location = root / f"runs/{run_id}"
     try:
-        identity = _read_identity(location)
+        identity = read_identity(location)
     except NotFound:
         there = ", ".join(run_ids(store)) or "none"
         raise StoreError(f"No run {run_id!r} in {root.uri}. Runs there: {there}.") from None
@@ -241,14 +242,6 @@ def load_run(store: str, run_id: str) -> Run:
 def run_ids(store: str) -> list[str]:
     """Ids of all runs of a store."""
     return (Location(store) / "runs").names()
-
-
-def _read_identity(location: Location) -> dict[str, Any]:
-    data = location.read("run.json")
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise StoreError(f"{location.uri}/run.json is damaged: {error}") from error
 
 
 def _refuse_existing(config: RunConfig, first_start: bool) -> None:

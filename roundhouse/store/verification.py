@@ -7,7 +7,6 @@ reference to a checkpoint that retention deleted is no problem either, since its
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
+from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
 from roundhouse.store.stage import read_manifest
@@ -131,11 +131,12 @@ def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Pro
 
 
 def _check_identity(root: Location, name: str, found: Verification) -> None:
+    folder = name.rpartition("/")[0]
     try:
-        json.loads(root.read(name))["config"]
-    except (StoreError, ValueError, KeyError, TypeError) as error:
+        read_identity(root / folder if folder else root)
+    except StoreError as error:
         remedy = "Restore it from a copy; the run cannot be opened without it."
-        found.problems.append(Problem(f"{root.uri}/{name}", f"is damaged: {error!r}", remedy))
+        found.problems.append(Problem(f"{root.uri}/{name}", str(error), remedy))
 
 
 def _check_pointer(root: Location, name: str, found: Verification) -> None:
