@@ -17,6 +17,7 @@ from roundhouse.gym.environments.sandbox import CodeFailed, Limits, Sandbox
 
 BOX = Sandbox(concurrency=1, limits=Limits(cpu_seconds=1, wall_seconds=10))
 CANARY = "canary-1f0e77"
+FUTEX = 202 if platform.machine() == "x86_64" else 98
 
 
 def outcome(body: str) -> str | None:
@@ -72,8 +73,8 @@ return [str(held), str(dict(os.environ))]
         "libc.syscall(435, 0, 0)",
         "libc.syscall(425, 8, 0)",
         "libc.setpriority(0, 0, -20)",
-        "libc.syscall(202 if os.uname().machine == 'x86_64' else 98, ctypes.create_string_buffer(4), 0, 0, 0)",
-        "libc.syscall(202 if os.uname().machine == 'x86_64' else 98, ctypes.create_string_buffer(4), 137, 0, 0, 0, -1)",
+        f"libc.syscall({FUTEX}, ctypes.create_string_buffer(4), 0, 0, 0)",
+        f"libc.syscall({FUTEX}, ctypes.create_string_buffer(4), 137, 0, 0, 0, -1)",
     ],
 )
 def test_the_kernel_refuses(call: str) -> None:
