@@ -65,7 +65,7 @@ def make_model(directory: Path) -> Path:
 
 def make_rows(kind: str) -> list[dict[str, Any]]:
     rng = random.Random(0)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i in range(ROLLOUTS):
         prompt = rng.randint(12, 26)
         completion = 64 if kind == "equal" else max(4, min(256, round(rng.lognormvariate(3.6, 0.8))))

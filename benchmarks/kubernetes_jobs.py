@@ -96,7 +96,8 @@ def place(image: str | None) -> Iterator[Nodes]:
 
 def one_after_the_other(nodes: Nodes, steps: int) -> dict[str, list[float]]:
     """Seconds of each part, for each Job."""
-    clock, parts = Clock(), {name: [] for name in [*PARTS, "whole"]}
+    clock = Clock()
+    parts: dict[str, list[float]] = {name: [] for name in [*PARTS, "whole"]}
     path = f"/api/v1/namespaces/{nodes.namespace}/pods"
     watched = Watched(nodes.cluster, path, f"{LABEL}run-uid={nodes.run_uid}", clock.pod)
     try:

@@ -22,13 +22,17 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gym"))
 
 from rollouts import free_port, served, wait_for
 
 from tests.k8s.control_plane import assets, control_plane
+
+if TYPE_CHECKING:
+    from roundhouse.config.kubernetes import KubernetesInfra
+    from roundhouse.infra.kubernetes.cluster import Cluster
 
 Object = dict[str, Any]
 
@@ -83,7 +87,12 @@ def collect(store: str, namespace: str, engine: str, shards: int, group_size: in
     run = open_run(parse_config(tree))
     weights = run.begin(run.stage(1, "refit"), policy_version=0).commit()
     clusters, connect = [], shard_jobs.connect
-    shard_jobs.connect = lambda infra: clusters.append(connect(infra)) or clusters[-1]
+
+    def connect_and_keep(infra: KubernetesInfra) -> Cluster:
+        clusters.append(connect(infra))
+        return clusters[-1]
+
+    shard_jobs.connect = connect_and_keep
     before, cpu, began = _memory("VmRSS"), time.process_time(), time.monotonic()
     reference = collect_iteration(run, 1, weights, engine)
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu

@@ -27,6 +27,7 @@ import torch
 
 from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig, Sampling
+from roundhouse.config.policies import WarmStartPolicy
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
 from roundhouse.generation.protocol import Completion
@@ -177,6 +178,7 @@ def main() -> None:
     start = arguments.work / "start"
     if not start.is_dir():
         arguments.work.mkdir(parents=True, exist_ok=True)
+        assert isinstance(base.policy, WarmStartPolicy), "the curves begin with a warm start"
         make_starting_policy(base.policy, load(base.environment), 0, start)
     results = arguments.output.with_suffix(".json")
     runs: list[dict[str, Any]] = json.loads(results.read_text())["runs"] if results.is_file() else []

@@ -36,11 +36,11 @@ from roundhouse.training.packing import Microbatch, build_microbatches
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12}
 """Dense bf16 FLOP/s from the vendor's data sheets, without sparsity, by a part of the device's name."""
 
-LARGE = {
+LARGE: dict[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
     "num_key_value_heads": 2, "intermediate_size": 8960, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
 }  # fmt: skip
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 768, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -51,9 +51,11 @@ def make_scorer(device: torch.device, chunk: int, recompute: bool) -> Scorer:
     register()
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
-    config = Qwen2Config(**(LARGE if on_gpu else TINY), attn_implementation=PACKED)
+    size = (LARGE if on_gpu else TINY) | {"attn_implementation": PACKED}
+    config = Qwen2Config(**size)
     with device:
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32).eval()
+        model = Qwen2ForCausalLM(config)
+    torch.nn.Module.to(model, torch.bfloat16 if on_gpu else torch.float32).eval()
     if recompute:
         checkpoint_activations(model)
     return Scorer(model, dtype="bfloat16" if on_gpu else "float32", logits_chunk=chunk, sharded=on_gpu)

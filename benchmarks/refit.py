@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,8 @@ async def speed(work: Path, hidden: int, layers: int, repeats: int) -> dict[str,
     ours, peer = [], []
     async with bench(work, hidden, layers, **arguments) as on:
         for counts, directory in on.rounds(repeats):
-            mine = await _seconds(lambda to=directory: _refit_by("store", on.policy, to))
-            theirs = await _seconds(lambda to=directory: _copy_and_reload(on, to))
+            mine = await _seconds(partial(_refit_by, "store", on.policy, directory))
+            theirs = await _seconds(partial(_copy_and_reload, on, directory))
             if counts:
                 ours.append(mine)
                 peer.append(theirs)
@@ -124,7 +125,7 @@ async def transfer(work: Path, hidden: int, layers: int, repeats: int) -> dict[s
     async with bench(work, hidden, layers) as on:
         for counts, directory in on.rounds(repeats):
             for way, seconds in took.items():
-                one = await _seconds(lambda by=way, to=directory: _refit_by(by, on.policy, to))
+                one = await _seconds(partial(_refit_by, way, on.policy, directory))
                 if counts:
                     seconds.append(one)
     store, sent = took["store"], took["transfer"]

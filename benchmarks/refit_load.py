@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.engine_services import ProcessEngine
@@ -30,7 +31,7 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.terms import Terms
 from tests.generation import tiny
 
-MODES = ("keep", "finish", "abort")
+MODES: tuple[RunningGenerations, ...] = ("keep", "finish", "abort")
 CHECKED_EVERY = 25
 
 
@@ -74,7 +75,7 @@ class Callers:
                 self.kept.append(answer)
 
 
-def load(work: Path, refits: int, callers: int, backend: str) -> list[dict[str, Any]]:
+def load(work: Path, refits: int, callers: int, backend: Literal["vllm", "transformers"]) -> list[dict[str, Any]]:
     policies = [tiny.make_model(work / name, seed=seed) for name, seed in (("even", 1), ("odd", 2))]
     config = GenerationConfig(
         backend=backend, kv_cache_gib=0.125, max_model_len=512, request_timeout_seconds=120, refit_timeout_seconds=300

@@ -13,12 +13,12 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import backends, standalone
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.engine import AsgiApp, Draw, Generated
+from roundhouse.generation.engine import AsgiApp, Draw, Engine, Generated
 
 _QUESTION = re.compile(r"(\d+)\*(\d+)\+(\d+)")
 
@@ -41,7 +41,18 @@ class InstantEngine:
         ids.append(self._codec.end_of_turn_id)
         return Generated(ids, [-rng.uniform(0.01, 3.0) for _ in ids], "stop")
 
-    async def load_weights(self, directory: str) -> None:
+    async def load_weights(
+        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+    ) -> None:
+        pass
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return [-1.0] * (len(token_ids) - 1)
+
+    async def sleep(self) -> None:
+        pass
+
+    async def wake(self) -> None:
         pass
 
     async def check_health(self) -> None:
@@ -64,7 +75,7 @@ def _answer(prompt: str, rng: random.Random) -> str:
 
 
 def main() -> None:
-    def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Any:
+    def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
         return InstantEngine(config, codec)
 
     backends.make_engine = make_engine

@@ -15,15 +15,15 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.soak_engine import InstantEngine
+from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import backends, standalone
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.engine import Draw, Generated
+from roundhouse.generation.engine import Draw, Engine, Generated
 
 
 class TimedEngine(InstantEngine):
@@ -37,11 +37,10 @@ class TimedEngine(InstantEngine):
             await asyncio.sleep(self.median * math.exp(self.sigma * random.Random(f"{draw.seed} seconds").gauss(0, 1)))
         return answer
 
-    async def load_weights(self, directory: str, *_: Any, **__: Any) -> None:
+    async def load_weights(
+        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+    ) -> None:
         await asyncio.sleep(self.refit)
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return [-1.0] * (len(token_ids) - 1)
 
 
 def main() -> None:
@@ -52,7 +51,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     TimedEngine.median, TimedEngine.sigma, TimedEngine.refit = options.median, options.sigma, options.refit
 
-    def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Any:
+    def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
         return TimedEngine(config, codec)
 
     backends.make_engine = make_engine

@@ -48,7 +48,12 @@ class Case:
 
 def make_model(directory: Path, device: str) -> Path:
     """The quickstart's policy (0.13 M parameters) on CPU; something with matrices worth a GPU on CUDA."""
-    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    size: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     size |= {"head_dim": 32, "intermediate_size": 192}
     if device == "cuda":
         size |= {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 8}
@@ -85,7 +90,7 @@ def make_sequences(kind: str, seed: int = 0) -> TrainingSequences:
 def trainer_case(name: str, model: Path, batch: TrainingSequences, device: str, **changes: Any) -> Case:
     """The product's own step."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    config = TrainConfig(**{"updates": UPDATES, "threads": 1, "device": device, "dtype": dtype} | changes)
+    config = TrainConfig.model_validate({"updates": UPDATES, "threads": 1, "device": device, "dtype": dtype} | changes)
     trainer = Trainer.load(model, config)
 
     def run() -> dict[str, float]:
@@ -96,7 +101,10 @@ def trainer_case(name: str, model: Path, batch: TrainingSequences, device: str, 
 
 def plain_case(name: str, model_dir: Path, batch: TrainingSequences, device: str, forward: Callable[..., Any]) -> Case:
     """A plain loop with the same optimizer: old log-probabilities, then `UPDATES` steps of the surrogate at ratio 1."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=OptimizerConfig().learning_rate, fused=True)
     iteration = 0
 

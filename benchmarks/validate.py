@@ -46,7 +46,8 @@ class CleanRollouts:
         tokenizer = train_tokenizer([f"The answer is {word}." for word in WORDS])
         tokenizer.save_pretrained(directory)
         self.directory, self.vocabulary, self.turns, self.tokens = directory, len(tokenizer), turns, tokens
-        self._core, self._end = tokenizer.backend_tokenizer, tokenizer.convert_tokens_to_ids(TURN_END)
+        self._core = tokenizer.backend_tokenizer
+        self._end = tokenizer.encode(TURN_END, add_special_tokens=False)[0]
 
     def batch(self, number: int, count: int) -> list[Rollout]:
         rng = random.Random(number)
@@ -82,7 +83,8 @@ class CleanRollouts:
             else:
                 text = " ".join(rng.choice(WORDS) for _ in range(self.tokens))
                 ids = self._core.encode(text, add_special_tokens=False).ids[: self.tokens - 1]
-                generated, log_probs = [*ids, self._end], [-rng.expovariate(2) for _ in range(len(ids) + 1)]
+                generated = [*ids, self._end]
+                log_probs = [-rng.expovariate(2) for _ in generated]
             prompt_digest, length = digest.extend(new), length + len(new)
             rollout.turns.append(
                 Turn(
@@ -118,7 +120,13 @@ def read_and_prove(
         ValidationConfig(),
         vocabulary_size=clean.vocabulary,
         policy_version=3,
-        terms=Terms(clean.vocabulary, 3, GROUP, clean.tokens, clean.turns),
+        terms=Terms(
+            clean.vocabulary,
+            policy_version=3,
+            group_size=GROUP,
+            max_new_tokens=clean.tokens,
+            max_turns=clean.turns,
+        ),
         recorded=recorded_counts(*tables),
         text=text,
     )
@@ -148,7 +156,9 @@ def main() -> None:
         clean = CleanRollouts(Path(directory), arguments.turns, arguments.tokens)
         text = DecodedText(Path(directory))
         refused, proved, done, trained = 0, 0, 0, 0
-        reading, proving, comparing = [], [], []
+        reading: list[float] = []
+        proving: list[float] = []
+        comparing: list[float] = []
         while done < arguments.rollouts:
             made = clean.batch(len(proving), min(arguments.batch, -(-(arguments.rollouts - done) // GROUP) * GROUP))
             read, prove, result = read_and_prove((rollouts_table(made), turns_table(made)), clean, text)

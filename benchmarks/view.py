@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,14 @@ def in_browser(address: str, scope: dict[str, Any]) -> float | None:
 
 def measure(store: str, where: str, run_id: str, repeats: int, rollouts: int) -> list[tuple[str, float, str]]:
     """All figures of one run in one place."""
-    scope = {"run": run_id, "iteration": 1 if run_id == "one" else "all"}
+    scope: dict[str, Any] = {"run": run_id, "iteration": 1 if run_id == "one" else "all"}
     pages, screens, computing = [], [], []
     shown: dict[str, list[float]] = {"one rollout": [], "next page": [], "sort": []}
     search, reading = 0.0, 0.0
     for _ in range(repeats):
         with viewer(store) as (address, process), httpx.Client(base_url=address, timeout=120) as client:
             before = cpu_seconds(process)
-            pages.append(timed(lambda client=client: first_page(client, scope)))
+            pages.append(timed(partial(first_page, client, scope)))
             computing.append(cpu_seconds(process) - before)
             before = cpu_seconds(process)
             rng = random.Random(7)
@@ -267,12 +268,10 @@ def measure(store: str, where: str, run_id: str, repeats: int, rollouts: int) ->
             for _ in range(15):
                 offset = rng.randrange(rollouts - 200)
                 page = scope | {"offset": offset, "limit": 200}
-                shown["next page"].append(
-                    timed(lambda page=page, client=client: client.get("api/rollouts", params=page))
-                )
+                shown["next page"].append(timed(partial(client.get, "api/rollouts", params=page)))
                 ordered = page | {"sort": "-reward"}
-                shown["sort"].append(timed(lambda page=ordered, client=client: client.get("api/rollouts", params=page)))
-            search = timed(lambda client=client: client.get("api/rollouts", params=scope | {"q": "question 77"}))
+                shown["sort"].append(timed(partial(client.get, "api/rollouts", params=ordered)))
+            search = timed(partial(client.get, "api/rollouts", params=scope | {"q": "question 77"}))
         with viewer(store) as (address, _):
             if (seconds := in_browser(address, scope)) is not None:
                 screens.append(seconds)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,10 +34,10 @@ from roundhouse.store.location import Location
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.weights.delta import apply_delta, write_delta
-from roundhouse.weights.delta_index import Delta
 from roundhouse.weights.tensor_file import TensorFile, weight_files
 
 VOCABULARY = 32_000
+T = TypeVar("T")
 
 
 def make_model(directory: Path, hidden: int, layers: int) -> int:
@@ -107,7 +108,7 @@ def changed_by_size(old: Path, new: Path) -> list[tuple[str, float, float]]:
     return [(name, n / counts.sum(), c / max(n, 1)) for name, n, c in zip(names, counts, changed, strict=True)]
 
 
-def timed(work: Callable[[], Delta | None]) -> tuple[float, float, Delta | None]:
+def timed(work: Callable[[], T]) -> tuple[float, float, T]:
     """Wall and CPU seconds, and the result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
@@ -119,7 +120,7 @@ def measure(old: Path, new: Path, work: Path, threads: int, label: str, rows: li
     place = Location(str(work / "delta"))
     wrote, wrote_cpu, delta = timed(lambda: write_delta(old, new, place, threads=threads))
     applied, applied_cpu, _ = timed(lambda: apply_delta(old, place, work / "made", threads=threads))
-    copied, copied_cpu, _ = timed(lambda: upload_directory(Location(str(work / "copy")), new) and None)
+    copied, copied_cpu, _ = timed(lambda: upload_directory(Location(str(work / "copy")), new))
     assert delta is not None
     for path in weight_files(new):
         assert path.read_bytes() == (work / "made" / path.name).read_bytes(), f"{path.name} is not bit-equal"

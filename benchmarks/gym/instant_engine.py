@@ -72,4 +72,4 @@ async def app(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=9100)
-    uvicorn.run(app, port=parser.parse_args().port, log_level="error", access_log=False, timeout_keep_alive=30)  # type: ignore[arg-type]
+    uvicorn.run(app, port=parser.parse_args().port, log_level="error", access_log=False, timeout_keep_alive=30)

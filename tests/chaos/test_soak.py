@@ -72,3 +72,11 @@ def test_a_trend_says_how_sure_it_is() -> None:
 def test_too_few_samples_are_no_trend() -> None:
     with pytest.raises(ValueError, match="too few"):
         trend([1.0, 2.0], [1.0, 2.0])
+
+
+def test_a_run_too_short_for_trends_is_judged_by_its_facts_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    few = samples(count=3)
+    assert judge(few, {"exit code": 0, "store problems": 0}) == 0
+    assert "let it run longer" in capsys.readouterr().out
+    assert judge(few, {"exit code": 70, "store problems": 0}) == 1
+    assert judge([], {"exit code": 0, "store problems": 2}) == 1
