@@ -48,6 +48,7 @@ class ChatCodec:
         self.vocabulary = max(len(self.tokenizer), _vocab_size(model_dir))
         self._backend = self.tokenizer.backend_tokenizer
         self._special = frozenset(self.tokenizer.all_special_ids)
+        self._template = str(self.tokenizer.chat_template)
         self._rendered: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def encode(self, text: str) -> list[int]:
@@ -77,9 +78,15 @@ class ChatCodec:
         """The tokens of a request.
 
         Raises:
-            BadRequest: recorded token IDs are outside the vocabulary, or the template refuses the messages.
+            BadRequest: recorded token IDs are outside the vocabulary, or the template refuses the messages or does not know
+                `reasoning_effort`.
             ContextLengthExceeded: no room is left to generate.
         """
+        if "reasoning_effort" in request.template_arguments and "reasoning_effort" not in self._template:
+            raise BadRequest(
+                "reasoning_effort is given, and this model's chat template does not know it. Leave it out.",
+                "reasoning_effort",
+            )
         index, recorded = _recorded(request)
         token_ids = self._first_prompt(request) if index is None else self._continued(request, index, recorded)
         room = self.max_model_len - len(token_ids)
@@ -112,7 +119,9 @@ class ChatCodec:
             encode=self.encode,
         )
 
-    def message(self, generated: Generated, tools: list[dict[str, Any]]) -> tuple[Message, str]:
+    def message(
+        self, generated: Generated, tools: list[dict[str, Any]], *, only_first_call: bool = False
+    ) -> tuple[Message, str]:
         """The assistant message (without token fields) and the finish reason of an answer."""
         ids = generated.token_ids
         if ids and ids[-1] in self.stop_token_ids:
@@ -122,10 +131,19 @@ class ChatCodec:
             content, calls = self.parse_tool_calls(text, tools)
             if calls:
                 # A call that the length limit cut off does not parse, so what parsed is whole.
-                return {"role": "assistant", "content": content, "tool_calls": calls}, "tool_calls"
+                kept = calls[:1] if only_first_call else calls
+                return {"role": "assistant", "content": content, "tool_calls": kept}, "tool_calls"
         if not self._special.isdisjoint(ids):
             text = self._backend.decode(ids, skip_special_tokens=True)
         return {"role": "assistant", "content": text}, generated.finish_reason
+
+    def log_probs(self, generated: Generated) -> dict[str, Any]:
+        """An answer's log-probabilities in OpenAI's form, one entry a token."""
+        entries = []
+        for token, log_prob in zip(generated.token_ids, generated.log_probs, strict=True):
+            text: str = self._backend.decode([token], skip_special_tokens=False)
+            entries.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": entries}
 
 
 def _recorded(request: ChatRequest) -> tuple[int | None, list[int]]:

@@ -22,7 +22,7 @@ from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.continuation import ContinuationBroken
 from roundhouse.generation.engine import AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
-from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
+from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,10 @@ class ChatServer:
         if scope.get("method") != "POST" or scope["path"] in ("/tokenize", "/detokenize"):
             await app(scope, receive, send)
             return
+        if self.policy.samples_as_wanted_only:
+            text = "This engine serves a run that says how tokens are drawn; only /v1/chat/completions answers by that."
+            await reply_error(send, 400, "sampling_refused", text)
+            return
         try:
             async with self.policy.answering():
                 await app(scope, receive, send)
@@ -116,12 +120,15 @@ class ChatServer:
     async def _chat(self, receive: Receive, send: Send) -> None:
         try:
             request = read_request(_json(await read_body(receive)), self.model)
+            self.policy.require_sampling(request.draw)
             prompt = self.codec.prompt(request)
             generated = await self.policy.answer(prompt.token_ids, prompt.draw)
         except BadRequest as error:
             await reply_error(send, error.status, error.code, str(error), error.parameter)
         except ContinuationBroken as error:
             await reply_error(send, 400, "continuation_broken", str(error), "messages")
+        except SamplingRefused as error:
+            await reply_error(send, 400, "sampling_refused", str(error), "temperature")
         except PolicyUnavailable as error:
             await reply_error(send, 503, "policy_unavailable", str(error))
         except Exception as error:
@@ -132,7 +139,8 @@ class ChatServer:
             await reply(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
 
     def _completion(self, request: ChatRequest, prompt: list[int], generated: Generated) -> dict[str, Any]:
-        message, finish_reason = self.codec.message(generated, request.tools)
+        message, finish_reason = self.codec.message(generated, request.tools, only_first_call=request.only_first_call)
+        log_probs = self.codec.log_probs(generated) if request.logprobs else None
         message["prompt_token_ids"] = prompt
         message["generation_token_ids"] = generated.token_ids
         message["generation_log_probs"] = generated.log_probs
@@ -144,7 +152,7 @@ class ChatServer:
             "object": "chat.completion",
             "created": int(time.time()),
             "model": self.model,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": log_probs}],
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": drawn, "total_tokens": len(prompt) + drawn},
             "policy_version": min(version for version, _ in versions),
             "version_spans": spans,

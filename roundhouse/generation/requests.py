@@ -1,8 +1,9 @@
 """What a chat-completion request may say, read by hand because this is the hot path.
 
-Invariant: a field that would change the distribution behind the trainer's back (penalties, stop strings, forced tools, logit
-biases) is refused, never ignored; so the log-probabilities returned are those of the policy under temperature, top_p and top_k.
-Fields that only describe the request (user, metadata, …) are ignored.
+Invariant: every field of a request is honoured, or the request is refused in words: a field that would change the distribution
+behind the trainer's back (penalties, stop strings, forced tools, logit biases) cannot be ignored, nor can one that nobody here
+knows. So the log-probabilities returned are those of the policy under temperature, top_p and top_k. Any field may be null or
+have the value that changes nothing (`NEUTRAL`); those that only describe the request (`DESCRIPTIVE`) say nothing to an engine.
 """
 
 from __future__ import annotations
@@ -44,17 +45,63 @@ class UnknownModel(BadRequest):
     code = "model_not_found"
 
 
+READ = frozenset(
+    {
+        "model",
+        "messages",
+        "tools",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "max_tokens",
+        "max_completion_tokens",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "required_prefix_token_ids",
+        "parallel_tool_calls",
+        "logprobs",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+    }
+)
+"""Fields that are honoured. The last two ask for token IDs, which every answer carries in its message."""
+
+DESCRIPTIVE = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
+)
+"""Fields about the request that no engine acts on."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "stream": (None, False),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "logit_bias": (None, {}),
-    "stop": (None, [], ""),
-    "tool_choice": (None, "auto", "none"),
-    "response_format": (None, {"type": "text"}),
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "priority": (0,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "return_token_strs": (False,),
+    "mm_processor_kwargs": ({},),
 }
 """Fields with the values that change nothing; any other value is refused."""
 
@@ -71,6 +118,10 @@ class ChatRequest:
     """`max_tokens` of 0 asks for as many as fit."""
     model: str
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    only_first_call: bool = False
+    """`parallel_tool_calls` is false: of several calls in a reply the message keeps the first, as with vLLM."""
+    logprobs: bool = False
+    """The choice tells log-probabilities in OpenAI's form. The message has them either way."""
     required_prefix: list[int] | None = None
     """Token IDs that the prompt must begin with, up to the newest assistant message; None takes those that it carries."""
 
@@ -86,17 +137,28 @@ def read_request(body: Any, model: str) -> ChatRequest:
     named = body.get("model", model)
     if named != model:
         raise UnknownModel(f"The model {named!r} is not served here; the only one is {model!r}.", "model")
-    for key, values in NEUTRAL.items():
-        if key in body and body[key] not in values:
-            raise BadRequest(f"{key}={body[key]!r} is not supported; leave it out or send {values[-1]!r}.", key)
+    for key, value in body.items():
+        if key not in READ and key not in DESCRIPTIVE and value is not None:
+            _refuse_unless_neutral(key, value)
     return ChatRequest(
         messages=_messages(body.get("messages")),
         tools=_tools(body),
         draw=_draw(body),
         model=model,
-        template_arguments=_object(body, "chat_template_kwargs"),
+        template_arguments=_template_arguments(body),
+        only_first_call=_flag(body, "parallel_tool_calls", default=True) is False,
+        # Who asks for tokens as IDs reads them, and their log-probabilities, in the message.
+        logprobs=_flag(body, "logprobs") and not _flag(body, "return_tokens_as_token_ids"),
         required_prefix=_required_prefix(body),
     )
+
+
+def _refuse_unless_neutral(key: str, value: Any) -> None:
+    told = f"{key}={value!r}" if len(repr(value)) <= 200 else key
+    if key not in NEUTRAL:
+        raise BadRequest(f"{told} is not supported: this engine has no such field. Leave it out.", key)
+    if value not in NEUTRAL[key]:
+        raise BadRequest(f"{told} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
 
 
 def _draw(body: dict[str, Any]) -> Draw:
@@ -128,11 +190,22 @@ def _number(body: dict[str, Any], key: str, low: float, high: float) -> float:
     return float(value)
 
 
-def _object(body: dict[str, Any], key: str) -> dict[str, Any]:
-    value = body.get(key) or {}
-    if not isinstance(value, dict):
-        raise BadRequest(f"{key} must be an object.", key)
+def _flag(body: dict[str, Any], key: str, *, default: bool = False) -> bool:
+    value = body.get(key)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise BadRequest(f"{key} is {value!r}; it must be true or false.", key)
     return value
+
+
+def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
+    """What the chat template is given besides messages and tools; `reasoning_effort` is one of them."""
+    value = body.get("chat_template_kwargs") or {}
+    if not isinstance(value, dict):
+        raise BadRequest("chat_template_kwargs must be an object.", "chat_template_kwargs")
+    effort = body.get("reasoning_effort")
+    return value if effort is None else {"reasoning_effort": effort, **value}
 
 
 def _required_prefix(body: dict[str, Any]) -> list[int] | None:

@@ -45,12 +45,19 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 2.0, 60.0
 
+SAMPLED = ("temperature", "top_p", "top_k")
+"""What decides the distribution that a token is drawn from."""
+
 PROBE_TOKENS = 32
 """Length of the sequence whose log-probabilities every replica tells after a refit."""
 
 
 class PolicyUnavailable(InfraError):
     """This replica must not answer now; the text says why."""
+
+
+class SamplingRefused(DataError):
+    """The request would draw from another distribution than the run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,8 @@ class Wanted:
     running: RunningGenerations = "finish"
     """What becomes of generations that are running."""
     keep_prefix_cache: bool = False
+    sampling: list[dict[str, Any]] | None = None
+    """Temperature, top_p and top_k that requests may ask for, each with all of `SAMPLED`; others are refused. None: any."""
     asleep: str | None = None
     """The engine is to give its memory back until the next wish; the text says what for, to whoever asks it meanwhile."""
 
@@ -85,6 +94,9 @@ class Wanted:
         parse_way(wanted.way)
         if wanted.running not in get_args(RunningGenerations):
             raise ValueError(f"running is {wanted.running!r}; it is one of {', '.join(get_args(RunningGenerations))}.")
+        allowed = wanted.sampling
+        if allowed is not None and not (isinstance(allowed, list) and all({*one} == {*SAMPLED} for one in allowed)):
+            raise ValueError(f"sampling is {allowed!r}; it is a list of objects with {', '.join(SAMPLED)}, or null.")
         if wanted.asleep is not None and not (isinstance(wanted.asleep, str) and wanted.asleep):
             raise ValueError(f"asleep is {wanted.asleep!r}; it is a text that says what for, or null.")
         return wanted
@@ -182,6 +194,27 @@ class ServedPolicy:
                 if generated.versions is None:
                     return replace(generated, versions=[(version, len(generated.token_ids))])
                 return generated
+
+    def require_sampling(self, draw: Draw) -> None:
+        """Hold a request against the sampling that is wanted.
+
+        Raises:
+            SamplingRefused: it asks for another.
+        """
+        allowed = None if self._wanted is None else self._wanted.sampling
+        if allowed is None:
+            return
+        asked = {name: getattr(draw, name) for name in SAMPLED}
+        if asked not in allowed:
+            raise SamplingRefused(
+                f"The request asks for {asked}, but this engine serves a run that draws with {allowed}: its trainer would "
+                "compute the ratio for another distribution. Send one of these (what is left out is temperature 1, top_p 1, no "
+                "top_k), or set the run's generation.sampling to what the agent sends."
+            )
+
+    @property
+    def samples_as_wanted_only(self) -> bool:
+        return self._wanted is not None and self._wanted.sampling is not None
 
     async def want(self, wanted: Wanted) -> None:
         """Bring the engine to `wanted`. Never raises for weights that cannot be had: `status` and 503 tell."""

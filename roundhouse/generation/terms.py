@@ -22,6 +22,8 @@ class Terms:
     """`roundhouse.weights.ways.Way` as JSON."""
     running: RunningGenerations = "finish"
     keep_prefix_cache: bool = False
+    sampling: list[dict[str, Any]] | None = None
+    """See `Wanted.sampling`."""
     asleep: str | None = None
     """The engine is to sleep at this version, and the text says what for."""
 

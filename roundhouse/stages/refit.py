@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
@@ -23,6 +24,7 @@ from roundhouse.errors import InfraError, RoundhouseError, StoreError
 from roundhouse.generation.agreement import proof_of, require_agreement
 from roundhouse.generation.deployment import Replica, ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
+from roundhouse.generation.served_policy import SAMPLED
 from roundhouse.generation.terms import Terms
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
@@ -106,8 +108,21 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     wanted = (_application(engine, run), True, checkpoint.policy_version, checkpoint.uri, digest)
     found = engine.replicas()
     return len(found) == run.config.generation.replicas and all(
-        (one.application, one.ready, one.policy_version, one.weights, one.digest) == wanted for one in found
+        (one.application, one.ready, one.policy_version, one.weights, one.digest) == wanted
+        and (one.wanted or {}).get("sampling") == _agents_draw_with(run)
+        for one in found
     )
+
+
+def _agents_draw_with(run: Run) -> list[dict[str, Any]] | None:
+    """The sampling that the engine takes of an agent server, whose requests nobody here writes: that of training, and that of
+    evaluation. None where our own loop asks, which holds each row against `generation.sampling` itself."""
+    config = run.config
+    if config.environment.kind != "agent":
+        return None
+    training = config.generation.sampling.model_dump(include=set(SAMPLED))
+    evaluation = training | {"temperature": config.evaluation.temperature}
+    return [training] if evaluation == training else [training, evaluation]
 
 
 def start_engine(run: Run) -> None:
@@ -128,6 +143,7 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
         offered(run, checkpoint, engine.replicas() if generation.weights in _TO_SOME else [], engine.url) as terms,
     ):
+        terms = replace(terms, sampling=_agents_draw_with(run))
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, terms)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     return replicas

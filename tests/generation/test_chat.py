@@ -10,6 +10,9 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.engine import Generated
+from roundhouse.generation.requests import NEUTRAL, read_request
 from tests.generation import tiny
 from tests.generation.servers import transformers_server
 
@@ -147,6 +150,60 @@ def test_a_request_that_cannot_be_answered_is_refused_with_a_code(url, fields, s
     body = {"model": "policy", "messages": tiny.TOOL_MESSAGES} | fields
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+
+
+NOT_HONOURED = {
+    "stop_token_ids": [5],
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "guided_json": {"type": "object"},
+    "structured_outputs": {"regex": "a+"},
+    "bad_words": ["x"],
+    "allowed_token_ids": [1, 2],
+    "top_logprobs": 3,
+    "prompt_logprobs": 1,
+    "priority": 7,
+    "reasoning_effort": "low",
+    "logprobs": 5,
+    "some_field_of_tomorrow": 1,
+}
+
+
+@pytest.mark.parametrize("field", NOT_HONOURED)
+def test_a_field_that_is_not_honoured_is_refused_by_its_name(transformers_url, field):
+    body = {"model": "policy", "messages": tiny.TOOL_MESSAGES, field: NOT_HONOURED[field]}
+    reply = httpx.post(f"{transformers_url}/v1/chat/completions", json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert field in reply.json()["error"]["message"]
+
+
+def test_fields_at_the_values_that_change_nothing_are_taken(transformers_url):
+    neutral = {key: values[-1] for key, values in NEUTRAL.items() if key != "tool_choice"}
+    nulls = dict.fromkeys(NOT_HONOURED)
+    plain = chat(transformers_url, tiny.TOOL_MESSAGES)["choices"]
+    assert chat(transformers_url, tiny.TOOL_MESSAGES, **neutral)["choices"] == plain
+    assert chat(transformers_url, tiny.TOOL_MESSAGES, **nulls)["choices"] == plain
+
+
+def test_log_probabilities_that_are_asked_for_are_those_of_the_message(transformers_url):
+    choice = chat(transformers_url, tiny.TOOL_MESSAGES, logprobs=True)["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in told] == choice["message"]["generation_log_probs"]
+    assert len(told) == 12
+
+
+def test_without_parallel_tool_calls_the_message_keeps_the_first_call(policies):
+    codec = ChatCodec(str(policies["first"]), 512)
+    call = '<tool_call>{"name": "add", "arguments": {"n": %d}}</tool_call>'
+    tokens = codec.encode(call % 1 + call % 2)
+    generated = Generated(tokens, [-0.1] * len(tokens), "stop")
+    both, _ = codec.message(generated, [tiny.ADD_TOOL])
+    first, finish = codec.message(generated, [tiny.ADD_TOOL], only_first_call=True)
+    assert [one["function"]["arguments"] for one in both["tool_calls"]] == ['{"n": 1}', '{"n": 2}']
+    assert [one["function"]["arguments"] for one in first["tool_calls"]] == ['{"n": 1}']
+    assert finish == "tool_calls"
+    request = {"messages": tiny.TOOL_MESSAGES, "parallel_tool_calls": False}
+    assert read_request(request, "policy").only_first_call
 
 
 def test_recorded_tokens_outside_the_vocabulary_are_refused(url):

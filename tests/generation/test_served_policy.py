@@ -6,11 +6,14 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 
 from roundhouse.generation import served_policy
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.chat_server import ChatServer
 from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
-from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy, Wanted
+from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy, Wanted
 
 
 class FaultyEngine:
@@ -136,6 +139,32 @@ async def test_the_same_wish_again_loads_nothing(policy, engine, policies):
     for request in (1, 2):
         await policy.want(Wanted(1, str(policies["first"]), request=request))
     assert len(engine.loaded) == 1
+
+
+async def test_a_run_of_foreign_agents_is_drawn_with_its_own_sampling_or_not_at_all(policy, policies):
+    training, greedy = ({"temperature": t, "top_p": 1.0, "top_k": None} for t in (0.8, 0.0))
+    weights = str(policies["first"])
+    policy.require_sampling(Draw(4, temperature=0.3))
+    await policy.want(Wanted(policy_version=1, weights=weights, request=1, sampling=[training, greedy]))
+    policy.require_sampling(Draw(4, temperature=0.8))
+    policy.require_sampling(Draw(4, temperature=0))
+    for other in (Draw(4, temperature=0.3), Draw(4, 0.8, top_p=0.9), Draw(4, 0.8, top_k=5), Draw(4)):
+        with pytest.raises(SamplingRefused, match="draws with"):
+            policy.require_sampling(other)
+    await policy.want(Wanted(policy_version=1, weights=weights, request=2))
+    policy.require_sampling(Draw(4, temperature=0.3))
+
+
+async def test_the_refusal_reaches_the_agent_as_an_error_with_a_code(policy, policies):
+    wanted = [{"temperature": 0.8, "top_p": 1.0, "top_k": None}]
+    await policy.want(Wanted(policy_version=1, weights=str(policies["first"]), request=1, sampling=wanted))
+    server = ChatServer(policy, ChatCodec(str(policies["first"]), 64), "policy")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://engine") as client:
+        refused = await client.post("/v1/chat/completions", json=body | {"temperature": 0.5})
+        taken = await client.post("/v1/chat/completions", json=body | {"temperature": 0.8})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "sampling_refused")
+    assert taken.status_code == 200
 
 
 def test_an_unknown_key_of_user_config_is_refused():

@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import LoraConfig, OptimizerConfig, TrainConfig
 from roundhouse.generation.deployment import Replica
+from roundhouse.generation.engine_services import EngineGone, ProcessEngine
 from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import engine_at, engine_service, ensure_version, refit_iteration
@@ -50,6 +52,31 @@ def test_a_run_brings_its_engine_to_each_version_by_the_way_it_chose_and_records
         (again,) = ensure_version(run_by("store"), checkpoints[0])
         assert (again.policy_version, again.way) == (0, "store"), "held against the record, and found the same"
         leave_memory()
+
+
+@pytest.mark.parametrize("kind", ["agent", "remote"])
+def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_with(tmp_path: Path, kind: str) -> None:
+    environment = {"kind": kind, "url": "http://127.0.0.1:1", "train_tasks": "rows.jsonl"}
+    keys = {
+        "environment": environment,
+        "evaluation": {"temperature": 0.0},
+        "generation": {"backend": "transformers", "sampling": {"temperature": 0.7}},
+        "infra": {"state": str(tmp_path / "state")},
+    }
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), **keys}))
+    start = publish_starting_policy(run, tiny.make_model(tmp_path / "v0", seed=1), {})
+    wishes: list[dict[str, Any]] = []
+
+    class FakeEngine(ProcessEngine):
+        def ensure(self, *arguments: Any) -> list[Replica]:
+            wishes.append(arguments[-1].wish())
+            raise EngineGone("it is a fake")
+
+    with pytest.raises(EngineGone):
+        ensure_version(run, start, FakeEngine("http://127.0.0.1:1"))
+    training = {"temperature": 0.7, "top_p": 1.0, "top_k": None}
+    told = [training, training | {"temperature": 0.0}] if kind == "agent" else None
+    assert [wish.get("sampling") for wish in wishes] == [told]
 
 
 def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this_runs(
