@@ -100,6 +100,7 @@ class ReinforcePlusPlus(PolicyGradient):
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     kl_coefficient: Annotated[float, Field(ge=0)] = 1e-3
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k1, unless kl_placement is loss."""
     kl_placement: Literal["loss", "reward"] = "reward"
 
 

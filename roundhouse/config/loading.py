@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from roundhouse.config.models import RunConfig
 from roundhouse.config.patterns import in_words
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
+from roundhouse.config.section import RECORDED
 from roundhouse.config.soundness import refuse_unsound, with_correction
 from roundhouse.errors import ConfigError
 
@@ -51,10 +52,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
     return parse_config(tree, origin=str(file))
 
 
-def parse_config(tree: dict[str, Any], origin: str = "the configuration") -> RunConfig:
-    """Validate a plain tree of keys."""
+def parse_config(tree: dict[str, Any], origin: str = "the configuration", *, recorded: bool = False) -> RunConfig:
+    """Validate a plain tree of keys; `recorded` where it is read to look at what a run was (`section.RECORDED`)."""
     try:
-        config = RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree, context=RECORDED if recorded else None)
     except ValidationError as error:
         raise ConfigError(f"{origin}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
     config = with_correction(config.asynchrony, config)

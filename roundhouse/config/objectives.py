@@ -6,11 +6,11 @@ a key does in the loss is written in `roundhouse.training.loss` and docs/algorit
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
-from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section
+from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section, is_recorded
 
 Aggregation = Literal["token", "sequence", "rollout", "fixed_length"]
 MismatchCorrection = Literal["none", "tis", "icepop", "seq-mask-tis"]
@@ -102,6 +102,7 @@ class TokenLoss(Section):
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference (the starting policy). 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Unset with kl_placement reward: k1, the only one whose reward has the KL's gradient."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy's, with its own gradient. reward: subtracted from the reward, token by token."""
     kl_importance_weighting: bool = False
@@ -120,8 +121,16 @@ class TokenLoss(Section):
         """The setting that is right for one optimizer step an iteration alone, as `key: value`, if there is one."""
         return None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator(cls, values: Any) -> Any:
+        """In the reward, an estimator that is not named is k1."""
+        if isinstance(values, dict) and values.get("kl_placement") == "reward":
+            return {"kl_estimator": "k1"} | values
+        return values
+
     @model_validator(mode="after")
-    def _loss(self) -> Self:
+    def _loss(self, info: ValidationInfo) -> Self:
         if (self.loss_aggregation == "fixed_length") != (self.fixed_length is not None):
             raise ValueError(
                 f"loss_aggregation is {self.loss_aggregation} and fixed_length is {self.fixed_length}: the two belong "
@@ -134,6 +143,11 @@ class TokenLoss(Section):
         if self.kl_importance_weighting and self.kl_placement == "reward":
             raise ValueError(
                 "kl_importance_weighting is for the KL term of the loss, but kl_placement is reward. Unset one of them."
+            )
+        if self.kl_placement == "reward" and self.kl_estimator != "k1" and not is_recorded(info):
+            raise ValueError(
+                f"kl_estimator is {self.kl_estimator} and kl_placement reward: as a reward, its expected gradient leads "
+                "away from the reference as often as back to it. Set kl_estimator to k1, or kl_placement to loss."
             )
         return self
 

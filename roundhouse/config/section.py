@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -22,3 +22,13 @@ class Section(BaseModel):
     """Base of every configuration section: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+
+
+RECORDED = {"recorded": True}
+"""Validation context of a configuration that a store holds: a run that began when a combination was not refused yet stays
+readable. To start, continue or fork it is judged like any other."""
+
+
+def is_recorded(info: ValidationInfo) -> bool:
+    """Whether what is validated is a record, and not to be carried out."""
+    return bool(info.context and info.context.get("recorded"))

@@ -76,7 +76,7 @@ def refuse_unloadable(parent: Parent, config: RunConfig) -> None:
         ConfigError: it differs in a key of `FIXED_BY_CHECKPOINT`.
     """
     run = _run_of(parent)
-    old = parse_config(_identity(run)["config"], origin=f"{run}/run.json")
+    old = parse_config(_identity(run)["config"], origin=f"{run}/run.json", recorded=True)
     changed = {key: pair for key, pair in differences(old, config).items() if key.startswith(FIXED_BY_CHECKPOINT)}
     if changed:
         lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())

@@ -236,7 +236,9 @@ def load_run(store: str, run_id: str) -> Run:
     except NotFound:
         there = ", ".join(run_ids(store)) or "none"
         raise StoreError(f"No run {run_id!r} in {root.uri}. Runs there: {there}.") from None
-    return _opened(location, parse_config(identity["config"], origin=f"{location.uri}/run.json"), identity)
+    return _opened(
+        location, parse_config(identity["config"], origin=f"{location.uri}/run.json", recorded=True), identity
+    )
 
 
 def run_ids(store: str) -> list[str]:
@@ -264,7 +266,7 @@ def _refuse_other_parent(run: Run) -> None:
 
 
 def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> None:
-    old = parse_config(identity["config"], origin="run.json")
+    old = parse_config(identity["config"], origin="run.json", recorded=True)
     changed = {key: pair for key, pair in differences(old, config).items() if not key.startswith(OPERATIONAL)}
     if changed:
         lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())

@@ -212,9 +212,9 @@ def test_distillation_takes_the_policy_to_its_teacher(tmp_path: Path) -> None:
     assert sum(distances[-3:]) < 0.5 * sum(distances[:3]), distances
 
 
-@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize(("placement", "factor"), [("loss", 1.24), ("reward", 0.76)])
 def test_the_adaptive_kl_coefficient_survives_a_restart_bit_for_bit(
-    model_dir: Path, reference_dir: Path, tmp_path: Path, placement: str
+    model_dir: Path, reference_dir: Path, tmp_path: Path, placement: str, factor: float
 ) -> None:
     algorithm = {"kind": "grpo", "kl_coefficient": 0.1, "kl_placement": placement}
     config = _config(algorithm | {"adaptive_kl": {"target": 0.01, "horizon": 20}}, updates=2)
@@ -222,8 +222,8 @@ def test_the_adaptive_kl_coefficient_survives_a_restart_bit_for_bit(
     through = Trainer.load(model_dir, config, reference_dir=reference_dir, seed=5)
     coefficients = [through.step(batch, i).metrics["kl_coefficient"] for i, batch in enumerate(batches, 1)]
     through.save(tmp_path / "through")
-    # 24 rollouts, KL far above its target: the coefficient grows by the factor 1 + 0.2 * 24 / 20 each time
-    assert coefficients == pytest.approx([0.1, 0.1 * 1.24, 0.1 * 1.24**2])
+    # 24 rollouts, far from the target: a factor of 1 ± 0.2 * 24 / 20. k3 is above it; k1 below 0 on tokens that are nobody's
+    assert coefficients == pytest.approx([0.1, 0.1 * factor, 0.1 * factor**2])
     source = model_dir
     for i, batch in enumerate(batches, 1):
         state = source / "trainer" if i > 1 else None
