@@ -18,7 +18,7 @@ import typer
 import yaml
 
 from roundhouse.cli import app
-from roundhouse.config.loading import parse_config
+from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.stages.datasets import Draw
 from tests.query.stores import write_dataset, write_run
@@ -175,6 +175,15 @@ def test_the_page_of_the_configuration_has_a_row_for_every_section() -> None:
 )
 def test_a_command_or_an_option_that_is_not_there_is_noticed(line: str, wrong: list[str]) -> None:
     assert list(wrong_commands(line)) == wrong
+
+
+def test_a_version_that_a_page_forks_a_shipped_run_at_is_one_that_its_retention_keeps(page: Path) -> None:
+    """README's own command failed after the quickstart: version 10 had been deleted."""
+    for run, at in re.findall(r"roundhouse runs fork (\w+) --at (\d+)", page.read_text()):
+        if (shipped := ROOT / f"configs/{run}.yaml").exists():
+            kept = load_config(shipped).checkpoint.keep_every
+            assert kept, f"{shipped}: checkpoint.keep_every is 0"
+            assert int(at) % kept == 0
 
 
 @pytest.mark.parametrize(
