@@ -9,11 +9,10 @@ from prefect import flow
 
 from flows.economy import WholeConfig, untagged_tasks
 from flows.termination import repeated_terminations
-from roundhouse.errors import StoreError
 from roundhouse.stages.datasets import Draw, dataset_stage, open_to_collect, retain_versions, version_for
 from roundhouse.store.manifest import Reference
 from roundhouse.store.promoted import version_named
-from roundhouse.store.run import Run
+from roundhouse.store.run import Run, no_such_version
 from tasks.collect import collect_dataset
 from tasks.policy import starting_policy
 from tasks.refit import refit_to
@@ -58,6 +57,6 @@ def _collect(
         return done
     checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
     if checkpoint is None:
-        raise StoreError(f"run {run.run_id} has no checkpoint {version}; it has {run.checkpoint_versions()}")
+        raise no_such_version(run, version)
     refit_to(run, checkpoint)
     return collect_dataset(run, name, draw, checkpoint)

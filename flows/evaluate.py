@@ -6,9 +6,8 @@ from prefect import flow
 
 from flows.economy import WholeConfig, untagged_tasks
 from flows.termination import repeated_terminations
-from roundhouse.errors import StoreError
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import open_run
+from roundhouse.store.run import no_such_version, open_run
 from tasks.evaluate import evaluate as evaluate_stage
 from tasks.policy import starting_policy
 
@@ -21,5 +20,5 @@ def evaluate(config: WholeConfig, version: int | None = None) -> Reference:
         start = starting_policy(run)
         checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
         if checkpoint is None:
-            raise StoreError(f"run {run.run_id} has no checkpoint {version}; it has {run.checkpoint_versions()}")
+            raise no_such_version(run, version)
         return evaluate_stage(run, checkpoint)

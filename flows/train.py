@@ -14,6 +14,7 @@ from flows.overlap import lanes, overlapped_iteration
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
 from flows.termination import repeated_terminations
+from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate, promote
@@ -26,6 +27,7 @@ from tasks.report import finish_run, link_tracking, report_iteration
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
 def train(config: WholeConfig) -> dict[str, Any]:
     """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
+    refuse_unready(config)
     run = open_run(config, first_start=is_first_start())
     if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
         return summary

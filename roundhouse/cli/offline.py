@@ -52,6 +52,7 @@ def train_offline(
     from roundhouse.errors import ConfigError
     from roundhouse.stages.fork import fork_run
     from roundhouse.stages.offline_fork import offline_config
+    from roundhouse.stages.preflight import refuse_unready
 
     if method not in ("grpo", "rejection", "distillation"):
         raise ConfigError(f"--method {method!r} is none of grpo, rejection, distillation.")
@@ -67,6 +68,7 @@ def train_offline(
         reward_threshold=reward_threshold,
         overrides=[*passes, *(overrides or [])],
     )
+    refuse_unready(config, remote=not dry_run)
     if not dry_run:
         accept_code(config, overrides, trust_store)
         fork_run(config)

@@ -63,11 +63,15 @@ def collect(
     overrides: Overrides = None,
 ) -> None:
     """Collect rollouts with a run's checkpoint into a dataset of its own, without training."""
+    from roundhouse.stages.datasets import open_to_collect
+    from roundhouse.stages.preflight import refuse_no_checkpoint
     from roundhouse.store.stage import read_manifest
 
     resolved = load(config, overrides)
     if promoted and version is not None:
         raise typer.BadParameter("--version and --promoted both name a checkpoint: give one.")
+    refuse_no_checkpoint(resolved, version, promoted=promoted)
+    open_to_collect(resolved)
 
     def work() -> str:
         from flows.collect import collect as flow
@@ -94,7 +98,12 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a run's checkpoint on held-out tasks."""
+    from roundhouse.stages.preflight import refuse_no_checkpoint
+    from roundhouse.store.run import open_run
+
     resolved = load(config, overrides)
+    refuse_no_checkpoint(resolved, version)
+    open_run(resolved)
 
     def work() -> str:
         from flows.economy import tagged
@@ -109,6 +118,9 @@ def evaluate(
 
 def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     """Train in the foreground, and show it."""
+    from roundhouse.stages.preflight import refuse_unready
+
+    refuse_unready(config, remote=not dry_run)
     if dry_run:
         from roundhouse.config.loading import config_yaml
         from roundhouse.config.placement import placement

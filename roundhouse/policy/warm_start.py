@@ -158,10 +158,24 @@ def _demonstrations(
     try:
         return environment.demonstrations("train", count, config.good_fraction, derive_seed(seed, "demos"))
     except NotImplementedError as error:
-        raise ConfigError(
-            f"policy.kind is warm_start, but the environment {environment.name} has no demonstrations to start on. Give it a "
-            "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
-        ) from error
+        raise _without_demonstrations(environment.name) from error
+
+
+def refuse_without_demonstrations(environment: type[Environment] | type[GymnasiumEnvironment]) -> None:
+    """Refuse a class that a warm start cannot begin with, before anything is made of it.
+
+    Raises:
+        ConfigError: it has no `demonstrations` of its own.
+    """
+    if environment.demonstrations in (Environment.demonstrations, GymnasiumEnvironment.demonstrations):
+        raise _without_demonstrations(environment.name)
+
+
+def _without_demonstrations(name: str) -> ConfigError:
+    return ConfigError(
+        f"policy.kind is warm_start, but the environment {name} has no demonstrations to start on. Give it a "
+        "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
+    )
 
 
 def _train(

@@ -13,7 +13,7 @@ from roundhouse.config.loading import apply_override, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.policy import starting_policy
-from roundhouse.store.run import Run, load_run, open_run
+from roundhouse.store.run import Run, load_run, no_such_version, open_run
 
 
 def fork_config(
@@ -31,17 +31,14 @@ def fork_config(
         keys: whole sections that take the place of the parent's, before the overrides.
 
     Raises:
-        StoreError: there is no such run.
-        ConfigError: no such version, nothing left to train, an impossible override.
+        StoreError: there is no such run, or no such version of it.
+        ConfigError: nothing left to train, an impossible override.
     """
     parent = load_run(store, run_id)
     versions = parent.checkpoint_versions()
     version = versions[-1] if at is None and versions else at
     if version is None or version not in versions:
-        raise ConfigError(
-            f"--at {version}: run {run_id!r} has no checkpoint of that version. It has: "
-            f"{', '.join(map(str, versions)) or 'none'} (checkpoint.keep_last and keep_every decide which stay)."
-        )
+        raise no_such_version(parent, version)
     tree = parent.config.model_dump(mode="json") | {
         "run_id": new_id,
         "store": store,

@@ -118,7 +118,10 @@ def _fetch(policy: PretrainedPolicy, directory: Path) -> dict[str, object]:
     if not names:
         raise ConfigError(f"policy.path: {source.uri} holds no files. Give a Hugging Face model directory.")
     source.download([name for name in names if "/" not in name], directory)
-    check_model_directory(directory)
+    try:
+        check_model_directory(directory)
+    except ConfigError as error:  # of a copy; the reader knows the original
+        raise ConfigError(str(error).replace(str(directory), source.uri.removeprefix("file://"))) from None
     return {"source": source.uri}
 
 

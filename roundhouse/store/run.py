@@ -223,6 +223,15 @@ def _opened(location: Location, config: RunConfig, identity: dict[str, Any]) -> 
     return Run(location, config, identity["uid"], identity["created_at"], code_version(), parent)
 
 
+def no_such_version(run: Run, version: int | None) -> StoreError:
+    """The error of a version that has no checkpoint; it lists those that have one."""
+    there = ", ".join(map(str, run.checkpoint_versions())) or "none"
+    return StoreError(
+        f"Run {run.run_id!r} has no checkpoint of version {version}. It has: {there} (checkpoint.keep_last and keep_every "
+        "decide which stay)."
+    )
+
+
 def load_run(store: str, run_id: str) -> Run:
     """Open an existing run with the configuration it was created with.
 

@@ -86,7 +86,7 @@ def test_a_fork_whose_parent_lost_the_version_before_it_was_taken_says_so(tmp_pa
     retain(parent, 3)
     with pytest.raises(StoreError, match="000001 has no manifest"):
         starting_policy(fork)
-    with pytest.raises(ConfigError, match=r"--at 1: run 'base' has no checkpoint of that version. It has: 0, 3"):
+    with pytest.raises(StoreError, match=r"Run 'base' has no checkpoint of version 1. It has: 0, 3"):
         fork_config(store, "base", "other", 1)
 
 

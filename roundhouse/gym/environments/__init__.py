@@ -63,17 +63,27 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     Raises:
         ConfigError: it cannot be imported or made, or it lives in another process.
     """
+    found = class_of(config)
+    return _made(found, config) if isinstance(config, CustomEnvironment) else built_in(config)
+
+
+def class_of(config: EnvironmentConfig) -> type[Environment] | type[GymnasiumEnvironment]:
+    """The class of that environment; nothing is made of it.
+
+    Raises:
+        ConfigError: it cannot be imported, or it lives in another process.
+    """
     if isinstance(config, CustomEnvironment):
-        return _made(load_symbol(config.target, _KINDS, "environment.target"), config)
+        return load_symbol(config.target, _KINDS, "environment.target")
     if type(config) not in BUILT_IN:
         raise ConfigError(_elsewhere(config))
-    return built_in(config)
+    return load_symbol(f"{__name__}.{BUILT_IN[type(config)]}", _KINDS, "environment.kind")
 
 
 @functools.lru_cache(maxsize=8)
-def built_in(config: Section) -> Environment | GymnasiumEnvironment:
+def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
-    found: Any = load_symbol(f"{__name__}.{BUILT_IN[type(config)]}", _KINDS, "environment.kind")
+    found: Any = class_of(config)
     made: Environment | GymnasiumEnvironment = found(**_fields(config))
     return made
 

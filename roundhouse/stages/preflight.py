@@ -1,0 +1,76 @@
+"""What can be known of a run before anything is started: before its first record is in the store, before services and engine.
+
+Invariant: these checks only read, and refuse nothing that a later stage would take. They raise what that stage would raise,
+with the key or option at fault; what only a service can know is left to it.
+"""
+
+from __future__ import annotations
+
+from roundhouse.config.environments import CustomEnvironment
+from roundhouse.config.models import PretrainedPolicy, RunConfig
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.gym.environments import class_of, load_any
+from roundhouse.policy.model_directory import check_model_directory
+from roundhouse.policy.warm_start import refuse_without_demonstrations
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.promoted import version_named
+from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids
+
+
+def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
+    """Refuse a run whose environment, starting policy or datasets cannot be had.
+
+    Args:
+        remote: look into buckets, too. A dry run asks nothing outside this machine.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
+    if isinstance(config.environment, CustomEnvironment):
+        load_any(config.environment)
+    reachable = remote or Location(config.store).is_local
+    if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
+        return  # it has what it begins with
+    if config.resume.path is None:
+        _starting_policy(config, remote)
+    if config.offline is not None and reachable:
+        from roundhouse.stages.offline import find_datasets
+
+        find_datasets(config.store, config.offline.datasets)
+
+
+def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:
+    """Refuse to evaluate a checkpoint, or to collect with one, that is not there. The starting policy of a run that has not
+    begun is asked for by its number, 0, and is made then.
+
+    Raises:
+        StoreError: no such run, or no such version of it.
+        ConfigError: nothing is promoted.
+    """
+    if not run_exists(config.store, config.run_id):
+        if version != 0:
+            there = ", ".join(run_ids(config.store)) or "none"
+            raise StoreError(
+                f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {there}. Train it first, or name its "
+                "starting policy, which is made then: --version 0."
+            )
+        refuse_unready(config)
+        return
+    run = load_run(config.store, config.run_id)
+    if promoted:
+        version = version_named(run, "promoted")
+    begins = version == run.first_version and run.latest_checkpoint() is None
+    if version is not None and not begins and run.checkpoint(version).reference() is None:
+        raise no_such_version(run, version)
+
+
+def _starting_policy(config: RunConfig, remote: bool) -> None:
+    if not isinstance(config.policy, PretrainedPolicy):
+        refuse_without_demonstrations(class_of(config.environment))
+        return
+    source = Location(config.policy.path)
+    if source.is_local:
+        check_model_directory(source.local_path)
+    elif remote and not source.exists("config.json"):
+        raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")

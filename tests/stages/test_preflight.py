@@ -1,0 +1,92 @@
+"""What can be known at once is said at once: no service is started, and no record of a run is left in the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from roundhouse.cli import app
+from roundhouse.errors import ConfigError, RoundhouseError, StoreError
+from roundhouse.store.run import run_ids
+from tests.query.stores import write_run
+
+
+def config(directory: Path, **keys: Any) -> str:
+    """A configuration of run `r`."""
+    keys = {"run_id": "r", "store": str(directory / "store"), "infra": {"state": str(directory / "state")}} | keys
+    (directory / "run.yaml").write_text(yaml.safe_dump(keys))
+    return str(directory / "run.yaml")
+
+
+def refused(*command: str) -> RoundhouseError:
+    """The error that the command ends with."""
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, RoundhouseError), error
+    return error
+
+
+def empty_model(directory: Path) -> dict[str, Any]:
+    (directory / "model").mkdir()
+    return {"policy": {"kind": "pretrained", "path": str(directory / "model")}}
+
+
+def missing_target(directory: Path) -> dict[str, Any]:
+    return {"environment": {"kind": "custom", "target": str(directory / "mine.py:Mine")}}
+
+
+def class_without_demonstrations(directory: Path) -> dict[str, Any]:
+    (directory / "mine.py").write_text(
+        "from roundhouse.gym.environment import Environment\nclass Mine(Environment):\n    name = 'mine'\n"
+        "    def tasks(self, split): return []\n    async def seed_session(self, row): return {}\n"
+        "    def verify(self, session, row, response): return 0.0\n"
+    )
+    return {"environment": {"kind": "custom", "target": str(directory / "mine.py:Mine")}}
+
+
+def unknown_dataset(directory: Path) -> dict[str, Any]:
+    return {"offline": {"datasets": ["nightly"]}, "train": {"algorithm": {"kind": "cross_entropy"}}}
+
+
+@pytest.mark.parametrize("dry_run", [False, True], ids=["start", "dry run"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (empty_model, "policy.path is {directory}/model: config.json is missing."),
+        (missing_target, "environment.target: no file {directory}/mine.py"),
+        (class_without_demonstrations, "the environment mine has no demonstrations to start on"),
+        (unknown_dataset, "nightly"),
+    ],
+    ids=lambda fault: getattr(fault, "__name__", ""),
+)
+def test_a_run_that_cannot_begin_is_refused_before_anything_is_started(
+    fault: Any, said: str, dry_run: bool, tmp_path: Path
+) -> None:
+    """Each of these once started Ray first, and left a run in the store."""
+    path = config(tmp_path, **fault(tmp_path))
+    before = set(tmp_path.iterdir())
+    error = refused("train", path, *(["--dry-run"] if dry_run else []))
+    assert isinstance(error, ConfigError)
+    assert said.format(directory=tmp_path) in str(error)
+    assert set(tmp_path.iterdir()) - {tmp_path / "__pycache__"} == before
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["collect", "--name", "nightly"]], ids=["evaluate", "collect"])
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_started(
+    command: list[str], tmp_path: Path
+) -> None:
+    """These waited for the engine first."""
+    run = write_run(str(tmp_path / "store"), iterations=2)
+    path = config(tmp_path, rollout={"tasks": 3, "group_size": 4})
+    error = refused(*command, path, "--version", "99")
+    assert isinstance(error, StoreError)
+    assert "Run 'r' has no checkpoint of version 99. It has: 0, 1, 2" in str(error)
+    error = refused(*command, path, "--set", "run_id=nosuch")
+    assert isinstance(error, StoreError)
+    assert "No run 'nosuch'" in str(error)
+    assert "Runs there: r." in str(error)
+    assert run_ids(run.config.store) == ["r"]
+    assert not (tmp_path / "state").exists()
