@@ -22,9 +22,11 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, DataError
 
 Item = dict[str, Any]
+_MORE = "\0"
+"""Under which cells beyond the columns come; no column has this name."""
 
 
 class BaseDataLoader(ABC):
@@ -101,6 +103,7 @@ class FileDataLoader(BaseDataLoader):
 
         Raises:
             ConfigError: the file cannot be read, holds no rows, or has another ending.
+            DataError: a line of it cannot be read.
         """
         self._rows = read_items(uri, key)
         self._repeat_n, self._shuffle, self._seed = repeat_n, shuffle, seed
@@ -117,7 +120,8 @@ def read_items(uri: str, key: str) -> list[Item]:
     """The rows of a file, each with `task_id` and `group_id`.
 
     Raises:
-        ConfigError
+        ConfigError: the file cannot be read, holds no rows, or has another ending.
+        DataError: a line of it cannot be read.
     """
     ending = uri.rpartition(".")[2]
     if ending not in _READERS:
@@ -125,6 +129,8 @@ def read_items(uri: str, key: str) -> list[Item]:
     try:
         with fsspec.open(uri, "rb") as file:
             rows = _READERS[ending](file.read())
+    except DataError as error:
+        raise DataError(f"{key} is {uri!r}: {error}") from error
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
         raise ConfigError(f"{key} is {uri!r}, which cannot be read: {error}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -139,11 +145,31 @@ def read_items(uri: str, key: str) -> list[Item]:
 
 
 def _lines(raw: bytes) -> list[Any]:
-    return [orjson.loads(line) for line in raw.splitlines() if line.strip()]
+    rows = []
+    for number, line in enumerate(raw.splitlines(), start=1):
+        try:
+            rows += [orjson.loads(line)] if line.strip() else []
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"line {number} is no JSON: {error}.") from error
+    return rows
 
 
 def _table(raw: bytes) -> list[Any]:
-    return list(csv.DictReader(io.StringIO(raw.decode("utf-8-sig"), newline="")))
+    reader = csv.DictReader(io.StringIO(raw.decode("utf-8-sig"), newline=""), restkey=_MORE)
+    rows = []
+    try:
+        for row in reader:
+            if more := row.pop(_MORE, None):
+                raise DataError(
+                    f"line {reader.line_num} has {len(more)} cells more than there are columns. Quote cells with commas."
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise DataError(
+            f"line {reader.reader.line_num} cannot be read: {error}. Cells may have {csv.field_size_limit()} characters; "
+            ".jsonl and .parquet have no such limit."
+        ) from error
+    return rows
 
 
 def _parquet(raw: bytes) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.gym.workers import FileDataLoader, MockDataLoader
 from roundhouse.gym.workers.data import read_items
 
@@ -84,7 +84,6 @@ def test_a_loader_is_a_queue_that_reset_makes_new(steps: list[str]) -> None:
     ("name", "text", "said"),
     [
         ("a.txt", "x", "ends in .jsonl, .csv, .parquet"),
-        ("a.jsonl", "{", "cannot be read"),
         ("a.jsonl", "", "holds no rows"),
         ("a.jsonl", "1", "no objects"),
         ("a.parquet", "x", "cannot be read"),
@@ -95,6 +94,22 @@ def test_a_file_that_is_no_data_is_refused_by_its_key(tmp_path: Path, name: str,
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"environment.train_data") as caught:
+        read_items(str(file), "environment.train_data")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"a": 1}\n{', "line 2 is no JSON"),
+        ("a.csv", f"a,b\n1,2\n{'x' * 200_000},3\n", "line 3 cannot be read: field larger than field limit"),
+        ("a.csv", "a,b\n1,2\n3,4,5\n", "line 3 has 1 cells more"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, said: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(DataError, match=r"environment.train_data") as caught:
         read_items(str(file), "environment.train_data")
     assert said in str(caught.value)
 
