@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from roundhouse.config.section import PositiveInt
+from roundhouse.config.yaml_text import read_yaml
 from roundhouse.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]{0,99}$")]
@@ -148,14 +148,9 @@ def read_template(file: Path) -> JobTemplate:
 
 
 def _yaml(file: Path) -> Any:
-    try:
-        tree = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}. Run this in the repository, or name the file."
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {error}") from error
+    if not file.is_file():
+        raise ConfigError(f"No file {file}. Run this in the repository, or name the file.")
+    tree = read_yaml(file)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds no mapping.")
     return tree

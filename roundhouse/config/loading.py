@@ -25,6 +25,7 @@ from roundhouse.config.patterns import in_words
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.section import RECORDED
 from roundhouse.config.soundness import refuse_unsound, with_correction
+from roundhouse.config.yaml_text import load_yaml, read_yaml
 from roundhouse.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -41,10 +42,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
         near = sorted(str(p) for p in Path("configs").glob("*.yaml")) if Path("configs").is_dir() else []
         hint = f" There are: {', '.join(near)}." if near else ""
         raise ConfigError(f"No configuration file {file}.{hint}")
-    try:
-        tree = yaml.safe_load(_expand_variables(file.read_text(), file)) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    tree = read_yaml(file, lambda text: _expand_variables(text, file)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}, not a mapping of keys.")
     for override in overrides:
@@ -78,7 +76,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             above = ".".join(parents[: index + 1])
             raise ConfigError(f"Override {override!r}: {above} is a value, not a section.")
         node = child
-    node[leaf] = _parse_value(text)
+    try:
+        node[leaf] = _parse_value(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Override {override!r}: the value is no YAML: {error}") from error
 
 
 def config_digest(config: BaseModel) -> str:
@@ -116,7 +117,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    value = yaml.safe_load(text)
+    value = load_yaml(text)
     if isinstance(value, str):
         # YAML 1.1 reads 3e-4 as text because it has no dot; people mean the number.
         try:
@@ -131,7 +132,7 @@ def _expand_variables(text: str, file: Path) -> str:
         name, default = match.group(1), match.group(2)
         if name == "CONFIG_DIR":
             return str(file.parent)
-        if is_secret_name(name):
+        if name != "PWD" and is_secret_name(name):  # a shell's working directory
             raise ConfigError(
                 f"{file} takes in the environment variable {name}, a secret by its name, which would be written to the store, "
                 "to Prefect and to MLflow. Name the variable instead: {variable: NAME} under environment.parameters, the key "

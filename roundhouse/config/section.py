@@ -21,7 +21,13 @@ Target = Annotated[str, Field(pattern=r"^(?:[\w.]+|.+\.py):[\w.]+$")]
 class Section(BaseModel):
     """Base of every configuration section: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+    )
 
 
 RECORDED = {"recorded": True}

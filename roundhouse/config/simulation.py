@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.loading import apply_override
 from roundhouse.config.section import PositiveFloat, PositiveInt, ProperFraction, Section
+from roundhouse.config.yaml_text import read_yaml
 from roundhouse.errors import ConfigError
 
 
@@ -133,12 +133,7 @@ def scenario_tree(file: Path | None, overrides: Sequence[str], base: dict[str, A
     """
     tree = dict(base or {})
     if file is not None:
-        try:
-            read = yaml.safe_load(file.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(
-                f"The scenario {file} cannot be read: {error}. Examples: configs/simulation/example.yaml."
-            ) from None
+        read = read_yaml(file) or {}
         if not isinstance(read, dict):
             raise ConfigError(
                 f"{file} holds a {type(read).__name__}, not a mapping of keys. See configs/simulation/example.yaml."

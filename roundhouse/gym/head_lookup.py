@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yarl import URL
 
+from roundhouse.config.yaml_text import load_yaml
 from roundhouse.gym.connection import Connection
 from roundhouse.gym.failures import EnvironmentUnavailable, UnknownAgent
 
@@ -81,7 +82,7 @@ async def _configuration(head: Connection, token: str | None) -> Any:
     if status != 200:
         raise EnvironmentUnavailable(f"{head.url}/{PATH} answered {status}: {text[:500]}")
     try:
-        return yaml.safe_load(orjson.loads(text))
+        return load_yaml(orjson.loads(text))
     except (orjson.JSONDecodeError, yaml.YAMLError, AttributeError) as error:
         raise EnvironmentUnavailable(f"{head.url}/{PATH} answered no JSON string of YAML: {error}") from error
 

@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import yaml
 
+from roundhouse.config.yaml_text import load_yaml
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.gym.exchange.json_lines import Row
 
@@ -52,7 +53,7 @@ def read_prompt(uri: str) -> Prompt:
     """
     try:
         with fsspec.open(uri, "r") as file:
-            found: Any = yaml.safe_load(file)
+            found: Any = load_yaml(file.read())
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
         raise ConfigError(f"The prompt configuration {uri} cannot be read: {error}") from error
     known = isinstance(found, dict) and isinstance(found.get("user"), str)
