@@ -89,7 +89,8 @@ async def bench(work: Path, hidden: int, layers: int, **engine_arguments: str) -
     shutil.copytree(work / "a", work / "b")
     _disturb(work / "b" / "model.safetensors")
     size = (work / "a" / "model.safetensors").stat().st_size
-    config = GenerationConfig(kv_cache_gib=0.25, engine_args=engine_arguments)
+    # a copy is not validated: the peer's side loads weights by itself, which a run's configuration may not
+    config = GenerationConfig(kv_cache_gib=0.25).model_copy(update={"engine_args": engine_arguments})
     engine = VllmEngine(config, str(work / "a"), "policy", [])
     await engine.start(serve=False)
     policy = ServedPolicy(engine, str(work / "a"), "bench", cache=NodeCache(work / "cache", 2**34))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
@@ -19,6 +19,32 @@ TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 RunningGenerations = Literal["finish", "keep", "abort"]
 WeightsWay = Literal["store", "shared-memory", "delta", "adapter", "transfer"]
 TransferBackend = Literal["gloo", "nccl"]
+_CODE_ARGUMENTS = frozenset(
+    ("trust_remote_code", "model_class_overrides", "logits_processors", "kv_transfer_config", "ec_transfer_config",
+     "ec_manager_config", "log_config_file", "logging_config")
+)  # fmt: skip
+_POLICY = "the engine serves the policy's checkpoint (section policy)."
+_WEIGHTS = "weights come from the store by the way that generation.weights names, and pickled ones are never loaded."
+_OWN_ARGUMENTS = {
+    **dict.fromkeys(
+        ("model", "model_weights", "tokenizer", "tokenizer_mode", "config_format", "hf_config_path"), _POLICY
+    ),
+    **dict.fromkeys(
+        ("revision", "code_revision", "tokenizer_revision", "served_model_name", "runner", "convert"), _POLICY
+    ),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "weight_transfer_config", "worker_extension_cls"), _WEIGHTS
+    ),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"), "generation.sampling says how tokens are drawn."
+    ),
+    "logprobs_mode": "training needs the log-probabilities of the distribution that was drawn from.",
+    "dtype": "it is generation.dtype.",
+    "max_model_len": "it is generation.max_model_len.",
+    "gpu_memory_utilization": "it is generation.gpu_memory_utilization.",
+    "kv_cache_memory_bytes": "it is generation.kv_cache_gib.",
+}
+"""Arguments of vLLM that are set here, and by what."""
 _REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 
 
@@ -74,7 +100,8 @@ class GenerationConfig(Section):
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0
     """0 runs on CPU."""
     engine_args: Parameters = Field(default_factory=dict)
-    """More arguments of vLLM's engine, by their names. The transformers backend knows `max_num_seqs`."""
+    """More arguments of vLLM's engine, by their names, but none that loads code or replaces what a run depends on. The
+    transformers backend knows `max_num_seqs`."""
     engine_url: str | None = None
     """Base URL of an engine that runs already (`python -m roundhouse.generation.standalone`). Unset: on Ray Serve."""
     start_timeout_seconds: PositiveFloat = 300
@@ -100,6 +127,29 @@ class GenerationConfig(Section):
     keep_prefix_cache: bool = False
     """Keys and values that the old weights computed stay in use after a refit: cheaper, and no longer what the new weights
     would compute, so log-probabilities differ from the trainer's."""
+
+    @model_validator(mode="after")
+    def _arguments(self, info: ValidationInfo) -> Self:
+        if is_recorded(info):
+            return self
+        for name, value in self.engine_args.items():
+            if (why := _unfit_argument(name, value, self.backend)) is not None:
+                raise ValueError(f"engine_args.{name}: {why}")
+        return self
+
+
+def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
+    """Why an argument of the engine is refused; None where it is not."""
+    if backend == "transformers":
+        return None if name == "max_num_seqs" else "the transformers backend knows only max_num_seqs. Leave it out."
+    if name in _OWN_ARGUMENTS:
+        return f"{_OWN_ARGUMENTS[name]} Leave it out."
+    if name in _CODE_ARGUMENTS or name.endswith(("_cls", "_plugin")):
+        return "it loads code into the engine, whose answers a run has to be able to trust. Leave it out."
+    named = value.get("backend") if name == "compilation_config" and isinstance(value, dict) else value
+    if name in ("compilation_config", "distributed_executor_backend") and isinstance(named, str) and "." in named:
+        return f"{named} is a name of code, which is not loaded into the engine. Take one of vLLM's own."
+    return None
 
 
 def running_generations(config: RunConfig) -> RunningGenerations:

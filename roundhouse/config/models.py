@@ -6,9 +6,10 @@ run's configuration stays what it was when the run began. One module a section; 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.algorithms import GRPO
@@ -33,7 +34,7 @@ from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStart
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
-from roundhouse.config.section import PositiveInt, Section
+from roundhouse.config.section import PositiveInt, Section, is_recorded
 from roundhouse.config.training import OptimizerConfig, TrainConfig
 
 __all__ = [
@@ -109,8 +110,9 @@ class RunConfig(Section):
     placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")
-    def _no_secrets(self) -> RunConfig:
-        refuse_secrets(self.model_dump(mode="json"), by_name=False)
+    def _no_secrets(self, info: ValidationInfo) -> RunConfig:
+        if not is_recorded(info):
+            refuse_secrets(self.model_dump(mode="json"), by_name=False)
         return self
 
     @model_validator(mode="after")
@@ -196,7 +198,9 @@ class RunConfig(Section):
         refuse_unfit_collectors(self)
 
     def _reachable_store(self) -> None:
-        infra = self.infra
+        infra, scheme = self.infra, re.match(r"(\w*):/", self.store)
+        if not self.store.strip() or (scheme and not self.store.startswith(("file://", "s3://"))):
+            raise ValueError(f"store is {self.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
         if isinstance(infra, KubernetesInfra) and not self.store.startswith("s3://") and not infra.store_claim:
             raise ValueError(
                 f"store is {self.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "

@@ -11,6 +11,7 @@ whatever it is; so is the user part of a URL, and what looks like a well-known k
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
+from roundhouse.config.section import is_recorded
 from roundhouse.errors import ConfigError
 
 MASK = "****"
@@ -31,19 +33,26 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # fmt: off
 _SECRET_WORDS = frozenset((
     "key", "keys", "apikey", "token", "tokens", "secret", "secrets", "password", "passwd", "passphrase", "credential",
-    "credentials", "authorization", "cookie",
+    "credentials", "creds", "authorization", "auth", "bearer", "cookie", "pwd", "sas",
 ))
 _PLAIN_WORDS = frozenset(("key", "keys", "tokens"))
 """Which speak of a secret only after one of the next: `api_key`, not `sort_key`; `max_tokens` is a count."""
 _OWNERS = frozenset(("api", "access", "auth", "secret", "private", "service", "account", "subscription", "signing"))
 # fmt: on
+_SCHEMES = frozenset(("none", "basic", "bearer", "digest", "oauth2", "token"))
+"""How somebody is authenticated, not with what: `auth: bearer`."""
+_NAME, _PLACEHOLDERS = re.compile(r"[A-Za-z_][\w .-]*"), "${<%="
+_SIGNATURES = frozenset(("sig", "signature", "x-amz-signature", "x-goog-signature"))
+"""Of a URL's query: whoever has such a URL may do what it was signed for."""
 _TEXT_TOKENS = frozenset(("bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk"))
 """Before `token`, which is then one of a vocabulary."""
 _USER = re.compile(r"(\w+)://([^/@\s]+)@")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _CREDENTIAL = re.compile(
-    r"\b(AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|xox[abprs]-[A-Za-z0-9-]{10,})"
+    r"\b(A[KS]IA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{22,}"
+    r"|glpat-[\w-]{16,}|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|(?i:\bbearer) [A-Za-z0-9._~+/-]{16,}"
+    r"|\bhooks\.slack\.com/(services|workflows|triggers)/[\w/]+"
 )
 
 
@@ -94,13 +103,18 @@ def refuse_secrets(tree: Any, *, by_name: bool) -> None:
         )
 
 
-def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
+def _recordable(tree: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    if is_recorded(info):
+        return tree
     refuse_secrets(tree, by_name=True)
+    for key, value in _leaves(tree, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key} is {value}, which JSON cannot record. Give a finite number, or null for no limit.")
     return tree
 
 
-Parameters = Annotated[dict[str, Any], AfterValidator(_without_secrets)]
-"""Free-form values without secrets."""
+Parameters = Annotated[dict[str, Any], AfterValidator(_recordable)]
+"""Free-form values that can be recorded: without secrets, infinities and NaN."""
 
 
 def resolved(tree: Any) -> Any:
@@ -130,11 +144,24 @@ def _is_place(node: Any) -> bool:
     return isinstance(node, dict) and len(node) == 1 and isinstance(node.get("variable", node.get("file")), str)
 
 
+def _leaves(node: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a tree that is no container."""
+    if isinstance(node, dict):
+        for name, child in node.items():
+            yield from _leaves(child, f"{place}.{name}" if place else str(name))
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from _leaves(child, f"{place}[{index}]")
+    else:
+        yield place, node
+
+
 def _secrets_in(node: Any, place: str, by_name: bool) -> Iterator[tuple[str, str]]:
     if isinstance(node, dict):
         for name, child in node.items():
             below = f"{place}.{name}" if place else str(name)
-            if by_name and is_secret_name(str(name)) and not _is_place(child) and _is_told(child):
+            section = isinstance(child, dict) and str(name).lower() == "auth"  # `auth: {kind: basic, password: …}`
+            if by_name and is_secret_name(str(name)) and not section and not _is_place(child) and _is_told(child):
                 yield below, "a secret, by its name"
             else:
                 yield from _secrets_in(child, below, by_name)
@@ -146,6 +173,8 @@ def _secrets_in(node: Any, place: str, by_name: bool) -> Iterator[tuple[str, str
 
 
 def _is_told(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in _SCHEMES:
+        return False
     return not isinstance(value, bool) and value not in (None, "", "???", [], {})
 
 
@@ -154,16 +183,36 @@ def _secret_in_text(text: str) -> str | None:
         return "a user and password in a URL"
     if _CREDENTIAL.search(text):
         return "what looks like a credential"
-    if "://" in text and any(value and is_secret_name(name) for name, value in _query(text)):
-        return "a secret in the query of a URL"
+    if "://" in text and any(
+        value and (is_secret_name(name) or name.lower() in _SIGNATURES) for name, value in _query(text)
+    ):
+        return "a secret in the query or fragment of a URL"
+    if any(is_secret_name(name) and _is_told(value) for name, value in _assignments(text)):
+        return "NAME=value with the name of a secret"
     return None
 
 
 def _query(url: str) -> list[tuple[str, str]]:
     try:
-        return parse_qsl(urlsplit(url).query)
+        parts = urlsplit(url)
+        return parse_qsl(parts.query) + parse_qsl(parts.fragment)
     except ValueError:
         return []
+
+
+def _assignments(text: str) -> Iterator[tuple[str, str]]:
+    """`NAME=value` at the beginning of each line, as a shell or a .env file has them, and of each part of a connection string.
+
+    Not in the middle of other text: prompts and code speak of `pad_token=0`.
+    """
+    for line in text.splitlines():
+        parts = line.split(";") if ";" in line else line.removeprefix("export ").split()
+        for part in parts:
+            name, equals, value = (each.strip(" \t'\"") for each in part.partition("="))
+            if equals and _NAME.fullmatch(name) and value and value[0] not in _PLACEHOLDERS:
+                yield name, value
+            elif not equals and ";" not in line:
+                break  # what follows is a command or a sentence
 
 
 def masked(node: Any, key: str = "") -> Any:

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -6,7 +9,7 @@ from pydantic import BaseModel
 
 from roundhouse.config import forms
 from roundhouse.config.loading import config_digest, config_yaml, differences, load_config, parse_config
-from roundhouse.config.models import RunConfig
+from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.config.patterns import in_words
 from roundhouse.errors import ConfigError
 
@@ -124,3 +127,126 @@ def patterns_in(schema: object) -> Iterator[str]:
     elif isinstance(schema, list):
         for value in schema:
             yield from patterns_in(value)
+
+
+# What a file may not be -----------------------------------------------------------------------------------------------
+
+BOMB = "parameters:\n  a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"  a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 9)
+)
+
+
+def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    text = "run_id: a\ntrain: {updates: 4, optimizer: {learning_rate: 1.0e-5}}\nseed: 1\ntrain: {updates: 2}\n"
+    with pytest.raises(ConfigError, match=r"the key 'train' is given twice, in line 2 and in line 4"):
+        load_config(write(tmp_path, text))
+    with pytest.raises(ConfigError, match=r"'seed' is given twice"):
+        load_config(write(tmp_path, "run_id: a\nenvironment: {parameters: [{seed: 1, x: 2, seed: 1}]}"))
+
+
+def test_a_merge_key_may_be_overridden(tmp_path: Path) -> None:
+    text = "run_id: a\nrollout: {retry: {<<: {attempts: 2, factor: 3.0}, attempts: 5}}"
+    retry = load_config(write(tmp_path, text)).rollout.retry
+    assert (retry.attempts, retry.factor) == (5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: " + "[" * 20_000, "line 1 is nested more than 100 levels"),
+        ("a: &x\n  b: *x", r"alias \*x in line 2 stands inside of what it names"),
+        (BOMB, "more than 100000 values"),
+        ("a: 2026-02-31", "a value cannot be read"),
+        ("a: " + "9" * 6000, "a value cannot be read"),
+        ("a: [", "line 1"),
+    ],
+    ids=["deep", "self-referring", "alias bomb", "no date", "no number", "no YAML"],
+)
+def test_a_text_that_cannot_be_read_within_bounds_is_refused_with_its_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)run\.yaml is not valid YAML: .*{said}"):
+        load_config(write(tmp_path, text))
+    with pytest.raises(ConfigError, match="Override 'seed="):
+        load_config(write(tmp_path, "run_id: a"), ["seed=[1, *x]"])
+
+
+def test_a_file_that_is_not_utf_8_ends_the_command_with_the_code_of_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes("run_id: a  # Größe".encode("latin-1"))
+    command = [sys.executable, "-c", "from roundhouse.cli import main; main()", "train", str(file), "--dry-run"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
+    assert ended.returncode == 78, ended.stderr
+    assert "latin.yaml is not UTF-8 text: byte 0xf6 at offset 15" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"train": {"optimizer": {"learning_rate": float("inf")}}}, r"train\.optimizer\.learning_rate"),
+        ({"rollout": {"timeout_seconds": float("inf")}}, r"rollout\.timeout_seconds"),
+        ({"train": {"algorithm": {"kind": "gdpo", "weights": {"a": 1, "b": float("nan")}}}}, r"weights\.b"),
+        ({"generation": {"engine_args": {"cpu_offload_gb": float("inf")}}}, r"engine_args: cpu_offload_gb is inf"),
+    ],
+)
+def test_infinities_and_nan_are_refused_by_key(tree: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse_config({"run_id": "a", **tree})
+
+
+@pytest.mark.parametrize("store", ["http://host/x", "gs://bucket", "s3:/bucket", "", " "])
+def test_a_store_that_no_run_can_write_to_is_refused_at_load(store: str) -> None:
+    with pytest.raises(ConfigError, match="store is"):
+        parse_config({"run_id": "a", "store": store})
+
+
+# The engine's arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"trust_remote_code": True}, "loads code"),
+        ({"worker_cls": "mine.Worker"}, "loads code"),
+        ({"scheduler_cls": "mine.Scheduler"}, "loads code"),
+        ({"reasoning_parser_plugin": "/x.py"}, "loads code"),
+        ({"logits_processors": ["mine:P"]}, "loads code"),
+        ({"kv_transfer_config": {"kv_connector_module_path": "mine"}}, "loads code"),
+        ({"distributed_executor_backend": "mine.Executor"}, "mine.Executor is a name of code"),
+        ({"compilation_config": {"backend": "mine.compile"}}, "mine.compile is a name of code"),
+        ({"load_format": "pt"}, "pickled ones are never loaded"),
+        ({"worker_extension_cls": "mine.Extension"}, "generation.weights"),
+        ({"model": "other"}, "policy"),
+        ({"logprobs_mode": "raw_logits"}, "log-probabilities"),
+        ({"max_model_len": 4096}, "generation.max_model_len"),
+    ],
+)
+def test_arguments_that_load_code_or_replace_ours_are_refused_with_the_reason(arguments: dict, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"generation: engine_args\.{next(iter(arguments))}: .*{why}"):
+        parse_config({"run_id": "a", "generation": {"engine_args": arguments}})
+
+
+def test_other_arguments_reach_vllm() -> None:
+    arguments = {
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 8,
+        "distributed_executor_backend": "mp",
+        "quantization": "fp8",
+    }
+    assert parse_config({"run_id": "a", "generation": {"engine_args": arguments}}).generation.engine_args == arguments
+
+
+def test_an_argument_that_the_transformers_backend_would_not_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="knows only max_num_seqs"):
+        GenerationConfig(backend="transformers", engine_args={"enforce_eager": True})
+
+
+def test_a_run_that_a_store_holds_stays_readable() -> None:
+    recorded = {
+        "generation": {"engine_args": {"load_format": "pt"}},
+        "tracking": {"uri": "https://h/?sig=recorded-once"},
+    }
+    assert parse_config({"run_id": "a", **recorded}, recorded=True).generation.engine_args == {"load_format": "pt"}
+    with pytest.raises(ConfigError):
+        parse_config({"run_id": "a", **recorded})

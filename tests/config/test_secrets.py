@@ -69,6 +69,32 @@ PLACES = {
 }  # fmt: skip
 
 
+def parameters(**given):
+    return {"environment": {"kind": "custom", "target": "a:B", "parameters": given}}
+
+
+PLACES |= {
+    name: parameters(**{name: CANARY}) for name in ("auth", "bearer", "pwd", "creds", "sas", "DB_PWD", "basicAuth")
+}
+PLACES |= {
+    "a header": parameters(headers={"X-Auth": CANARY}),
+    "a key in a section auth": parameters(auth={"kind": "basic", "password": CANARY}),
+    "a connection string": parameters(connection_string=f"Server=h;Initial Catalog=c;Password={CANARY}"),
+    "a storage account's": parameters(storage=f"AccountName=a;AccountKey={CANARY}=="),
+    "libpq's": parameters(database=f"host=h dbname=d password={CANARY}"),
+    "an assignment": parameters(env=[f"OPENAI_API_KEY={CANARY}"]),
+    "an assignment before a command": parameters(command=f"export A=1 HF_TOKEN='{CANARY}' python judge.py"),
+    "a .env file's text": parameters(env=f"A=1\nexport DB_PASSWORD={CANARY}\n"),
+    "a signed URL": parameters(url=f"https://h/?sv=2024&sig={CANARY}"),
+    "one of S3": {"tracking": {"uri": f"https://h/x?X-Amz-Signature={CANARY}"}},
+    "a URL's fragment": parameters(url=f"https://h/#access_token={CANARY}"),
+    "a JSON web token": parameters(text=f"as eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{CANARY}"),
+    "a GitLab token": parameters(text=f"glpat-{CANARY}{CANARY}"),
+    "a fine-grained GitHub token": parameters(text=f"github_pat_{CANARY.replace('-', '_')}{CANARY.replace('-', '_')}"),
+    "a Slack webhook": parameters(notify=f"https://hooks.slack.com/services/T0/B0/{CANARY}"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("tree", PLACES.values(), ids=PLACES)
 def test_a_secret_in_the_configuration_is_refused_with_a_remedy_and_not_repeated(tree):
     with pytest.raises(ConfigError, match=r"variable|VARIABLE") as refused:
@@ -88,9 +114,22 @@ def test_a_secret_that_a_file_would_take_from_the_environment_is_refused(tmp_pat
 
 def test_what_is_no_secret_is_not_refused():
     parameters = {"sort_key": "name", "max_tokens": 5, "pad_token": "</s>", "api_key": {"variable": "JUDGE"}, "key": "c#",
-                  "password": None, "secret_file": "/run/secrets/x", "home": "http://host/a@b?page=2"}  # fmt: skip
+                  "password": None, "secret_file": "/run/secrets/x", "home": "http://host/a@b?page=2",
+                  "auth": "bearer", "basic_auth": False, "author": "me", "authors": ["a"], "auth_mode": "x", "forbearer": 1,
+                  "login": {"auth": {"kind": "basic", "password": {"variable": "P"}}}, "creds_file": "/x", "sassy": "y",
+                  "signature": "def f(x):", "sig": "x", "design": "https://h/?design=flat#section-2", "cwd": "/tmp",
+                  "prompt": "Write f so that f(pad_token=0, key=len) holds; the answer's token=<word> is one line.\nx=1; y=2",
+                  "template": "OPENAI_API_KEY=${KEY} PASSWORD={password} python judge.py --auth=none", "path": "/a/b=1/key=2",
+                  "eyJ": "eyJ.no.token", "chain": "v1.2.3", "hook": "https://slack.com/help"}  # fmt: skip
     environment = {"kind": "custom", "target": "a:B", "parameters": parameters}
     assert parse_config({"run_id": "r", "environment": environment}).environment.parameters == parameters
+
+
+def test_the_working_directory_of_the_shell_is_no_password(tmp_path, monkeypatch):
+    monkeypatch.setenv("PWD", str(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text("run_id: r\nstore: ${PWD}/store\n")
+    assert load_config(file).store == f"{tmp_path}/store"
 
 
 def test_the_name_of_a_kubernetes_secret_is_none():
