@@ -1,7 +1,7 @@
 """Prefect's own command, for its server: `python -m flows.prefect_server server start …`, which gets on with SQLite.
 
 Invariants: the thread of the server's event loop never waits for a lock of the database; a request that the database refused
-because another was quicker is made again here.
+because another was quicker is made again here; and no page of another site reaches the server, whose API runs commands.
 
 The server has its SQLite connections in threads, and a connection whose thread waits for the write lock (a minute at most) is
 locked itself. What of it is garbage, an old cursor say, waits for that when it is collected. Python collects garbage in
@@ -23,6 +23,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from roundhouse.infra.ports import LOOPBACK
+from roundhouse.same_origin import SameOrigin
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -109,21 +112,21 @@ async def _body(receive: Receive) -> bytes | None:
     return None
 
 
-def ask_again_where_busy() -> None:
-    """Prefect's server of this process is made with `AsksAgain` around it."""
+def wrap_server() -> None:
+    """Prefect's server of this process is made with `AsksAgain` around it, and `SameOrigin` around both."""
     from prefect.server.api import server
 
     create = server.create_app
 
-    def create_app(*args: Any, **kwargs: Any) -> AsksAgain:
-        return AsksAgain(create(*args, **kwargs))
+    def create_app(*args: Any, **kwargs: Any) -> SameOrigin:
+        return SameOrigin(AsksAgain(create(*args, **kwargs)), LOOPBACK)
 
     server.create_app = create_app  # type: ignore[assignment]
 
 
 def main() -> None:
     collect_garbage_elsewhere()
-    ask_again_where_busy()
+    wrap_server()
     from prefect.cli import app
 
     sys.argv[0] = "prefect"

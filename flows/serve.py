@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import InfraError
+from roundhouse.infra.http_thread import HttpThread
+from roundhouse.infra.ports import LOOPBACK
 from roundhouse.infra.services import Services, status
 
 SERVER_SECONDS = 230.0
@@ -33,16 +35,14 @@ def main() -> None:
     services = _with_prefect(given.state)
     # Prefect reads its settings when it is first imported, which must be after this.
     os.environ.update(services.environment())
-    os.environ |= {
-        "PREFECT_RUNNER_SERVER_HOST": "127.0.0.1",
-        "PREFECT_RUNNER_SERVER_PORT": str(given.port),
-        "ROUNDHOUSE_STATE": str(given.state.resolve().parent),
-    }
-    asyncio.run(_serve(given.limit))
+    os.environ["ROUNDHOUSE_STATE"] = str(given.state.resolve().parent)
+    asyncio.run(_serve(given.limit, given.port))
 
 
-async def _serve(limit: int) -> None:
+async def _serve(limit: int, port: int) -> None:
+    from fastapi import FastAPI
     from prefect.runner import Runner
+    from prefect.runner.server import perform_health_check
     from prefect.types._datetime import now
 
     from flows.alerts import install_once
@@ -50,13 +50,17 @@ async def _serve(limit: int) -> None:
     from flows.orphans import settle_orphans
 
     options: dict[str, Any] = {"query_seconds": POLL_SECONDS, "pause_on_shutdown": False}
-    runner = Runner(name="roundhouse", limit=limit, webserver=True, **options)
+    runner = Runner(name="roundhouse", limit=limit, **options)
     desk = Runner(name="roundhouse-desk", limit=DESK_LIMIT, **options)
     made = await deployments()
     served = [await (desk if each.name in DESK else runner).aadd_deployment(each) for each in made]
     await settle_orphans(served)
     await asyncio.to_thread(install_once)
     runner.last_polled = now("UTC")  # its health page is asked before its first poll
+    # Instead of Prefect's own page, on which anybody may shut the runner down.
+    page = FastAPI(openapi_url=None)
+    page.add_api_route("/health", perform_health_check(runner))
+    HttpThread(page, LOOPBACK, port)
     await asyncio.gather(desk.start(), runner.start())  # in this order: the last one hears SIGTERM
 
 

@@ -18,6 +18,7 @@ from roundhouse.errors import ConfigError
 MEBIBYTES = 256
 VARIABLE = "ROUNDHOUSE_MAX_BODY_MIB"
 
+Application = Callable[[Any, Any, Any], Awaitable[None]]
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -30,7 +31,7 @@ class _TooLarge(Exception):
 class BodyLimit:
     """An ASGI application behind the limit."""
 
-    def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]], limit: int | None = None) -> None:
+    def __init__(self, app: Application, limit: int | None = None) -> None:
         self._app = app
         self._limit = _limit() if limit is None else limit
 
@@ -69,10 +70,15 @@ class BodyLimit:
 
     async def _refuse(self, send: Send) -> None:
         text = f"The body is larger than {self._limit} bytes. Send less, or start the server with a larger {VARIABLE}."
-        body = json.dumps({"error": {"message": text, "code": "body_too_large"}}).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await refuse(send, 413, "body_too_large", text)
+
+
+async def refuse(send: Send, status: int, code: str, text: str) -> None:
+    """Answer instead of the application, which has not begun to; the rest of the request is not read."""
+    body = json.dumps({"error": {"message": text, "code": code}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _announced(scope: Scope) -> int:

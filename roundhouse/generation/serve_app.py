@@ -28,6 +28,7 @@ from roundhouse.config.colocation import REPLICA_CPUS
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
 from roundhouse.logs import set_up_logs
+from roundhouse.same_origin import SameOrigin
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -89,8 +90,11 @@ class PolicyReplica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor is done; the application answers HTTP from then on."""
+        from ray.util import get_node_ip_address
+
         self.server.replicas = self.replicas
-        return self.server
+        # Serve's proxy hands the request on as it came. A cluster whose nodes are loopback addresses is this machine's alone.
+        return SameOrigin(self.server, get_node_ip_address())
 
 
 async def start_policy(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import ipaddress
 import logging
 import os
 import sys
@@ -36,6 +35,7 @@ from roundhouse.generation.model_files import path_of
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
 from roundhouse.logs import set_up_logs
+from roundhouse.same_origin import SameOrigin, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,6 @@ class StandaloneEngine:
             await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/want).")
 
     async def _want(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if _from_a_web_page(scope):
-            await reply_error(send, 403, "forbidden", "A web page may not say which weights are wanted.")
-            return
         if not self._is_allowed(scope):
             await reply_error(
                 send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
@@ -115,12 +112,6 @@ class StandaloneEngine:
         return hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
 
-def _from_a_web_page(scope: dict[str, Any]) -> bool:
-    """A page of any site in a browser on this machine reaches the loopback interface too; browsers say that it was one."""
-    headers = dict(scope["headers"])
-    return b"origin" in headers or b"sec-fetch-site" in headers
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(prog="python -m roundhouse.generation.standalone", description=main.__doc__)
@@ -132,22 +123,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         token = read_secret(TOKEN_VARIABLE)
     except RoundhouseError as error:
         sys.exit(f"engine: {error}")
-    if token is None and not _is_loopback(options.host):
+    if token is None and not is_loopback(options.host):
         sys.exit(
             f"engine: --host {options.host} is open to others; set {TOKEN_VARIABLE} or {TOKEN_VARIABLE}_FILE, or listen on "
             "127.0.0.1."
         )
-    application: Any = BodyLimit(StandaloneEngine(token))
+    application: Any = SameOrigin(BodyLimit(StandaloneEngine(token)), options.host)
     uvicorn.run(
         application, host=options.host, port=options.port, log_level="warning", access_log=False, lifespan="off"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

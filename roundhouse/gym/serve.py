@@ -17,6 +17,7 @@ from roundhouse.gym.environments import load_any
 from roundhouse.gym.environments.naming import environment_config
 from roundhouse.gym.resources_server import build_app
 from roundhouse.observed import be_observed
+from roundhouse.same_origin import SameOrigin
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         served = MeasuredRequests(app, registry)
     uvicorn.run(
-        served,
+        SameOrigin(served, options.host),
         host=options.host,
         port=options.port,
         log_level=options.log_level,

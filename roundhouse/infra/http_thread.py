@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from roundhouse.errors import InfraError
 from roundhouse.infra.ports import describe_owner
+from roundhouse.same_origin import SameOrigin
 
 CLOSE_SECONDS = 5.0
 
@@ -42,7 +43,7 @@ class HttpThread:
             ) from error
         self.port: int = self._socket.getsockname()[1]
         self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+            uvicorn.Config(SameOrigin(app, host), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         )
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True, name="http"

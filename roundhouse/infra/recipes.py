@@ -74,6 +74,9 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
             # Without it the memo store goes to the home directory, whatever PREFECT_HOME says.
             "PREFECT_SERVER_MEMO_STORE_PATH": str(state.path / "prefect" / "memo.toml"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
+            # Of the origin that the page was opened at: 127.0.0.1, localhost, or the end of a tunnel.
+            "PREFECT_SERVER_UI_API_URL": "/api",
             # A cancelled run's sub-flows and tasks are shown as cancelled that soon; by default after 20 s.
             "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_LOOP_SECONDS": str(CLEAN_UP_SECONDS),
         },

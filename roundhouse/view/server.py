@@ -1,7 +1,7 @@
 """The viewer over HTTP, for the person at this machine.
 
-Invariants: nothing can be written (only GET is answered); a page of another site can read nothing (the Host has to be this
-machine's, nothing is shared across origins); and nothing that a rollout says can run (Content-Security-Policy allows our own
+Invariants: nothing can be written (only GET is answered); a page of another site can read nothing (`roundhouse.same_origin`,
+nothing is shared across origins); and nothing that a rollout says can run (Content-Security-Policy allows our own
 files only, and those build the page from text nodes).
 """
 
@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from roundhouse.errors import RoundhouseError, StoreError
+from roundhouse.same_origin import SameOrigin
 from roundhouse.view.answers import Answers
 from roundhouse.view.scope import ViewError
 
@@ -37,11 +38,11 @@ _HEADERS = {
     b"cross-origin-opener-policy": b"same-origin",
     b"cache-control": b"no-store",
 }
-_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_HOST = "127.0.0.1"
 STATIC = importlib.resources.files("roundhouse.view") / "static"
 
 
-def create_app(store: str, hosts: tuple[str, ...] = _HOSTS) -> Starlette:
+def create_app(store: str) -> Starlette:
     """The viewer over a store, as an ASGI application."""
     answers = Answers(store)
     routes = [
@@ -51,7 +52,12 @@ def create_app(store: str, hosts: tuple[str, ...] = _HOSTS) -> Starlette:
     routes += [Route("/", _page, methods=["GET"]), Route("/static/{name}", _static, methods=["GET"])]
     # Names that are used with other methods get 405 from the routes themselves.
     return Starlette(
-        routes=routes, middleware=[Middleware(_Guarded, hosts=hosts), Middleware(GZipMiddleware, minimum_size=4096)]
+        routes=routes,
+        middleware=[
+            Middleware(_Guarded),
+            Middleware(SameOrigin, host=_HOST),
+            Middleware(GZipMiddleware, minimum_size=4096),
+        ],
     )
 
 
@@ -72,11 +78,11 @@ def serve(store: str, port: int, on_ready: Callable[[str], None]) -> None:
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind(("127.0.0.1", port))
+            listening.bind((_HOST, port))
         except OSError as error:
             raise ViewError(f"--port {port}: {error.strerror}. Leave it out, and a free port is taken.") from error
         listening.listen(128)
-        on_ready(f"http://127.0.0.1:{listening.getsockname()[1]}/")
+        on_ready(f"http://{_HOST}:{listening.getsockname()[1]}/")
         config = uvicorn.Config(create_app(store), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listening])
 
@@ -113,10 +119,10 @@ def _static(request: Request) -> Response:
 
 
 class _Guarded:
-    """Refuses other hosts' names (a site that lets its own name point here), and puts the headers on every answer."""
+    """Puts the headers on every answer."""
 
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        self._app, self._hosts = app, hosts
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
@@ -124,17 +130,4 @@ class _Guarded:
                 message["headers"] = [*message.get("headers", []), *_HEADERS.items()]
             await send(message)
 
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
-        if _without_port(host) not in self._hosts:
-            refused = Response(
-                f"This page is for {', '.join(self._hosts)} only, not for {host!r}.", 421, media_type="text/plain"
-            )
-            return await refused(scope, receive, send_guarded)
-        return await self._app(scope, receive, send_guarded)
-
-
-def _without_port(host: str) -> str:
-    name, _, port = host.rpartition(":")
-    return name if name and port.isdecimal() else host
+        await self._app(scope, receive, send_guarded)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.flows.served import Served, serving
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP evil.example 127.0.0.1",
+]
+PAGE_SECONDS = 120_000
+"""Milliseconds; Prefect's page takes long to load on a busy machine."""
 
 
 @pytest.fixture(scope="package")
@@ -22,3 +34,18 @@ def prefect_client(served: Served) -> Iterator[Served]:
 
     with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
         yield served
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """Of a browser for which evil.example is this machine."""
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}: install chromium to drive the page")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1280, "height": 2600})
+        page.set_default_timeout(PAGE_SECONDS)
+        yield page
+        browser.close()

@@ -151,12 +151,14 @@ async def test_an_answer_that_the_server_is_not_ready_is_passed_on() -> None:
     assert len(database.calls) == 1
 
 
-def test_the_servers_command_starts_the_server_that_asks_again() -> None:
+def test_the_servers_command_starts_the_server_that_asks_again_and_is_no_other_sites() -> None:
     program = """
 from flows import prefect_server
-prefect_server.ask_again_where_busy()
+prefect_server.wrap_server()
 from prefect.server.api.server import create_app
-assert isinstance(create_app(ephemeral=True), prefect_server.AsksAgain)
+app = create_app(ephemeral=True)
+assert isinstance(app, prefect_server.SameOrigin)
+assert isinstance(app._app, prefect_server.AsksAgain)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,6 @@ from tests.flows.served import Served, until
 
 pytestmark = pytest.mark.timeout(600)
 
-CHROMIUM = Path("/usr/bin/chromium")
-PAGE_SECONDS = 120_000
-"""Milliseconds; Prefect's page takes long to load on a busy machine."""
 SHOWN = (
     "Preset",
     "Run Id",
@@ -29,22 +24,6 @@ SHOWN = (
     "Overrides",
     "Optimizer steps an iteration.",  # the help of a field
 )
-
-
-@pytest.fixture
-def page() -> Iterator[Any]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}: install chromium to drive the page")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        page = browser.new_page(viewport={"width": 1280, "height": 2600})
-        page.set_default_timeout(PAGE_SECONDS)
-        yield page
-        browser.close()
 
 
 def test_a_run_is_started_from_the_form(page: Any, served: Served) -> None:

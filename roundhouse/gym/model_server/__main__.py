@@ -19,6 +19,7 @@ from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
 from roundhouse.gym.model_server import build_app
+from roundhouse.same_origin import SameOrigin
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, ConfigError) as error:
         sys.exit(f"model server: {error}")
     uvicorn.run(
-        build_app(config, options.name),
+        SameOrigin(build_app(config, options.name), options.host),
         host=options.host,
         port=options.port,
         log_level=options.log_level,

@@ -18,6 +18,7 @@ import uvicorn
 
 from roundhouse.errors import RoundhouseError
 from roundhouse.gym.nemo.own_servers import own_server
+from roundhouse.same_origin import SameOrigin
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -31,7 +32,7 @@ def main() -> None:
     except RoundhouseError as error:
         sys.exit(f"roundhouse server: {error}")
     uvicorn.run(
-        server.app,
+        SameOrigin(server.app, server.host),
         host=server.host,
         port=server.port,
         log_level="warning",

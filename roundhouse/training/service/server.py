@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import ipaddress
 import logging
 import tempfile
 import time
@@ -31,6 +30,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.train_service import TOKEN_VARIABLE
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
+from roundhouse.same_origin import SameOrigin, is_loopback
 from roundhouse.training.service import protocol
 from roundhouse.training.service.calls import Answer, CallLog
 from roundhouse.training.service.lease import Lease
@@ -201,11 +201,7 @@ def _number(request: Request) -> int:
 
 def require_token_beyond_loopback(host: str, token: str | None) -> None:
     """Refuse to listen for others without a token."""
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback and token is None:
+    if not is_loopback(host) and token is None:
         raise ConfigError(
             f"--host {host} can be reached by others, and there is no token. Set {TOKEN_VARIABLE} or --token-file, or "
             "listen on 127.0.0.1."
@@ -235,7 +231,9 @@ def main(arguments: list[str] | None = None) -> None:
             service = Service(
                 engine, token=token, idle_seconds=options.idle_seconds, max_body_bytes=options.max_body_mib << 20
             )
-            uvicorn.run(build_app(service), host=options.host, port=options.port, log_level="warning")
+            uvicorn.run(
+                SameOrigin(build_app(service), options.host), host=options.host, port=options.port, log_level="warning"
+            )
     except RoundhouseError as error:
         parser.exit(2, f"{error}\n")
 
