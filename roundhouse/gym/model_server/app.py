@@ -18,7 +18,6 @@ A raw ASGI callable, no web framework: with an instant engine the framework woul
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -56,10 +55,12 @@ from roundhouse.gym.model_server.http import (
 from roundhouse.gym.model_server.requests import Body, InvalidRequest, check_chat, check_responses
 from roundhouse.gym.model_server.rollout_path import KEY, RolloutMark, RolloutPath
 from roundhouse.gym.model_server.streaming_dialect import strict_body, with_namespaces
+from roundhouse.same_origin import host_name, is_loopback
 
 log = logging.getLogger(__name__)
 
 CAPTURES = "/captures/"
+PROXY_HEADERS = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}
 Content = tuple[bytes, bytes]
 """A body and its content type."""
 Ask = Callable[[Body], Awaitable[Answer]]
@@ -222,7 +223,7 @@ class ModelServer:
 
     def _may_read(self, scope: Scope) -> bool:
         if self._config.capture_token is None:
-            return _on_this_machine((scope.get("client") or ("",))[0])
+            return _from_this_machine(scope)
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         wanted = f"Bearer {self._config.capture_token.get_secret_value()}".encode()
         return hmac.compare_digest(given, wanted)
@@ -239,9 +240,9 @@ class ModelServer:
                 return
 
 
-def _on_this_machine(host: str) -> bool:
-    """Whether a caller's address is a loopback one; a caller without an address came through a local socket."""
-    try:
-        return host == "" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _from_this_machine(scope: Scope) -> bool:
+    """Whether a program of this machine asks: its address is a loopback one (none: a local socket), no reverse proxy here hands
+    on what others ask, and the name by which it asks is no site's that points here."""
+    headers = dict(scope["headers"])
+    caller, name = (scope.get("client") or ("",))[0], host_name(headers.get(b"host", b"localhost").decode("latin-1"))
+    return (caller == "" or is_loopback(caller)) and is_loopback(name) and not PROXY_HEADERS & headers.keys()

@@ -139,6 +139,24 @@ def test_failed_calls_and_prompts_that_do_not_fit_leave_no_record(served: Served
     assert ([item["call"] for item in record["calls"]], record["in_flight"]) == ([2], 0)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},  # of a site that lets its name point here
+        *({name: "203.0.113.7"} for name in ("x-forwarded-for", "x-real-ip", "forwarded", "via")),
+    ],
+    ids=str,
+)
+def test_captures_without_a_token_answer_no_stranger_who_comes_from_a_loopback_address(
+    served: Served, headers: dict[str, str]
+):
+    client = served(FakeEngine())
+    chat(client, CAPTURING, [{"role": "user", "content": "x"}])
+    for method in ("GET", "DELETE"):
+        assert client.request(method, "/captures/7-0", headers=headers).status_code == 403
+    assert client.get("/captures/7-0").status_code == 200
+
+
 def test_captures_answer_to_their_token_only(served: Served):
     client = served(FakeEngine(), capture_token="open")
     chat(client, CAPTURING, [{"role": "user", "content": "x"}])
