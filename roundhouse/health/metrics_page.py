@@ -3,8 +3,8 @@
 Invariant: the page costs the work nothing: what is in flight is counted when somebody asks, and events are counted where they
 are announced anyway (`roundhouse.progress`). No label has more values than a run has stages, metrics or kinds of work.
 
-`ROUNDHOUSE_METRICS_PORT=9464` (or `127.0.0.1:9464`) opens it, in flow, trainer and gym server; an engine has `/metrics` on the
-port that it serves on, beside the engine's own.
+`ROUNDHOUSE_METRICS_PORT=9464` opens it for this machine, `0.0.0.0:9464` for others (a pod's scraper), in flow, trainer and gym
+server; an engine has `/metrics` on the port that it serves on, beside the engine's own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, InfraError
 from roundhouse.health.activity import ACTIVITY, Activity
+from roundhouse.infra.http_thread import HttpThread
+from roundhouse.infra.ports import LOOPBACK
 from roundhouse.logs import labels
 
 METRICS = {
@@ -118,7 +120,7 @@ _open: dict[str, MetricsPage] = {}
 
 
 def open_metrics_page(place: str) -> MetricsPage:
-    """Open the page at `port` or `address:port`, once a process.
+    """Open the page at `port` (of the loopback interface) or `address:port`, once a process.
 
     Raises:
         ConfigError: it is no port, or one that is taken.
@@ -128,12 +130,13 @@ def open_metrics_page(place: str) -> MetricsPage:
     host, _, port = place.rpartition(":")
     registry = registry_of_run()
     try:
-        server, _ = start_http_server(int(port), host or "0.0.0.0", registry)
-    except (ValueError, OSError, OverflowError) as error:
+        page = HttpThread(make_asgi_app(registry), host.strip("[]") or LOOPBACK, int(port))
+    except (ValueError, InfraError, OverflowError) as error:
         raise ConfigError(
-            f"ROUNDHOUSE_METRICS_PORT is {place!r}: {error}. Name a free port, such as 9464 or 127.0.0.1:9464."
+            f"ROUNDHOUSE_METRICS_PORT is {place!r}: {error} Name a free port, such as 9464, or 0.0.0.0:9464 for readers "
+            "elsewhere."
         ) from error
-    _open[place] = MetricsPage(int(server.server_port), registry)
+    _open[place] = MetricsPage(page.port, registry)
     return _open[place]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def matches(selector: Object, labels: Object) -> bool:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_ports_that_are_scraped_are_declared_and_open_to_prometheus(overlay: str, tmp_path: Path) -> None:
-    items = [*with_component(overlay, tmp_path), trainer({"ROUNDHOUSE_METRICS_PORT": "9464"})]
+    items = [*with_component(overlay, tmp_path), trainer({"ROUNDHOUSE_METRICS_PORT": "0.0.0.0:9464"})]
     scraped = set()
     for monitor in of_kind(items, "PodMonitor"):
         for labels, ports, _ in pods(items):
@@ -110,7 +111,7 @@ def trainer(environment: dict[str, str]) -> Object:
     return TrainJob(identity, infra, ProcessService(), reports="s3://b/r", store="s3://b").job(1, owner)
 
 
-@pytest.mark.parametrize("value", ["9464", "0.0.0.0:9464"])
+@pytest.mark.parametrize("value", ["0.0.0.0:9464", "[::]:9464"])
 def test_a_trainer_that_opens_its_page_says_so_to_prometheus(value: str) -> None:
     job = trainer({"ROUNDHOUSE_METRICS_PORT": value})
     assert problems(job) == []
@@ -119,11 +120,22 @@ def test_a_trainer_that_opens_its_page_says_so_to_prometheus(value: str) -> None
     assert template["spec"]["containers"][0]["ports"] == [{"name": "metrics", "containerPort": 9464}]
 
 
-@pytest.mark.parametrize("environment", [{}, {"ROUNDHOUSE_METRICS_PORT": "127.0.0.1:9464"}])
+@pytest.mark.parametrize(
+    "environment", [{}, *({"ROUNDHOUSE_METRICS_PORT": f"{host}9464"} for host in ("", "127.0.0.1:"))]
+)
 def test_a_trainer_without_a_page_for_others_declares_none(environment: dict[str, str]) -> None:
     template = trainer(environment)["spec"]["template"]
     assert "annotations" not in template["metadata"]
     assert "ports" not in template["spec"]["containers"][0]
+
+
+def test_every_page_that_the_manifests_open_is_open_to_the_scraper() -> None:
+    opened = [
+        found.group(1)
+        for file in sorted((ROOT / "k8s").rglob("*.yaml"))
+        for found in re.finditer(r'ROUNDHOUSE_METRICS_PORT(?:\n\s*value)?: "(.+)"', file.read_text())
+    ]
+    assert opened == ["0.0.0.0:9464"] * 3  # flow, gym and the work pool's jobs
 
 
 def admits(policy: Object, labels: Object, port: int) -> bool:

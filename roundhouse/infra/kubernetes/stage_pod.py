@@ -15,6 +15,7 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
 from roundhouse.logs import LABELS_VARIABLE
 from roundhouse.observed import METRICS_VARIABLE
+from roundhouse.same_origin import is_loopback
 from roundhouse.store.location import Location
 from roundhouse.training.service.exit_codes import EXIT_CODES
 
@@ -200,4 +201,4 @@ def _scraped(pod: Manifest) -> Manifest:
 def _metrics_port(environment: Mapping[str, str]) -> int | None:
     """Port of the page for Prometheus, where the environment opens one to others."""
     host, _, port = environment.get(METRICS_VARIABLE, "").rpartition(":")
-    return int(port) if port.isdigit() and host in ("", "0.0.0.0") else None
+    return int(port) if port.isdigit() and host and not is_loopback(host.strip("[]")) else None
