@@ -51,8 +51,8 @@ def train_offline(
     from roundhouse.cli.training import train_run
     from roundhouse.errors import ConfigError
     from roundhouse.stages.fork import fork_run
+    from roundhouse.stages.offline import find_datasets
     from roundhouse.stages.offline_fork import offline_config
-    from roundhouse.stages.preflight import refuse_unready
 
     if method not in ("grpo", "rejection", "distillation"):
         raise ConfigError(f"--method {method!r} is none of grpo, rejection, distillation.")
@@ -68,9 +68,11 @@ def train_offline(
         reward_threshold=reward_threshold,
         overrides=[*passes, *(overrides or [])],
     )
-    refuse_unready(config, remote=not dry_run)
     if not dry_run:
         accept_code(config, overrides, trust_store)
+    if config.offline is not None:
+        find_datasets(store, config.offline.datasets)
+    if not dry_run:
         fork_run(config)
     train_run(config, dry_run, hints=[])
 

@@ -24,7 +24,7 @@ app = typer.Typer()
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Start a training run, or continue it after its last complete stage."""
-    train_run(load(config, overrides), dry_run, hints=[])
+    train_run(_ready(load(config, overrides), dry_run), dry_run, hints=[])
 
 
 @app.command()
@@ -41,7 +41,7 @@ def quickstart(
         "docs/concepts.md                           what has just happened, and where it lies",
         "roundhouse down                            stop the Prefect and MLflow pages",
     ]
-    train_run(load(config, overrides), dry_run, hints)
+    train_run(_ready(load(config, overrides), dry_run), dry_run, hints)
 
 
 @app.command()
@@ -116,11 +116,16 @@ def evaluate(
     out(_watched(resolved, work))
 
 
-def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
-    """Train in the foreground, and show it."""
+def _ready(config: RunConfig, dry_run: bool) -> RunConfig:
+    """A configuration of this command line, whose code may be loaded, unless it cannot begin."""
     from roundhouse.stages.preflight import refuse_unready
 
     refuse_unready(config, remote=not dry_run)
+    return config
+
+
+def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
+    """Train in the foreground, and show it."""
     if dry_run:
         from roundhouse.config.loading import config_yaml
         from roundhouse.config.placement import placement

@@ -90,3 +90,14 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_started(
     assert "Runs there: r." in str(error)
     assert run_ids(run.config.store) == ["r"]
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("dry_run", [False, True], ids=["start", "dry run"])
+def test_offline_training_from_an_unknown_dataset_leaves_no_run(dry_run: bool, tmp_path: Path) -> None:
+    run = write_run(str(tmp_path / "store"), iterations=1)
+    error = refused(
+        *("train-offline", "r", "--run-id", "learnt", "--dataset", "nightly", "--store", run.config.store),
+        *(["--dry-run"] if dry_run else []),
+    )
+    assert "nightly" in str(error)
+    assert run_ids(run.config.store) == ["r"]
