@@ -72,7 +72,7 @@ class AgentEnvironment(Section):
     head_token_file: str | None = None
     """File that holds it instead, such as a mounted secret."""
     agent: str | None = None
-    """Instance name: what rows carry as `agent_ref.name`, unless they have one."""
+    """Instance name: what rows carry as `agent_ref.name`. A row that names another is refused."""
     tokens: Literal["items", "captured"] = "items"
     """Where token IDs come from: the items that the agent returns, or the model server's record of its calls."""
     model_server: Url | None = None

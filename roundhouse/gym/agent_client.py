@@ -17,12 +17,14 @@ from roundhouse.config.models import AgentEnvironment
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
 from roundhouse.gym.agents.remote_agent import RemoteAgent
+from roundhouse.gym.agents.run_request import refuse_other_agents
 from roundhouse.gym.connection import Connection, json_object
 from roundhouse.gym.environment import Restoration, Split, TaskRow
 from roundhouse.gym.failures import (
     AgentGaveUp,
     AgentUnavailable,
     BadAgentAnswer,
+    BadTaskRow,
     EnvironmentUnavailable,
     EnvironmentUnreachable,
 )
@@ -74,8 +76,17 @@ class RemoteAgentClient:
 
     @classmethod
     def from_config(cls, config: AgentEnvironment) -> Self:
-        """The client of a configuration, its task rows read from their files."""
+        """The client of a configuration, its task rows read from their files.
+
+        Raises:
+            ConfigError: a file cannot be read, or a row is for another agent.
+        """
         heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
+        train = read_task_rows(config.train_tasks, "environment.train_tasks")
+        try:
+            refuse_other_agents([*train, *heldout], config.agent)
+        except BadTaskRow as error:
+            raise ConfigError(f"environment.train_tasks and heldout_tasks: {error}") from error
         return cls(
             config.url,
             head_server=config.head_server,
@@ -83,7 +94,7 @@ class RemoteAgentClient:
             agent=config.agent,
             model_server=config.model_server if config.tokens == "captured" else None,
             model_server_token=_token(config.model_server_token_variable, config.model_server_token_file),
-            train=read_task_rows(config.train_tasks, "environment.train_tasks"),
+            train=train,
             heldout=heldout,
         )
 

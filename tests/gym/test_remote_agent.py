@@ -121,11 +121,28 @@ async def test_the_row_is_sent_with_its_names_the_runs_sampling_and_the_rollouts
     assert row["responses_create_params"]["metadata"] == {"extra_body": '{"min_p": 0.1}', "x": "y"}, "the row stays"
 
 
-async def test_each_attempt_has_a_name_of_its_own_and_the_rows_own_agent_wins():
-    _, first = await play(answered(), counter_row(agent_ref={"name": "other"}))
+async def test_each_attempt_has_a_name_of_its_own():
+    _, first = await play(answered(), counter_row(agent_ref={"name": "solver"}))
     _, second = await play(answered())
     assert first["_ng_rollout_id"] != second["_ng_rollout_id"]
-    assert first["agent_ref"] == {"name": "other"}
+    assert first["agent_ref"] == {"name": "solver"}
+
+
+async def test_a_row_for_another_agent_is_never_posted():
+    rollout, sent = await play(answered(), counter_row(agent_ref={"name": "other"}))
+    assert (rollout.failure_code, rollout.reward, sent) == ("bad_task_row", None, {})
+
+
+@pytest.mark.parametrize(("agent", "names"), [("solver", ["solver", "other"]), (None, ["solver", "other"])])
+def test_rows_of_several_agents_are_refused_before_anything_is_started(tmp_path, agent, names):
+    """NeMo Gym's blended data sets have such rows; a run once posted them all to one server, which answered with rewards."""
+    rows = tmp_path / "rows.jsonl"
+    told = [counter_row(f"t{index}", agent_ref={"name": name}) for index, name in enumerate(names)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    with pytest.raises(ConfigError, match=r"'t1' is for the agent 'other'.*environment\.agent"):
+        open_environment(AgentEnvironment(kind="agent", url="http://h:1", agent=agent, train_tasks=str(rows)))
+    rows.write_text(json.dumps(told[0]) + "\n")
+    assert open_environment(AgentEnvironment(kind="agent", url="http://h:1", agent=agent, train_tasks=str(rows)))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -29,7 +30,8 @@ def run_request(attempt: Attempt, agent: str | None, task_index: int) -> dict[st
     """The body of /run.
 
     Raises:
-        BadTaskRow: the row has no usable `responses_create_params`, or asks for another distribution than the run's.
+        BadTaskRow: the row has no usable `responses_create_params`, asks for another distribution than the run's, or names
+            another agent.
     """
     rollout = attempt.rollout
     row: TaskRow = rollout.task
@@ -45,8 +47,29 @@ def run_request(attempt: Attempt, agent: str | None, task_index: int) -> dict[st
     }
     request.pop("_ng_attempt_index", None)  # part of the name already
     if agent is not None:
+        refuse_other_agents([row], agent)
         request.setdefault("agent_ref", {"type": "responses_api_agents", "name": agent})
     return request
+
+
+def refuse_other_agents(rows: Iterable[TaskRow], agent: str | None) -> None:
+    """One agent plays all rows: the one of the configuration or, where that names none, the one that the rows name.
+
+    Raises:
+        BadTaskRow: a row names another; the text names it, and the remedy.
+    """
+    for row in rows:
+        reference = row.get("agent_ref")
+        named = reference.get("name") if isinstance(reference, dict) else None
+        if named is None:
+            continue
+        if agent is not None and named != agent:
+            raise BadTaskRow(
+                f"Task row {row.get('task_id')!r} is for the agent {named!r} (agent_ref.name), but {agent!r} plays the rows of "
+                f"this run, and would be given it. Set environment.agent to {named!r} and its server, or keep each agent's "
+                "rows in a file of their own."
+            )
+        agent = named
 
 
 def rollout_name(group_id: str, sample: int) -> str:
