@@ -59,7 +59,10 @@ def start(
     start_seconds: Annotated[float, typer.Option(help="Time limit until all servers answer.", min=1)] = 300,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the servers of a configuration and keep them until Ctrl-C, or until one of them ends."""
+    """Start the servers of a configuration and keep them until Ctrl-C, or until one of them ends.
+
+    ++dry_run=true checks it, prints it with its secrets masked, and starts nothing.
+    """
     from roundhouse.errors import ConfigError
     from roundhouse.gym.nemo.commands import Foreign, commands
     from roundhouse.infra.gym_servers import StartOptions
@@ -74,6 +77,10 @@ def start(
         raise ConfigError("The configuration names no server. Give a file, such as roundhouse gym start weather.yaml.")
     found, resolution.problems = commands(resolution, roots, Foreign(python, install))
     resolution.raise_problems()
+    if resolution.dry_run:
+        out(resolution.masked_yaml())
+        error_console().print("dry_run is true: nothing was started.", highlight=False)
+        return
     head = resolution.tree["head_server"]
     directory = Path(resolution.tree.get("nemo_gym_log_dir") or logs / str(head["port"])).resolve()
     terminal = error_console()

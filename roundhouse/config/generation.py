@@ -92,7 +92,7 @@ class GenerationConfig(Section):
     """Prompt and generation together, in tokens."""
     sampling: Sampling = Sampling()
     tool_call_parser: str = "hermes"
-    """vLLM's name of the parser that turns text into tool calls."""
+    """vLLM's name of the parser that turns text into tool calls. The transformers backend has hermes alone."""
     kv_cache_gib: PositiveFloat = 0.5
     """Memory of the key-value cache of one replica on CPU, in GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
@@ -135,6 +135,11 @@ class GenerationConfig(Section):
         for name, value in self.engine_args.items():
             if (why := _unfit_argument(name, value, self.backend)) is not None:
                 raise ValueError(f"engine_args.{name}: {why}")
+        if self.backend == "transformers" and self.tool_call_parser != "hermes":
+            raise ValueError(
+                f"tool_call_parser is {self.tool_call_parser}, but the transformers backend reads hermes alone. Leave it out, "
+                "or set backend to vllm."
+            )
         return self
 
 

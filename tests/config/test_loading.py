@@ -58,6 +58,7 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
         ({"generation": {"sampling": {"max_new_tokens": 512}}}, "max_new_tokens"),
         ({"generation": {"sampling": {"temperature": 0}}}, "temperature"),
         ({"generation": {"sampling": {"top_p": 0.9}}}, "top_p"),
+        ({"generation": {"backend": "transformers", "tool_call_parser": "llama3_json"}}, "tool_call_parser"),
         ({"train": {"updates": 500}}, "train.updates"),
         ({"seed": "many"}, "seed"),
     ],

@@ -39,9 +39,14 @@ def merge_sources(
     located = roots.find(DOTENV) if dotenv else None
     private = load_yaml(located) if located else OmegaConf.create({})
     assert isinstance(given, DictConfig)
-    named = list(paths) or config_paths_of(given, "the command line") or config_paths_of(private, DOTENV)
+    from_dotenv = config_paths_of(private, DOTENV)
+    told = [path for one in parsed if one.path == ("config_paths",) for path in _named(one)]
+    named = [*paths, *told] or config_paths_of(given, "the initial values") or from_dotenv
     layers = read_layers(named, roots)
+    if set(from_dotenv) - set(layers.paths):
+        layers.warnings.append(f"The files named here take the place of {DOTENV}'s config_paths: {from_dotenv}.")
     below = _plain(OmegaConf.merge(*layers.trees, private, dict(initial or {})))
+    parsed = [one for one in parsed if one.path != ("config_paths",) or one.action == "remove"]
     for override in parsed:
         _check_key(override, below)
     tree = _plain(OmegaConf.merge(below, given))
@@ -51,6 +56,13 @@ def merge_sources(
     if layers.paths:
         tree["config_paths"] = layers.paths
     return tree, layers.warnings
+
+
+def _named(override: Override) -> list[str]:
+    """Files that the command line adds to those that it names by themselves, as NeMo Gym joins all of its `+config_paths`."""
+    if override.action == "remove":
+        return []
+    return config_paths_of(OmegaConf.create({"config_paths": override.value}), "the command line")
 
 
 def _check_key(override: Override, below: Tree) -> None:

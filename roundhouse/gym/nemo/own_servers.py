@@ -11,7 +11,7 @@ same process can be started by `roundhouse gym start` and by NeMo Gym's own comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, own_fields
 from roundhouse.errors import ConfigError
 from roundhouse.gym.nemo.filled import filled
-from roundhouse.gym.nemo.instances import SERVER_TYPES, ServerType
+from roundhouse.gym.nemo.instances import SERVER_TYPES, Instance, ServerType
 
 CONFIG_DICT, CONFIG_PATH = "NEMO_GYM_CONFIG_DICT", "NEMO_GYM_CONFIG_PATH"
 
@@ -91,11 +91,44 @@ def server_url(config: DictConfig, name: str) -> str:
 
 def own_problems(server_type: ServerType, name: str, fields: Mapping[str, Any]) -> list[str]:
     """What is wrong with the fields of a server of ours."""
+    if (workers := fields.get("num_workers")) not in (None, 1):
+        return [
+            f"{name}.num_workers is {workers}; a server of ours is one process, which holds its sessions. Remove it, and "
+            "configure several instances where one is too slow."
+        ]
     try:
         _validated(_models()[server_type], name, dict(fields))
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+_CAPTURE = frozenset({"enabled", "all_agents"})
+_THEIR_CAPTURE = frozenset(
+    {"dir", "sink", "sink_kwargs", "rebuild_response", "max_mask_fraction", "mask_fraction_min_samples"}
+)
+
+
+def capture_problems(block: Any, instances: Sequence[Instance]) -> list[str]:
+    """What of the configuration's `token_id_capture` nobody would follow. Our model server keeps its records in memory, and a
+    run reads them there; where records go, and what is made of them, is said to NeMo Gym's model server and collector."""
+    if block is None:
+        return []
+    if not isinstance(block, Mapping):
+        return [f"token_id_capture is {block!r}; it is a mapping with {', '.join(sorted(_CAPTURE))}."]
+    problems = [
+        f"token_id_capture.{key} is not known; there are {', '.join(sorted(_CAPTURE | _THEIR_CAPTURE))}."
+        for key in block.keys() - _CAPTURE - _THEIR_CAPTURE
+    ]
+    ours = [one.name for one in instances if one.kind == "own" and one.type == "responses_api_models"]
+    if ours:
+        problems += [
+            f"token_id_capture.{key} is {block[key]!r}, which {ours[0]} (roundhouse_model) does not follow: its records are in "
+            "its memory, bounded by its capture_max_*, and a run reads them by environment.tokens captured. Remove the key."
+            for key in _THEIR_CAPTURE
+            if block.get(key) is not None
+        ]
+    return sorted(problems)
 
 
 def _models() -> dict[ServerType, type[BaseModel]]:

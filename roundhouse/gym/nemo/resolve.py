@@ -27,7 +27,7 @@ from roundhouse.gym.nemo.directives import MISSING, apply_directives
 from roundhouse.gym.nemo.filled import filled
 from roundhouse.gym.nemo.instances import Instance, find_instances, unresolved_references
 from roundhouse.gym.nemo.merging import Tree, merge_dummy_models, merge_sources, unset_values
-from roundhouse.gym.nemo.own_servers import own_problems
+from roundhouse.gym.nemo.own_servers import capture_problems, own_problems
 from roundhouse.gym.nemo.replacements import use_own_servers
 from roundhouse.gym.nemo.sources import DOTENV, SearchRoots
 
@@ -66,6 +66,11 @@ class Resolution:
             return str(instance.fields.url).rstrip("/")
         host, port = self.address(instance)
         return f"http://{host}:{port}"
+
+    @property
+    def dry_run(self) -> bool:
+        """The configuration is to be looked at, and nothing started (`dry_run`)."""
+        return filled(self.config(), ("dry_run",)).value is True
 
     def head_address(self) -> addresses.Address:
         values = filled(self.config(), ("head_server",)).value
@@ -142,6 +147,8 @@ def _find_servers(resolution: Resolution) -> None:
             name, server_type, implementation = instance.path
             fields = reading.value[name][server_type][implementation]
             resolution.problems += own_problems(instance.type, ".".join(instance.path), fields)
+    told = filled(resolution.config(), ("token_id_capture",)).value if "token_id_capture" in resolution.tree else None
+    resolution.problems += capture_problems(told, resolution.instances)
 
 
 def _place(resolution: Resolution, choose_ports: bool) -> None:

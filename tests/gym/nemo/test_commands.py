@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from roundhouse.cli.gym import app
@@ -173,6 +174,17 @@ def test_validate_tells_all_problems_and_ends_with_1(checkout, monkeypatch):
     assert len(json.loads(bad.stdout)["problems"]) == 1
     plain = CliRunner().invoke(app, ["validate", "w.yaml"])
     assert (plain.exit_code, "3 servers, 2 problems" in plain.stdout) == (1, True)
+
+
+def test_a_dry_run_prints_the_configuration_and_starts_nothing(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    monkeypatch.setattr("roundhouse.infra.gym_start.run", lambda *_, **__: pytest.fail("servers are started"))
+    told = CliRunner().invoke(app, ["start", "w.yaml", "--ours", "++dry_run=true"])
+    assert told.exit_code == 0
+    assert set(yaml.safe_load(told.stdout)) > {"weather", "weather_agent", "policy_model", "head_server"}
+    assert "sesame" not in told.stdout
+    wrong = CliRunner().invoke(app, ["start", "w.yaml", "--ours", "++dry_run=true", "++a=???"])
+    assert isinstance(wrong.exception, ConfigError)
 
 
 def test_resolve_prints_the_merged_configuration_without_secrets(checkout, monkeypatch):

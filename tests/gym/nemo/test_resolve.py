@@ -109,6 +109,56 @@ def test_the_command_line_may_name_the_files(write, resolved):
     assert resolved(overrides=["+config_paths=[a.yaml]"]).tree["x"] == "file"
 
 
+def test_files_named_by_themselves_and_by_config_paths_are_all_merged_in_that_order(write, resolved):
+    for name in "abc":
+        write(f"{name}.yaml", f"{name}: there\nlast: {name}\n")
+    resolution = resolved("a.yaml", overrides=["+config_paths=[b.yaml]", "++config_paths=[c.yaml]"])
+    tree = resolution.tree
+    assert [tree[name] for name in "abc"] == ["there"] * 3
+    assert (tree["last"], tree["config_paths"]) == ("c", ["a.yaml", "b.yaml", "c.yaml"])
+
+
+def test_files_of_env_yaml_that_the_command_line_displaces_are_told(write, resolved):
+    write("a.yaml", "x: a\n")
+    write("b.yaml", "y: b\n")
+    write("env.yaml", "config_paths: [b.yaml]\n")
+    resolution = resolved("a.yaml")
+    assert "y" not in resolution.tree
+    assert "b.yaml" in "".join(resolution.warnings)
+
+
+OURS = """
+policy_model:
+  responses_api_models:
+    roundhouse_model: {base_url: "http://127.0.0.1:8000/v1"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sink", "mod:Sink"), ("dir", "/tmp/x"), ("rebuild_response", "false"), ("max_mask_fraction", "0.1")],
+)
+def test_a_capture_setting_that_our_model_server_does_not_follow_is_a_problem(write, resolved, key, value):
+    write("a.yaml", f"{OURS}token_id_capture: {{enabled: true, {key}: {value}}}\n")
+    assert f"token_id_capture.{key}" in only_problem(resolved("a.yaml"))
+    write("b.yaml", WEATHER + MODEL + f"token_id_capture: {{enabled: true, {key}: {value}}}\n")
+    assert resolved("b.yaml", overrides=SETTINGS).problems == []
+
+
+def test_an_unknown_capture_setting_is_a_problem(write, resolved):
+    write("a.yaml", f"{OURS}token_id_capture: {{enable: true}}\n")
+    assert "token_id_capture.enable is not known" in only_problem(resolved("a.yaml"))
+
+
+def test_more_workers_than_one_are_a_problem_of_a_server_of_ours(write, resolved):
+    write("b.yaml", WEATHER)
+    write("m.yaml", MODEL)
+    more = "++policy_model.responses_api_models.vllm_model.num_workers=4"
+    assert resolved("b.yaml", "m.yaml", overrides=[*SETTINGS, more]).problems == [], "NeMo Gym's server has workers"
+    told = only_problem(resolved("b.yaml", "m.yaml", overrides=[*SETTINGS, more], ours=True))
+    assert "num_workers is 4" in told
+
+
 def test_extra_roots_come_before_the_working_directory_and_the_install_root_last(write, tmp_path, resolved):
     for root in ("extra", "install"):
         write(f"{root}/a.yaml", f"where: {root}\n")
@@ -298,7 +348,9 @@ def test_almost_servers_can_be_let_pass_with_a_warning(write, resolved):
 
 
 def test_reserved_keys_and_plain_values_are_no_servers(write, resolved):
-    text = "token_id_capture: {responses_api_models: {x: {entrypoint: a.py}}}\nnotes: {resources_servers: later}\n"
+    text = (
+        "model_call_capture_dir: {responses_api_models: {x: {entrypoint: a.py}}}\nnotes: {resources_servers: later}\n"
+    )
     resolution = resolved(write("a.yaml", text))
     assert (resolution.instances, resolution.problems) == ([], [])
 
