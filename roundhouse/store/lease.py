@@ -1,0 +1,359 @@
+"""One driver a run: a lease that decides which process may write, and says who that is.
+
+    <run>/lease/000001.json     the first driver's record, rewritten by it alone while it drives
+    <run>/lease/000002.json     the second's, who found the first gone
+
+Invariants: the driver of a run is the one whose record has the highest number, its *token*; a token is claimed by creating its
+record, which succeeds for one of several (a link on a disk, If-None-Match in a bucket), and is never given out again. Before
+it commits anything, a driver looks whether the next token was claimed; if so, it stops with `LeaseLost`.
+
+No clock is compared with another. A driver that waits sees the record change, then its writer lives (`RunDriven`), or sees it
+unchanged over a time that it measures itself, then it claims the next token. A record that was given back, or whose process on
+this machine is gone, is over at once.
+
+A driver that is stopped exactly between its look and the creation of a manifest still commits that one stage, whole and under
+its old token; the other is handed it, as of any two writers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.infra.identity import birth, boot_id, is_alive
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "lease"
+SECONDS = 60.0
+"""A record that was not rewritten for so long is over. ROUNDHOUSE_STORE_LEASE_SECONDS changes it, for a driver's own."""
+_RENEWALS = 6
+"""In that time; all but one may come late."""
+_LOOK_SECONDS = 1.0
+_RECORD = re.compile(r"(\d{6,})\.json")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+class Holder(BaseModel):
+    """A driver's record."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token: int
+    nonce: str
+    """Tells it from a driver of an earlier run of this id, which was deleted."""
+    host: str
+    pid: int
+    born: float | None
+    """When the process began, in the machine's own terms (`roundhouse.infra.identity.birth`)."""
+    machine: str
+    """Start of the machine and space of process numbers in which `pid` means something."""
+    since: float
+    """Seconds since the epoch, by the driver's clock; for people."""
+    seconds: float
+    """Unchanged for so long, the record is over."""
+    renewals: int = 0
+    released: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the driver is known to be gone: it gave the lease back, or was a process of this machine that has ended."""
+        return self.released or (
+            self.machine == _machine() and self.born is not None and not is_alive(self.pid, self.born)
+        )
+
+    def __str__(self) -> str:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, since {moment}"
+
+
+class RunDriven(StoreError):
+    """Another process drives this run."""
+
+
+class LeaseLost(StoreError):
+    """Another process drives this run now, since this one did not renew its lease."""
+
+
+class Fence(BaseModel):
+    """The token that a driver, and the processes that work for it, act under."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: str
+    """URI of the run's directory."""
+    token: int
+    nonce: str
+
+    def check(self) -> None:
+        """Look whether the token still is the run's newest.
+
+        Raises:
+            LeaseLost: it is not; the text says who drives the run.
+        """
+        place = Location(self.run) / DIRECTORY
+        later, own = _read(place, self.token + 1), _read(place, self.token)
+        if later is not None or own is None or own.nonce != self.nonce:
+            raise LeaseLost(_lost(self.run, _newest(place)))
+
+
+class Lease:
+    """A claimed token, renewed in the background until it is given back."""
+
+    def __init__(self, run: Location, record: Holder) -> None:
+        self.fence = Fence(run=run.uri, token=record.token, nonce=record.nonce)
+        self._place = run / DIRECTORY
+        self._record = record
+        self._error: LeaseLost | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"lease {record.token}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def renew(self) -> None:
+        """Rewrite the record.
+
+        Raises:
+            LeaseLost: somebody else drives the run.
+        """
+        self.check()
+        self._record = self._record.model_copy(update={"renewals": self._record.renewals + 1})
+        _write(self._place, self._record)
+
+    def check(self) -> None:
+        """As `Fence.check`; what was lost stays lost."""
+        self.refuse_lost()
+        try:
+            self.fence.check()
+        except LeaseLost as error:
+            self._error = error
+            raise
+
+    def refuse_lost(self) -> None:
+        """As `check`, by what is known already."""
+        if self._error is not None:
+            raise self._error
+
+    def release(self) -> None:
+        """Give it back, so that the next driver need not wait."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+        with contextlib.suppress(LeaseLost):
+            self.check()
+            _write(self._place, self._record.model_copy(update={"released": True}))
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._record.seconds / _RENEWALS):
+            try:
+                self.renew()
+            except LeaseLost as error:
+                logger.error("%s", error)
+                return
+            except StoreError as error:
+                logger.warning("The lease of %s is not renewed, the next try follows: %s", self.fence.run, error)
+
+
+class Watch:
+    """What a driver that waits makes of another's record."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int] | None = None
+        self._silent = 0.0
+
+    def is_over(self, holder: Holder, seconds: float) -> bool:
+        """Whether the record may be followed by the next, `seconds` after the last look at it.
+
+        A look that comes late, since this process stood still or the store did not answer, counts as one in time: the other
+        may have stood still for the same reason.
+
+        Raises:
+            RunDriven: it was renewed meanwhile.
+        """
+        mark = (holder.nonce, holder.renewals)
+        if self._seen is None or self._seen[0] != holder.nonce:
+            self._seen, self._silent = mark, 0.0
+        elif mark != self._seen:
+            raise RunDriven(_driven(holder))
+        else:
+            self._silent += min(seconds, 2 * _pause(holder))
+        return holder.is_over or self._silent > holder.seconds
+
+
+def holder(run: Location) -> Holder | None:
+    """Who drives the run of this directory; None when nobody does, as far as can be told by one look: a driver that was lost on
+    another machine is still named."""
+    newest = _newest(run / DIRECTORY)
+    return None if newest is None or newest.is_over else newest
+
+
+def fence_of(run: Location) -> Fence | None:
+    """What this process acts under for the run; None where it does not drive it."""
+    held = _held.get(run.uri)
+    return None if held is None else held.fence
+
+
+def refuse_lost(run: Location) -> None:
+    """Stop what goes on for a run whose lease this process is known to have lost; asks nobody.
+
+    Raises:
+        LeaseLost: who drives it now.
+    """
+    if (held := _held.get(run.uri)) is not None:
+        held.refuse_lost()
+
+
+@contextlib.contextmanager
+def driving(run: Location, say: Callable[[str], None] = logger.info) -> Iterator[Lease]:
+    """Drive the run for the block; within a block of this process for the same run, it is that one's lease.
+
+    Args:
+        say: given a line where another's record has to be watched first.
+
+    Raises:
+        RunDriven: another process does.
+    """
+    if (outer := _held.get(run.uri)) is not None:
+        yield outer
+        return
+    lease = _held[run.uri] = take(run, say)
+    lease.start()
+    try:
+        yield lease
+    finally:
+        del _held[run.uri]
+        try:
+            lease.release()
+        except StoreError as error:  # what ended the block, if anything did, is the error to be told
+            logger.warning("The lease of %s is not given back and is over by itself: %s", run.uri, error)
+
+
+def take(run: Location, say: Callable[[str], None] = logger.info) -> Lease:
+    """Claim the next token, once the newest one's record is over.
+
+    Raises:
+        RunDriven: that one is renewed.
+    """
+    watch, looked, told = Watch(), time.monotonic(), ""
+    while True:
+        now = time.monotonic()
+        lease, other = try_to_take(run, watch, now - looked)
+        if lease is not None:
+            return lease
+        looked = now
+        if other is not None:
+            if told != other.nonce:
+                told = other.nonce
+                say(f"The run was driven by {other}; waiting up to {other.seconds:.0f} s to see whether it still is.")
+            time.sleep(_pause(other))
+
+
+def try_to_take(run: Location, watch: Watch, seconds: float) -> tuple[Lease | None, Holder | None]:
+    """One look, `seconds` after the last: the lease, or whose record has to be watched; neither where another was quicker.
+
+    Raises:
+        RunDriven: as `take`.
+    """
+    place = run / DIRECTORY
+    newest = _newest(place)
+    if newest is not None and not watch.is_over(newest, seconds):
+        return None, newest
+    record = Holder(
+        token=1 if newest is None else newest.token + 1,
+        nonce=uuid.uuid4().hex,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        born=birth(os.getpid()),
+        machine=_machine(),
+        since=time.time(),
+        seconds=_seconds(),
+    )
+    try:
+        place.create(_name(record.token), record.model_dump_json().encode())
+    except AlreadyExists:
+        return None, None
+    return Lease(run, record), None
+
+
+def _newest(place: Location) -> Holder | None:
+    """The record of the highest token. A listing may be late, so the ones after it are asked for by name."""
+    listed = [int(found[1]) for name in place.names() if (found := _RECORD.fullmatch(name)) is not None]
+    newest = _read(place, max(listed, default=0))
+    while (later := _read(place, 1 if newest is None else newest.token + 1)) is not None:
+        newest = later
+    return newest
+
+
+def _read(place: Location, token: int) -> Holder | None:
+    try:
+        return Holder.model_validate_json(place.read(_name(token)))
+    except NotFound:
+        return None
+    except ValueError as error:
+        raise StoreError(
+            f"{place.uri}/{_name(token)} is damaged: {error}. Delete it when no process drives the run."
+        ) from error
+
+
+def _write(place: Location, record: Holder) -> None:
+    place.write(_name(record.token), record.model_dump_json().encode())
+
+
+def _name(token: int) -> str:
+    return f"{token:06d}.json"
+
+
+def _pause(holder: Holder) -> float:
+    return min(_LOOK_SECONDS, holder.seconds / _RENEWALS)
+
+
+def _driven(other: Holder) -> str:
+    return (
+        f"Another process drives this run and has just renewed its lease: {other}. One driver a run: wait for its end, end it "
+        "there (Ctrl-C, or roundhouse runs cancel), or take another run_id. Should it be lost, the same command takes over "
+        f"{other.seconds:.0f} s after its last renewal."
+    )
+
+
+def _lost(run: str, other: Holder | None) -> str:
+    if other is None:
+        return f"{run} was deleted while this process drove it; nothing more of it is written."
+    return (
+        f"Another process drives {run} now: {other}. This one had not renewed its lease in time, since it was suspended or the "
+        "store was out of its reach; it stops, and publishes nothing more. The other goes on from what was complete; to go on "
+        "here, end that one and start this command again."
+    )
+
+
+def _machine() -> str:
+    """Process numbers of two containers on one machine mean different processes."""
+    space = os.readlink(_PID_NAMESPACE) if _PID_NAMESPACE.exists() else ""
+    return f"{boot_id()} {space}".strip()
+
+
+def _seconds() -> float:
+    given = os.environ.get("ROUNDHOUSE_STORE_LEASE_SECONDS")
+    try:
+        seconds = SECONDS if given is None else float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 1 <= seconds <= 3600:
+        raise ConfigError(f"ROUNDHOUSE_STORE_LEASE_SECONDS is {given!r}: give seconds, 1 to 3600.")
+    return seconds
+
+
+_held: dict[str, Lease] = {}
+"""Leases of this process by the run's URI."""
