@@ -99,7 +99,7 @@ class WarehouseEnvironment(GeneratedProblems):
 
 
 class SqlWorldEnvironment(GeneratedProblems):
-    """Questions and changes over SQLite tables: result sets and final tables are compared."""
+    """Questions and changes over SQLite tables: result sets and final tables are compared (Linux only)."""
 
     kind: Literal["sql_world"]
     problems: Annotated[int, Field(ge=2, le=100_000)] = 2000

@@ -42,7 +42,7 @@ MAX_CODE = 20_000
 """Characters of code that are run; longer code is refused."""
 
 
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that locked code cannot send to itself."""
 
 
@@ -116,7 +116,7 @@ class Sandbox:
             raise not_locked(status)
         if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
             raise CodeFailed("time")
-        if -status in _FROM_OUTSIDE:
+        if -status in FROM_OUTSIDE:
             raise killed(status)
         return _results(said.removeprefix(LOCKED), len(inputs))
 
@@ -151,8 +151,32 @@ class LockedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
         self._process.kill()
         self._process.__exit__(None, None, None)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def write(self, data: bytes, deadline: float) -> None:
+        """Write to its stdin, a pipe, unless it has ended.
+
+        Raises:
+            SandboxOverloaded: it does not read all of it by the deadline.
+        """
+        assert self._process.stdin is not None
+        place = self._process.stdin.fileno()
+        os.set_blocking(place, False)
+        free = select.poll()
+        free.register(place, select.POLLOUT)
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                if not free.poll(_milliseconds_until(deadline)):
+                    raise _overloaded()
+                data = data[os.write(place, data) :]
 
     def read(self, size: int, deadline: float) -> bytes:
         """That many bytes of what it says; fewer when it says no more.
@@ -162,7 +186,7 @@ class LockedProcess:
         """
         found = bytearray()
         while len(found) < size:
-            if not self._poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            if not self._poll.poll(_milliseconds_until(deadline)):
                 raise _overloaded()
             more = os.read(self._said, size - len(found))
             if not more:
@@ -206,6 +230,10 @@ def killed(status: int) -> SandboxKilled:
         f"{signal.Signals(-status).name} from outside ended a process of the sandbox. Often it is the kernel for want of "
         "memory: give the machine or pod room for environment.concurrency times 256 MiB."
     )
+
+
+def _milliseconds_until(deadline: float) -> float:
+    return max(0.0, 1000 * (deadline - time.monotonic()))
 
 
 def _overloaded() -> SandboxOverloaded:

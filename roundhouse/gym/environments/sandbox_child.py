@@ -16,6 +16,7 @@ import os
 import resource
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 NO_LOCK = 71
@@ -49,8 +50,11 @@ _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 """Of seccomp: let through; fail with errno 1 (EPERM); end the process."""
 
 
-def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int) -> None:
+def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int, more_calls: Sequence[tuple[int, int]] = ()) -> None:
     """Limit this process and filter its system calls; there is no way back.
+
+    Args:
+        more_calls: let through beside CALLS.
 
     Raises:
         OSError: the system does not support it.
@@ -73,7 +77,7 @@ def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int) -> None:
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         raise OSError(f"no system-call filter for {sys.platform} on {machine}")
     column, architecture = ARCHITECTURES[machine]
-    _filter_calls(architecture, [numbers[column] for numbers in CALLS.values()], FUTEX[column])
+    _filter_calls(architecture, [numbers[column] for numbers in (*CALLS.values(), *more_calls)], FUTEX[column])
 
 
 def _filter_calls(architecture: int, allowed: list[int], futex: int) -> None:

@@ -1,114 +1,120 @@
-"""SQLite for untrusted statements: in memory, bounded in work and size, and closed to everything but the tables.
+"""Databases in memory whose statements come from a policy: each runs in a locked process, with what bounds it there.
 
-Invariants: a statement ends after `STEPS` instructions of SQLite's machine, so the same statement ends the same way on every
-computer; no text, blob or statement is longer than its limit; only reads of tables are allowed, and with `writable` also
-INSERT, UPDATE and DELETE, so that neither files (ATTACH), nor settings (PRAGMA), nor the schema can be reached or changed.
+Invariants: no statement of a policy is planned or run in this process, nor on its event loop; a session holds nothing but the
+image of its database, of at most 64 KiB. How a statement ends is the statement's doing (`sql_child` has the limits), except
+where this machine gives the locked process no CPU time, or something outside kills it: that is an infrastructure failure, as in
+`sandbox`. The locked processes start with the first statement, one for each core at most, and serve all databases in turn: a
+statement of them costs 0.3 ms of CPU time, one in a process of its own would cost 30 ms.
 
-    database = Database(SCHEMA, {"people": [("Ada", "Oslo", 36)]})
+    database = Database(image_of(SCHEMA, {"people": [("Ada", "Oslo", 36)]}))
     await database.run("SELECT name FROM people")   ->   Result(["name"], [("Ada",)])
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import os
 import sqlite3
+import subprocess
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-STEPS = 2_000_000
-"""Instructions of one statement; about 50 ms of one core."""
-STEPS_BETWEEN_CHECKS = 10_000
-MAX_ROWS = 200
-MAX_TEXT = 20_000
-MAX_STATEMENT = 2_000
-SECONDS = 5.0
-"""A last resort beside STEPS, for instructions that are slow in themselves."""
+from roundhouse.gym.environments.sandbox import FROM_OUTSIDE, LockedProcess, killed, not_locked
+from roundhouse.gym.environments.sandbox_child import LOCKED
+from roundhouse.gym.environments.sql_child import (
+    LENGTH,
+    MAX_STATEMENT,
+    PAGE_BYTES,
+    Refused,
+    Result,
+    framed,
+    unframed,
+)
 
-_READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-_WRITES = {sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE}
-_LIMITS = {
-    sqlite3.SQLITE_LIMIT_LENGTH: MAX_TEXT,
-    sqlite3.SQLITE_LIMIT_SQL_LENGTH: MAX_STATEMENT,
-    sqlite3.SQLITE_LIMIT_COLUMN: 32,
-    sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 50,
-    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 8,
-    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
-    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 50,
-}
-
-
-class Refused(Exception):
-    """The statement failed or was not allowed; the text is for the policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a statement returned."""
-
-    columns: list[str] = field(default_factory=list)
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
+CHILD = Path(__file__).with_name("sql_child.py")
+WALL_SECONDS = 15.0
+"""Of one statement; one that gets its CPU time ends long before."""
+_own = threading.local()
+"""`process`: the locked process of a thread."""
 
 
 class Database:
-    """One database in memory; statements run one after another, off the event loop."""
+    """One database; its statements run one after another."""
 
-    def __init__(self, schema: str, tables: Mapping[str, Sequence[tuple[Any, ...]]], writable: bool = False) -> None:
-        # Statements run in whichever thread is free; the lock keeps it to one at a time.
-        self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    def __init__(self, image: bytes, writable: bool = False) -> None:
+        self._image = image
+        self._writable = writable
         self._lock = asyncio.Lock()
-        self._connection.executescript(schema)
-        for name, rows in tables.items():
-            places = ", ".join("?" * len(rows[0]))
-            self._connection.executemany(f"INSERT INTO {name} VALUES ({places})", rows)
-        self._tables = list(tables)
-        self._allowed = _READS | (_WRITES if writable else set())
-        for limit, value in _LIMITS.items():
-            self._connection.setlimit(limit, value)
-        self._connection.set_authorizer(self._authorize)
-        self._steps = 0
-        self._connection.set_progress_handler(self._out_of_steps, STEPS_BETWEEN_CHECKS)
 
     async def run(self, statement: str) -> Result:
-        """Run one statement.
+        """Run one statement of a policy.
 
         Raises:
             Refused: it failed, is not allowed, takes too long or returns too much.
+            SandboxUnavailable, SandboxOverloaded, SandboxKilled
         """
+        if len(statement) > MAX_STATEMENT:
+            raise Refused(f"a statement has at most {MAX_STATEMENT} characters")
+        request = {"statement": statement, "writable": self._writable}
         async with self._lock:
-            try:
-                async with asyncio.timeout(SECONDS):
-                    return await asyncio.to_thread(self.run_blocking, statement)
-            except TimeoutError as error:
-                self._connection.interrupt()
-                raise Refused("interrupted") from error
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(_threads(), _answer, request | {"image": self._image})
+            if "refused" in answer:
+                raise Refused(answer["refused"])
+            self._image = answer.get("image", self._image)
+            return Result(answer["columns"], [tuple(row) for row in answer["rows"]])
 
-    def run_blocking(self, statement: str) -> Result:
-        """As `run`, in the caller's thread."""
-        self._steps = 0
-        try:
-            cursor = self._connection.execute(statement)
-            rows = cursor.fetchmany(MAX_ROWS + 1)
-        except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
-            raise Refused(str(error)) from error
-        if len(rows) > MAX_ROWS:
-            raise Refused(f"more than {MAX_ROWS} rows")
-        return Result([column[0] for column in cursor.description or ()], rows)
 
-    def contents(self) -> dict[str, list[tuple[Any, ...]]]:
-        """All rows of all tables, sorted."""
-        self._steps = 0
-        return {name: sorted(self._connection.execute(f"SELECT * FROM {name}"), key=repr) for name in self._tables}
+def image_of(schema: str, tables: Mapping[str, Sequence[tuple[Any, ...]]]) -> bytes:
+    """A database with these tables, as SQLite serializes it."""
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.executescript(schema)
+        for name, rows in tables.items():
+            connection.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+        return connection.serialize()
 
-    def close(self) -> None:
-        self._connection.close()
 
-    def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        if action not in self._allowed or (action in _WRITES and first not in self._tables):
-            return sqlite3.SQLITE_DENY
-        forbidden = action == sqlite3.SQLITE_FUNCTION and str(second).lower() in ("load_extension", "fts3_tokenizer")
-        return sqlite3.SQLITE_DENY if forbidden else sqlite3.SQLITE_OK
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="sql")
 
-    def _out_of_steps(self) -> bool:
-        self._steps += STEPS_BETWEEN_CHECKS
-        return self._steps > STEPS
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of this thread's process, which is started where it has none (any more)."""
+    deadline = time.monotonic() + WALL_SECONDS
+    process: LockedProcess | None = getattr(_own, "process", None)
+    if process is None or process.ended:
+        process = _own.process = _started(deadline)
+    try:
+        process.write(framed(request), deadline)
+        header = process.read(LENGTH.size, deadline)
+        if len(header) == LENGTH.size:
+            (size,) = LENGTH.unpack(header)
+            body = process.read(size, deadline)
+            if len(body) == size:
+                return unframed(body)
+        status, _ = process.wait(deadline)
+    except BaseException:
+        process.kill()
+        raise
+    if -status in FROM_OUTSIDE:
+        raise killed(status)
+    return {"refused": "interrupted"}
+
+
+def _started(deadline: float) -> LockedProcess:
+    process = LockedProcess(CHILD, subprocess.PIPE)
+    try:
+        if process.read(len(LOCKED), deadline) == LOCKED:
+            return process
+        raise not_locked(process.wait(deadline)[0])
+    except BaseException:
+        process.kill()
+        raise

@@ -14,19 +14,21 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.gym.environment import TaskRow, Verdict, tool
 from roundhouse.gym.environments.conversations import Message, calls, closing_text, returns, says
 from roundhouse.gym.environments.generated import GeneratedEnvironment, distinct
-from roundhouse.gym.environments.sql_engine import Database, Refused, Result
+from roundhouse.gym.environments.sql_child import Refused, Result, execute
+from roundhouse.gym.environments.sql_engine import Database, image_of
 
 SCHEMA = """
 CREATE TABLE people (name TEXT, city TEXT, age INTEGER);
 CREATE TABLE orders (name TEXT, item TEXT, amount INTEGER);
 """
+TABLES = ("people", "orders")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
 CITIES = ("Oslo", "Rome", "Kyiv", "Lima")
 ITEMS = ("pens", "cups", "hats", "maps")
@@ -87,10 +89,7 @@ class SqlWorld(GeneratedEnvironment[Assignment]):
         return self.task(problem, prompt, **fields)
 
     async def seed_session(self, row: TaskRow) -> Database:
-        return open_world(int(row["world"]), writable=bool(row["change"]))
-
-    async def close_session(self, session: Database) -> None:
-        session.close()
+        return Database(world_image(int(row["world"])), writable=bool(row["change"]))
 
     @tool("Run one SQL statement.", sql="SQLite.")
     async def query(self, session: Database, sql: str) -> str:
@@ -102,7 +101,7 @@ class SqlWorld(GeneratedEnvironment[Assignment]):
     async def verify(self, session: Database, row: TaskRow, response: dict[str, Any]) -> Verdict:
         world, statement = int(row["world"]), row["statement"]
         if row["change"]:
-            return Verdict(float(session.contents() == changed(world, statement)))
+            return Verdict(float(await same_tables(session, changed(world, statement))))
         reply = closing_text(response) or ""
         hidden = [-HIDDEN_WORLDS * world - number for number in range(1, HIDDEN_WORLDS + 1)]
         for each in (world, *hidden):
@@ -112,11 +111,10 @@ class SqlWorld(GeneratedEnvironment[Assignment]):
 
     def demonstration(self, problem: Assignment, right: bool, rng: random.Random) -> Iterator[Message]:
         statement = problem.statement if right else problem.careless
-        database = open_world(problem.world, writable=problem.change)
+        result, _ = execute(world_image(problem.world), statement, problem.change)
         yield calls("query", "call_1", sql=statement)
-        yield returns("call_1", shown(database.run_blocking(statement)))
+        yield returns("call_1", shown(result))
         yield says("Done." if problem.change else statement)
-        database.close()
 
 
 def draw(worlds: int, changes: float, rng: random.Random) -> Assignment:
@@ -143,41 +141,48 @@ def _matters(assignment: Assignment) -> bool:
     if assignment.change:
         after = changed(world, statement)
         return after != changed(world, assignment.careless) and after != changed(world, "SELECT 1")
-    database = _readable(world)
-    return database.run_blocking(statement).rows != database.run_blocking(assignment.careless).rows
+    return found(world, statement) != found(world, assignment.careless)
 
 
 async def same_rows(query: str, reference: str, world: int) -> bool:
     """Whether a policy's query returns the reference's rows in a fresh world."""
-    database = open_world(world)
     try:
-        return Counter((await database.run(query)).rows) == Counter(database.run_blocking(reference).rows)
+        result = await Database(world_image(world)).run(query)
     except Refused:
         return False
-    finally:
-        database.close()
+    return Counter(result.rows) == found(world, reference)
 
 
-def changed(world: int, statement: str) -> dict[str, list[tuple[Any, ...]]]:
-    """A world's contents after a statement."""
-    database = open_world(world, writable=True)
-    database.run_blocking(statement)
-    contents = database.contents()
-    database.close()
-    return contents
+async def same_tables(database: Database, wanted: Mapping[str, Counter[tuple[Any, ...]]]) -> bool:
+    """Whether a policy's database has these rows. Of more rows than there should be, one is read."""
+    try:
+        for name, rows in wanted.items():
+            result = await database.run(f"SELECT * FROM {name} LIMIT {rows.total() + 1}")
+            if Counter(result.rows) != rows:
+                return False
+    except Refused:  # the rows are too large to be the wanted ones
+        return False
+    return True
 
 
-def open_world(number: int, writable: bool = False) -> Database:
-    """World `number`, the same wherever it is opened."""
+def found(world: int, statement: str) -> Counter[tuple[Any, ...]]:
+    """The rows that a statement of ours returns in a world."""
+    return Counter(execute(world_image(world), statement, writable=False)[0].rows)
+
+
+def changed(world: int, statement: str) -> dict[str, Counter[tuple[Any, ...]]]:
+    """The rows of a world's tables after a statement of ours."""
+    _, image = execute(world_image(world), statement, writable=True)
+    return {name: Counter(execute(image, f"SELECT * FROM {name}", writable=False)[0].rows) for name in TABLES}
+
+
+@functools.lru_cache(maxsize=1024)
+def world_image(number: int) -> bytes:
+    """The database of world `number`, the same wherever it is made."""
     rng = random.Random(f"sql_world/{number}")
     people = [(name, rng.choice(CITIES), rng.randint(20, 60)) for name in NAMES]
     orders = [(rng.choice(NAMES), rng.choice(ITEMS), rng.randint(1, 20)) for _ in range(ORDERS)]
-    return Database(SCHEMA, {"people": people, "orders": orders}, writable)
-
-
-@functools.lru_cache(maxsize=128)
-def _readable(world: int) -> Database:
-    return open_world(world)
+    return image_of(SCHEMA, dict(zip(TABLES, (people, orders), strict=True)))
 
 
 def shown(result: Result) -> str:

@@ -1,14 +1,33 @@
 import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from playing import judge, message
 
-from roundhouse.gym.environments.sql_engine import MAX_ROWS, Database, Refused
-from roundhouse.gym.environments.sql_world import CITIES, SCHEMA, Assignment, SqlWorld, open_world
+from roundhouse.gym.environments import sql_engine
+from roundhouse.gym.environments.sandbox import LockedProcess, SandboxKilled, SandboxOverloaded, SandboxUnavailable
+from roundhouse.gym.environments.sql_child import HEAP_BYTES, MAX_ROWS, Refused, execute
+from roundhouse.gym.environments.sql_engine import Database
+from roundhouse.gym.environments.sql_world import CITIES, SCHEMA, TABLES, Assignment, SqlWorld, world_image
 
 WORLD = SqlWorld(worlds=20, problems=100)
 OSLO = "SELECT name FROM people WHERE city = 'Oslo'"
+
+
+def open_world(number: int, writable: bool = False) -> Database:
+    return Database(world_image(number), writable)
+
+
+async def contents(database: Database) -> list[Any]:
+    return [(await database.run(f"SELECT * FROM {name}")).rows for name in TABLES]
 
 
 def row_of(statement: str, change: bool = False):
@@ -22,7 +41,7 @@ async def test_another_query_with_the_same_rows_in_any_order_is_rewarded() -> No
 
 async def test_a_constant_that_fits_this_world_alone_is_not_rewarded() -> None:
     count = "SELECT count(*) FROM people WHERE city = 'Oslo'"
-    here = open_world(3).run_blocking(count).rows[0][0]
+    here = execute(world_image(3), count, writable=False)[0].rows[0][0]
     assert (await judge(WORLD, row_of(count), message(count))).reward == 1.0
     assert (await judge(WORLD, row_of(count), message(f"SELECT {here}"))).reward == 0.0
 
@@ -43,7 +62,6 @@ async def test_a_change_is_judged_by_the_tables_that_it_leaves() -> None:
         session = await WORLD.seed_session(row)
         await query(session, statement)
         assert (await WORLD.verify(session, row, {"output": [message("Done.")]})).reward == reward
-        await WORLD.close_session(session)
 
 
 FORBIDDEN = [
@@ -69,10 +87,10 @@ FORBIDDEN = [
 @pytest.mark.parametrize("statement", FORBIDDEN)
 async def test_files_settings_and_the_schema_are_out_of_reach_even_where_data_may_change(statement: str) -> None:
     database = open_world(0, writable=True)
-    before = database.contents()
+    before = await contents(database)
     with pytest.raises(Refused):
         await database.run(statement)
-    assert database.contents() == before
+    assert await contents(database) == before
 
 
 @pytest.mark.parametrize(
@@ -121,13 +139,116 @@ async def test_the_tool_shows_rows_nulls_and_errors_as_text() -> None:
 
 async def test_sessions_have_tables_of_their_own() -> None:
     first, second = open_world(1, writable=True), open_world(1, writable=True)
-    before = second.contents()
+    before = await contents(second)
     await asyncio.gather(*[first.run("DELETE FROM orders"), second.run("SELECT 1")])
-    assert second.contents() == before != first.contents()
+    assert await contents(second) == before != await contents(first)
 
 
-def test_a_statement_over_its_steps_does_not_disturb_the_next() -> None:
-    database = Database(SCHEMA, {"people": [("Ada", CITIES[0], 3)]})
+async def test_a_statement_over_its_steps_does_not_disturb_the_next() -> None:
+    database = Database(sql_engine.image_of(SCHEMA, {"people": [("Ada", CITIES[0], 3)]}))
     with pytest.raises(Refused, match="interrupted"):
-        database.run_blocking(COUNT_FOR_EVER + "count(*) FROM n")
-    assert database.contents() == {"people": [("Ada", "Oslo", 3)]}
+        await database.run(COUNT_FOR_EVER + "count(*) FROM n")
+    assert (await database.run("SELECT * FROM people")).rows == [("Ada", "Oslo", 3)]
+
+
+async def test_every_value_of_sqlite_arrives_as_it_is() -> None:
+    statement = "SELECT 1, 1.0, 9e999, x'00ff', NULL, 'ü😀', -9223372036854775808, '{\"blob\": \"AA==\"}'"
+    result = await open_world(0).run(statement)
+    assert result.rows == execute(world_image(0), statement, writable=False)[0].rows
+    assert [type(cell) for cell in result.rows[0]] == [int, float, float, bytes, type(None), str, int, str]
+
+
+# What a statement may cost ------------------------------------------------------------------------------------------
+
+COUNTED = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT {})"
+PLANS = "WITH a AS (SELECT 1)" + "".join(
+    f", {name} AS (SELECT 1 FROM {last}, {last} x, {last} y, {last} z)"
+    for last, name in zip("abcdefghijkl", "bcdefghijklm", strict=True)
+)
+LARGE = {
+    "kept in the table": "INSERT INTO people " + COUNTED.format(25_000) + " SELECT zeroblob(18000), 1, 1 FROM c",
+    "kept aside": COUNTED.format(120_000)
+    + ", d AS MATERIALIZED (SELECT zeroblob(19000) || n x FROM c) SELECT count(*) FROM d",
+    "sorted": COUNTED.format(120_000) + " SELECT count(*) OVER (ORDER BY zeroblob(19000) || n) FROM c",
+    "in the result": COUNTED.format(200) + " SELECT zeroblob(19000), zeroblob(19000), zeroblob(19000) FROM c",
+    "in the plan": PLANS + " SELECT count(*) FROM m",
+}
+"""Each took from 0.5 to 1.9 GiB of memory, or of temporary files, or would not have ended."""
+
+
+@pytest.mark.parametrize("statement", LARGE.values(), ids=LARGE)
+async def test_no_statement_takes_much_memory_or_any_file(statement: str) -> None:
+    session = open_world(0, writable=True)
+    before, here = await contents(session), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(4):
+        with pytest.raises(Refused):
+            await session.run(statement)
+    assert await contents(session) == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - here < 50 * 1024
+    for process in _processes():
+        assert int(_status(process)["VmHWM"].split()[0]) * 1024 < 3 * HEAP_BYTES
+        assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+
+
+async def test_a_table_that_was_filled_to_its_limit_is_judged_at_once() -> None:
+    """Reading back 100,000 rows took a minute of the event loop."""
+    row = row_of("DELETE FROM orders WHERE item = 'pens'", change=True)
+    session = await WORLD.seed_session(row)
+    rows = 64_000
+    while rows:
+        with contextlib.suppress(Refused):
+            await session.run("INSERT INTO orders " + COUNTED.format(rows) + " SELECT NULL, NULL, NULL FROM c")
+            continue
+        rows //= 2
+    assert (await session.run("SELECT count(*) > 4000 FROM orders")).rows == [(1,)]
+    begun = time.thread_time()
+    assert (await WORLD.verify(session, row, {"output": []})).reward == 0.0
+    assert time.thread_time() - begun < 0.05
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [(signal.SIGPROF, Refused), (signal.SIGKILL, SandboxKilled), (signal.SIGSTOP, SandboxOverloaded)],
+    ids=["its timer", "the kernel for want of memory", "a machine without CPU time"],
+)
+async def test_only_what_its_own_timer_ends_is_the_statements_doing(
+    number: signal.Signals, outcome: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timer bounds planning, and instructions that are slow in themselves."""
+
+    def write_and_signal(process: LockedProcess, data: bytes, deadline: float) -> None:
+        inside = psutil.Process(process._process.pid)
+        inside.suspend()
+        write(process, data, deadline)
+        inside.send_signal(number)
+        if number != signal.SIGSTOP:
+            inside.resume()
+
+    write = LockedProcess.write
+    with monkeypatch.context() as patched:
+        patched.setattr(LockedProcess, "write", write_and_signal)
+        if number == signal.SIGSTOP:
+            patched.setattr(sql_engine, "WALL_SECONDS", 1.0)
+        with pytest.raises(outcome):
+            await open_world(0).run("SELECT 1")
+    assert (await open_world(0).run("SELECT 1")).rows == [(1,)]
+
+
+def test_where_no_process_can_be_locked_no_statement_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for process in _processes():
+        process.kill()
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.001)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SandboxUnavailable):
+        asyncio.run(open_world(0).run("SELECT 1"))
+
+
+def _processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "sql_child" in Path(f"/proc/{child.pid}/cmdline").read_text()]
+
+
+def _status(process: psutil.Process) -> dict[str, str]:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
