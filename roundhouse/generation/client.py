@@ -1,6 +1,6 @@
 """The served policy over HTTP, as a `PolicyClient`.
 
-Invariant: a call ends within its time limit, with a completion or with one of four typed errors; it never waits longer and
+Invariant: a call ends within its time limit, with a completion or with a typed error; it never waits longer and
 never makes an answer up. How many calls are in flight is the caller's affair (`rollout.concurrency`): nothing here holds one
 back. A call is repeated only where a replica refused it before it drew a token, because its weights are not whole:
 another replica may take it. Anything else is not repeated here, since only the caller knows whether a repetition is welcome.
@@ -18,8 +18,10 @@ import orjson
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.protocol import (
     TOKEN_FIELDS,
+    BadReply,
     Completion,
     ContextOverflow,
+    EngineFailed,
     EngineRejected,
     EngineTimeout,
     EngineUnreachable,
@@ -30,6 +32,8 @@ from roundhouse.open_files import allow_open_files
 PATH = "/v1/chat/completions"
 REFUSED_PAUSES = (0.1, 0.3, 1.0)
 """Seconds before a call that a replica refused is made again."""
+PASSING = frozenset({404, 408, 429, 502, 503, 504})
+"""Statuses of a proxy that knows no replica (404 while Serve starts), is full or waits for one: they pass by themselves."""
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -129,8 +133,8 @@ def without_older_tokens(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 def error_of(status: int, data: bytes, url: str) -> Exception:
     """The typed error of a reply that is not 200.
 
-    Only our server's own 4xx replies are the request's fault. Others, without our error body, come from a proxy that knows no
-    replica (404 while Serve starts) or is full (429), and pass by themselves.
+    Only our server's own 4xx replies are the request's fault. Of others, without our error body, those of `PASSING` come from a
+    proxy; the rest is an engine's failure, or something else that answers at this URL.
     """
     try:
         error = orjson.loads(data)["error"]
@@ -141,14 +145,15 @@ def error_of(status: int, data: bytes, url: str) -> Exception:
         return ContextOverflow(text)
     if code is not None and 400 <= status < 500:
         return EngineRejected(f"The engine refuses the request ({status} {code}): {text}")
-    return EngineUnreachable(f"{url} answered {status}: {text}")
+    kind = EngineUnreachable if status in PASSING else EngineFailed
+    return kind(f"{url} answered {status}: {text}")
 
 
 def read_completion(data: bytes, latency: float, url: str) -> Completion:
     """A chat completion's JSON as `Completion`.
 
     Raises:
-        EngineUnreachable: it is not one of ours: something else answers at this URL.
+        BadReply: it is not one of ours: something else answers at this URL.
     """
     try:
         reply = orjson.loads(data)
@@ -165,8 +170,9 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
             latency_seconds=latency,
             version_spans=reply.get("version_spans"),
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise EngineUnreachable(
-            f"{url} answered with something else than a chat completion with token IDs ({type(error).__name__}: {error}). "
-            "Is it the policy's server?"
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        begins = data[:200].decode(errors="replace")
+        raise BadReply(
+            f"{url} answered 200 with something else than a chat completion with token IDs ({type(error).__name__}: {error}): "
+            f"{begins!r}. Is it the policy's server?"
         ) from error

@@ -46,13 +46,21 @@ class PolicyClient(Protocol):
         Raises:
             ContextOverflow: the prompt leaves no room to generate.
             EngineRejected: the engine refuses the request (4xx): a data failure.
-            EngineUnreachable, EngineTimeout: infrastructure failures.
+            EngineUnreachable, EngineTimeout, EngineFailed, BadReply: infrastructure failures.
         """
         ...
 
 
 class EngineUnreachable(InfraError):
-    """The engine cannot be reached, answers 5xx, or is refitting beyond its time limit."""
+    """The engine cannot be reached, is full, or is refitting beyond its time limit."""
+
+
+class EngineFailed(InfraError):
+    """An engine answered with a failure of its own, mostly 500: it met a defect, or the request did."""
+
+
+class BadReply(InfraError):
+    """An engine answered 200 with something else than the chat completion that was asked for."""
 
 
 class EngineTimeout(InfraError):

@@ -11,7 +11,14 @@ import pytest
 
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient, error_of, without_older_tokens
-from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
+from roundhouse.generation.protocol import (
+    BadReply,
+    ContextOverflow,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+)
 from tests.generation import tiny
 from tests.generation.servers import serve, transformers_server
 
@@ -67,17 +74,29 @@ async def test_an_engine_that_never_answers_is_a_timeout_within_the_limit():
             assert time.monotonic() - started < 3
 
 
-async def test_something_else_at_the_url_is_unreachable_not_a_crash():
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (200, b"{}", BadReply),
+        (200, b'{"choices": [{"message": null}]}', BadReply),
+        (200, b"<html>Welcome to nginx!</html>", BadReply),
+        (500, b'{"error": {"code": "engine_error", "message": "CUDA error"}}', EngineFailed),
+        (500, b"<html>Internal Server Error</html>", EngineFailed),
+        (403, b"<html>Forbidden</html>", EngineFailed),
+        (503, b"<html>no upstream</html>", EngineUnreachable),
+    ],
+)
+async def test_an_engine_that_answers_amiss_is_not_one_that_is_not_there(status, body, error):
     async def other(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b'{"hello": 1}'})
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": body})
 
     async def make():
         return other
 
     with serve(make) as url:
         async with HttpPolicyClient(url, CONFIG) as policy:
-            with pytest.raises(EngineUnreachable, match="Is it the policy's server"):
+            with pytest.raises(error, match=f"answered {status}"):
                 await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
 
 

@@ -94,7 +94,7 @@ def test_an_interrupted_collection_keeps_what_finished_and_makes_only_the_rest(
     run: Run, weights: Reference, engine: ScriptedEngine
 ) -> None:
     engine.healthy = 5
-    with pytest.raises(InfraError, match=r"of 12 rollouts failed.*engine_unreachable.*out of order"):
+    with pytest.raises(InfraError, match=r"of 12 rollouts failed.*engine_failed.*out of order"):
         collect_iteration(run, 1, weights, engine.url)
     assert run.stage(1, "collect").reference() is None
     engine.healthy = 10**6

@@ -18,16 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.errors import InfraError
-from roundhouse.generation.protocol import TOKEN_FIELDS
+from roundhouse.generation.protocol import TOKEN_FIELDS, BadReply
 from roundhouse.gym.model_server.requests import RESPONSES_FIELDS, Body
 from roundhouse.gym.responses import Message, assistant_items, response_object, usage_object, with_token_fields
 
 _MARK = "token_id:"
-
-
-class BadReply(InfraError):
-    """An engine answered 200 with something else than the chat completion that was asked for."""
 
 
 @dataclass(slots=True)

@@ -18,17 +18,19 @@ import orjson
 
 from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.errors import InfraError
-from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
-from roundhouse.gym.model_server.answer import BadReply
+from roundhouse.generation.protocol import (
+    BadReply,
+    ContextOverflow,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+)
 from roundhouse.gym.model_server.engines import EngineChoice, EngineState
 
 KEEP_ALIVE_SECONDS = 3.0
 """Shorter than servers keep an idle connection (uvicorn: 5 s), so that a call does not meet a connection that just closed."""
 _TRY_ANOTHER = frozenset({429, 502, 503, 504, 520})
-
-
-class EngineFailed(InfraError):
-    """An engine answered 500: it met a defect, or the request did."""
 
 
 class EngineForbids(InfraError):

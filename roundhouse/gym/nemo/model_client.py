@@ -22,11 +22,14 @@ from typing import Any, Literal
 import orjson
 
 from roundhouse.config.models import Sampling
+from roundhouse.errors import InfraError
 from roundhouse.generation.client import without_older_tokens
 from roundhouse.generation.protocol import (
     TOKEN_FIELDS,
+    BadReply,
     Completion,
     ContextOverflow,
+    EngineFailed,
     EngineRejected,
     EngineTimeout,
     EngineUnreachable,
@@ -117,17 +120,18 @@ class RolloutPolicy:
             read = read_chat if self._route == "chat" else read_responses
             return read(orjson.loads(text), latency)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise EngineUnreachable(
-                f"{where} answered with something else than a reply ({error!r}): {text[:500]}"
+            raise BadReply(
+                f"{where} answered 200 with something else than a reply ({error!r}): {text[:500]}"
             ) from error
 
     async def _answer(self, body: bytes) -> tuple[int, str]:
         """Status and text of the first answer that is worth having.
 
         Raises:
-            EngineUnreachable, EngineTimeout
+            EngineUnreachable, EngineTimeout, EngineFailed
         """
         last = ""
+        kind: type[InfraError] = EngineUnreachable
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -136,14 +140,16 @@ class RolloutPolicy:
             except EnvironmentTimeout as error:
                 raise EngineTimeout(str(error)) from error
             except (EnvironmentUnreachable, EnvironmentUnavailable) as error:
-                last = str(error)
+                last, kind = str(error), EngineUnreachable
                 continue
             if status not in BUSY and status < 500:
                 return status, text
             last = f"{self._connection.url}/{self._path} answered {status}: {text[:2000]}"
+            # 502 is how a model server passes an engine's failure on; 503 and 504 are that nobody answers it.
+            kind = EngineUnreachable if status in BUSY and status != 502 else EngineFailed
             if status not in BUSY:  # a defect there; asking again would cost the same
                 break
-        raise EngineUnreachable(last)
+        raise kind(last)
 
 
 def chat_body(

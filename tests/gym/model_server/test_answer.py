@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.gym.model_server.answer import BadReply, as_chat_completion, as_response, empty_answer, read_answer
+from roundhouse.generation.protocol import BadReply
+from roundhouse.gym.model_server.answer import as_chat_completion, as_response, empty_answer, read_answer
 from roundhouse.gym.responses import chat_messages
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, -0.25]}

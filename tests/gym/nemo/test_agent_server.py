@@ -145,8 +145,30 @@ def test_a_dead_model_server_fails_the_row_and_not_the_request(monkeypatch):
     assert (reply.status_code, reply.json()["_ng_failure_class"]) == (200, "environment_unreachable")
     with stage() as servers:
         servers.model.failures = [(500, '"boom"')]
-        assert servers.run(counter_row())["_ng_failure_class"] == "engine_unreachable"
+        assert servers.run(counter_row())["_ng_failure_class"] == "engine_failed"
         assert closed(servers.environment.accounts)
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_a_task_that_does_not_fit_the_context_is_judged_as_nemo_gym_does_it_or_fails_where_that_is_wanted(route):
+    """NeMo Gym's servers gave such rows reward 0, ours failed them: 1.000 against 0.909 on the same rows."""
+    empty = {"choices": [{"finish_reason": "length", "message": {"content": None}}], "usage": None}
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": ""}]}
+    incomplete = {"output": [message], "incomplete_details": {"reason": "max_output_tokens"}, "usage": None}
+    full = (200, json.dumps(empty if route == "chat" else incomplete))
+    with stage(model_route=route) as servers:
+        servers.model.failures = [full, full]
+        answer = servers.run(counter_row())
+        alone = servers.http.post("/v1/responses", json=counter_row()["responses_create_params"]).json()
+        assert closed(servers.environment.accounts)
+    assert (answer["reward"], "_ng_failure_class" in answer) == (0.0, False)
+    for response in (answer["response"], alone):
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert [item["content"][0]["text"] for item in response["output"]] == [""]
+    with stage(model_route=route, first_turn_overflow="failed") as servers:
+        servers.model.failures = [full]
+        failed = servers.run(counter_row())
+    assert (failed["_ng_failure_class"], failed["_ng_failure_terminal"]) == ("context_overflow", True)
 
 
 def test_a_rollout_that_takes_too_long_is_a_failed_row():

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from roundhouse.config.models import Sampling
-from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
+from roundhouse.generation.protocol import (
+    BadReply,
+    ContextOverflow,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+)
 from roundhouse.gym.nemo.model_client import UNLIMITED_TOKENS, ModelServer
 from roundhouse.gym.nemo.rollout_ids import path_prefix, rollout_id
 from tests.gym.nemo.models import serving_model
@@ -143,6 +150,11 @@ async def test_a_busy_server_is_asked_again_and_only_a_few_times():
         with pytest.raises(EngineUnreachable, match="busy"):
             await ask(url)
         assert len(server.bodies) == 3
+    # A model server passes an engine's own failure on as 502.
+    with serving_model(by_turn(says("Done.")), failures=[(502, "the engine answered 500")] * 9) as (server, url):
+        with pytest.raises(EngineFailed, match="answered 502: the engine answered 500"):
+            await ask(url)
+        assert len(server.bodies) == 3
 
 
 @pytest.mark.usefixtures("fast_pauses")
@@ -150,10 +162,10 @@ async def test_a_busy_server_is_asked_again_and_only_a_few_times():
     ("status", "body", "error"),
     [
         (422, '{"detail":[]}', EngineRejected),
-        (500, '"repr"', EngineUnreachable),
-        (200, "no json", EngineUnreachable),
-        (200, "[]", EngineUnreachable),
-        (200, '{"choices":[]}', EngineUnreachable),
+        (500, '"repr"', EngineFailed),
+        (200, "no json", BadReply),
+        (200, "[]", BadReply),
+        (200, '{"choices":[]}', BadReply),
     ],
 )
 async def test_what_is_no_reply_is_a_typed_error_with_the_servers_words(status, body, error):
