@@ -58,6 +58,9 @@ class AgentServerConfig(Section):
     """Time limit of one tool call."""
     parallel_tool_calls: bool = False
     """Run the tool calls of one reply at the same time."""
+    first_turn_overflow: Literal["judged", "failed"] = "judged"
+    """A task that does not fit the model's context. judged: it is an empty, incomplete reply, and the verifier says what that
+    is worth, as with NeMo Gym's agent. failed: the row is a failure (`context_overflow`), without a reward."""
     close_route: str | None = None
     """Route of the resources server that ends a session, where it does not offer one by itself."""
     skip_verification: bool = False

@@ -47,12 +47,13 @@ async def play_rollout(
     *,
     on_policy: bool = True,
     policy_version: int | None = None,
+    judges_overflow: bool = False,
     tape: Tape | None = None,
 ) -> Attempt:
     """Make one attempt at `spec` within the limits of `config`; everything that the agent left.
 
     Args:
-        on_policy, policy_version: see `Attempt`.
+        on_policy, policy_version, judges_overflow: see `Attempt`.
         tape: what an earlier attempt finished, and where this one's calls are recorded. Where the rollout goes another way
             than its tape, it is played once more without.
     """
@@ -70,7 +71,8 @@ async def play_rollout(
         )
         asked = tape.of(rollout, policy)
         return await _played(
-            environment.agent, Attempt(rollout, asked, config, sampling, on_policy, policy_version, tape)
+            environment.agent,
+            Attempt(rollout, asked, config, sampling, on_policy, policy_version, judges_overflow, tape),
         )
 
     tape = tape or Tape()

@@ -98,6 +98,10 @@ class Conversation:
         self.call_ends.append(len(self.items) - self._given - 1)
         return calls
 
+    def add_empty_reply(self) -> None:
+        """What stands for a reply that the model's context had no room for."""
+        self.items += assistant_items({"content": ""}, f"{self._item_id}_0")
+
     def _append(self, completion: Completion) -> None:
         """The reply as the next call's history. Only the newest carries its tokens, which hold all earlier ones: to carry
         them on every reply would cost memory that grows with the square of the turns."""

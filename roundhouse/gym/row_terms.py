@@ -27,8 +27,9 @@ class RowTerms:
     sampling: Sampling
     tools: bool
     """False: `tool_choice` is none, the policy is shown no tools."""
-    calls_per_reply: int | None
-    """1 where `parallel_tool_calls` is false; None means any number."""
+    together: bool
+    """False: `parallel_tool_calls` is false, and calls of one reply are run one after another. All of them, as NeMo Gym's
+    `simple_agent` runs whatever it is given: that a reply has one call is the engine's affair."""
     max_tool_calls: int | None
     """Calls that are run in the whole rollout; None means any number."""
 
@@ -42,7 +43,7 @@ def row_terms(params: Mapping[str, Any], sampling: Sampling, on_policy: bool) ->
     return RowTerms(
         sampling=_sampling(params, sampling, on_policy),
         tools=_shows_tools(params.get("tool_choice")),
-        calls_per_reply=1 if params.get("parallel_tool_calls") is False else None,
+        together=params.get("parallel_tool_calls") is not False,
         max_tool_calls=_limit(params, "max_tool_calls", smallest=0),
     )
 

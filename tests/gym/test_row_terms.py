@@ -112,7 +112,7 @@ async def test_tool_choice_none_shows_no_tools():
 
 
 @pytest.mark.parametrize(
-    ("params", "total"), [({"parallel_tool_calls": False}, 2), ({"max_tool_calls": 3}, 3), ({"max_tool_calls": 0}, 0)]
+    ("params", "total"), [({"parallel_tool_calls": False}, 4), ({"max_tool_calls": 3}, 3), ({"max_tool_calls": 0}, 0)]
 )
 async def test_calls_beyond_what_the_row_allows_are_answered_and_not_run(params: dict[str, Any], total: int):
     two = calls(("add", {"n": 1}), ("add", {"n": 1}))

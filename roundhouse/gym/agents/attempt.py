@@ -33,6 +33,9 @@ class Attempt:
     """The rollout is to be trained on: every token must be drawn as `sampling` says and be known."""
     policy_version: int | None = None
     """Version that the engine was refitted to, for agents whose answers do not tell it."""
+    judges_overflow: bool = False
+    """A task that does not fit the model's context is an empty reply, which the verifier judges, as NeMo Gym has it. Otherwise
+    it is a failure, without a reward."""
     tape: Tape = field(default_factory=Tape)
     """Begins the session, so that what was finished before an interruption is not done again."""
     session: Session | None = None

@@ -59,7 +59,7 @@ class Dialogue:
         """The policy's next reply, recorded. None: the conversation has outgrown the model's context.
 
         Raises:
-            ContextOverflow: already the task does not fit.
+            ContextOverflow: already the task does not fit, and that is not to be judged.
             InfraError, DataError: the engine failed or refused.
         """
         conversation, limit = self.conversation, self._attempt.config.max_tokens
@@ -68,7 +68,9 @@ class Dialogue:
             completion = await self._complete(len(conversation.turns), room)
         except ContextOverflow:
             if not conversation.turns:
-                raise
+                if not self._attempt.judges_overflow:
+                    raise
+                conversation.add_empty_reply()
             return None
         begun = len(conversation.items)
         calls = conversation.add_reply(completion)

@@ -26,9 +26,7 @@ from roundhouse.gym.tools import ToolResult, invalid_arguments
 from roundhouse.gym.verdicts import checked_verdict
 from roundhouse.trajectories.records import Status
 
-NOT_RUN = ToolResult(
-    '{"error":"Not run: the task allows fewer tool calls (parallel_tool_calls, max_tool_calls)."}', 403
-)
+NOT_RUN = ToolResult('{"error":"Not run: the task allows fewer tool calls (max_tool_calls)."}', 403)
 
 
 class ToolLoop:
@@ -84,12 +82,15 @@ class ToolEpisode:
     async def _run_calls(self, session: EnvironmentSession, calls: list[dict[str, Any]]) -> None:
         """Run one reply's calls; their texts join the conversation in the order of the calls."""
         terms = self._dialogue.terms
-        allowed = len(calls) if terms.calls_per_reply is None else terms.calls_per_reply
+        allowed = len(calls)
         if terms.max_tool_calls is not None:
             allowed = min(allowed, terms.max_tool_calls - int(self._metrics["agent_tool_calls"]))
+        together = (
+            len(calls) > 1 and self._attempt.config.parallel_tool_calls and terms.together and not session.ordered
+        )
         begun = time.perf_counter()
         try:
-            if len(calls) > 1 and self._attempt.config.parallel_tool_calls and not session.ordered:
+            if together:
                 results = await _together([self._result(session, call) for call in calls[: max(allowed, 0)]])
             else:
                 results = [await self._result(session, call) for call in calls[: max(allowed, 0)]]

@@ -65,6 +65,7 @@ class OwnPolicy:
             self._rollout,
             self._sampling,
             attempt=row.get(ATTEMPT, 0) + 1,
+            judges_overflow=True,
             on_policy=False,  # a row may ask for its own temperature; the log-probabilities are of what was drawn from
         )
         if played.failure_code == ENGINE_GONE and not played.turns:

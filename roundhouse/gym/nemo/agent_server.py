@@ -108,6 +108,7 @@ class _Server:
         self._cookie = f"{CLASS_NAME}___{name}"
         self._names_calls = names_calls
         self._captures = captures
+        self._judges_overflow = config.first_turn_overflow == "judged"
         self._limits = RolloutConfig(
             max_turns=config.max_steps or UNLIMITED_TURNS,
             max_tokens=config.max_tokens or 2 * UNLIMITED_TOKENS,
@@ -138,7 +139,15 @@ class _Server:
         environment: EnvironmentClient = self._environment
         if self._config.skip_verification and isinstance(self._environment, RemoteEnvironmentClient):
             environment = UnverifiedEnvironment(self._environment, self._config.skip_verification_reward)
-        return await play_rollout(_spec(row), policy, environment, self._limits, self._sampling, on_policy=False)
+        return await play_rollout(
+            _spec(row),
+            policy,
+            environment,
+            self._limits,
+            self._sampling,
+            on_policy=False,
+            judges_overflow=self._judges_overflow,
+        )
 
     async def responses(self, request: Request) -> Response:
         params = await object_body(request, "input")
@@ -151,7 +160,12 @@ class _Server:
             params, prefix=path_prefix(mark.rollout, capture=mark.capture or (self._captures and bool(mark.rollout)))
         )
         attempt = Attempt(
-            _rollout({"responses_create_params": params}), policy, self._limits, self._sampling, on_policy=False
+            _rollout({"responses_create_params": params}),
+            policy,
+            self._limits,
+            self._sampling,
+            on_policy=False,
+            judges_overflow=self._judges_overflow,
         )
         session = self._environment.join_session(attempt.rollout.task, given)
         async with asyncio.timeout(self._config.timeout_seconds):

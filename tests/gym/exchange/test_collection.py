@@ -289,3 +289,26 @@ def test_an_environment_here_and_a_running_engine_give_rollouts_that_import_whol
     assert {rollout.status for rollout in found} == {Status.COMPLETED}
     assert all(rollout.turns[0].policy_version == 3 and rollout.turns[0].prompt_token_ids for rollout in found)
     assert len({rollout.seed for rollout in found}) == 6
+
+
+def test_a_task_that_does_not_fit_the_context_is_a_row_with_the_verifiers_reward(tmp_path: Path):
+    """As NeMo Gym's servers have it; the same rows once gave another mean here, where such a row was a failure."""
+    full = {"error": {"code": "context_length_exceeded", "message": "too long", "param": "messages"}}
+
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def refuse() -> Response:
+        return Response(json.dumps(full), 400)
+
+    files = files_in(tmp_path)
+    environment: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python({"kind": "sort"})
+    with serving(app) as url:
+        source = OwnPolicy(url, environment, GenerationConfig(), RolloutConfig(max_tokens=10_000))
+        lines = [(number, line_of(row)) for number, row in enumerate(source.tasks("train")[:2], 1)]
+        rows = expanded(lines, Materialization(agent=source.agent), "tasks")
+        summary = collect(files, collection.begin(files, rows), source)
+    assert (summary.completed, summary.failed) == (2, 0)
+    for row in map(json.loads, files.rollouts.read_text().splitlines()):
+        assert (row["reward"], row["response"]["incomplete_details"]) == (0.0, {"reason": "max_output_tokens"})
+    assert {rollout.status for rollout in read_collection(files).rollouts} == {Status.TRUNCATED}
