@@ -11,11 +11,11 @@ with the defaults of its paper. Formulas: docs/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from roundhouse.config.objectives import MismatchCorrection, PolicyGradient, RewardShaping, Scaling, TokenLoss
+from roundhouse.config.objectives import MismatchCorrection, PolicyGradient, TokenLoss
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveInt, Target
 
@@ -59,13 +59,22 @@ class RLOO(GroupBaseline):
 class DAPO(GroupBaseline):
     """GRPO with a wider upper clip, token mean, no KL and truncated rollouts left out (arXiv 2503.14476).
 
-    Its dynamic sampling is how rollouts are collected: `rollout.dynamic_sampling`.
+    Its dynamic sampling is how rollouts are collected: `rollout.dynamic_sampling`. With `reward.overlong`, rewards of 0 to 1
+    are scaled to the paper's -1 to 1, unless `reward.scaling` says otherwise.
     """
 
     kind: Literal["dapo"]
     loss_aggregation: Literal["token"] = "token"
     mask_truncated: bool = True
-    reward: RewardShaping = RewardShaping(scaling=Scaling())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scaled(cls, values: Any) -> Any:
+        """The overlong penalty is as large as half of the paper's rewards, -1 and 1, so it comes with them."""
+        reward = values.get("reward") if isinstance(values, dict) else None
+        if isinstance(reward, dict) and reward.get("overlong") is not None:
+            return values | {"reward": {"scaling": {}} | reward}
+        return values
 
 
 class GSPO(GroupBaseline):

@@ -32,10 +32,13 @@ class AdaptiveKL(Section):
 
 
 class Scaling(Section):
-    """Rewards clamped to a source range and mapped linearly to a target range."""
+    """Rewards mapped linearly from a source range to a target range."""
 
     source: tuple[float, float] = (0.0, 1.0)
     target: tuple[float, float] = (-1.0, 1.0)
+    outside: Literal["refuse", "clamp"] = "refuse"
+    """What happens to a reward outside of `source`. refuse: the step fails and names the sequence. clamp: it counts as the
+    nearest bound, so that all rewards beyond it are one."""
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:

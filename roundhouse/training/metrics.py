@@ -96,6 +96,9 @@ METRICS: dict[str, Metric] = {
     "baseline_reward/pct_1": Metric(_GROUPS, "percent of groups where every reward is 1: too easy"),
     "baseline_reward/pct_flat": Metric(_GROUPS, "percent of groups whose rewards all equal another number"),
     "baseline_reward/pct_mixed": Metric(_GROUPS, "percent of groups with spread: those that teach", "> 30"),
+    "num_groups_shaped_flat": Metric(
+        _SUM, "groups with spread whose shaped rewards are all equal: nothing to learn (only with shaping)", "0"
+    ),
     "group_size_min": Metric(_MIN, "rollouts of the smallest group"),
     "num_groups_of_one": Metric(_SUM, "groups with a single rollout, which has nothing to be compared with", "0"),
     "num_truncated_masked": Metric(_SUM, "sequences left out by mask_truncated"),

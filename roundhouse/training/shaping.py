@@ -11,13 +11,19 @@ from __future__ import annotations
 import numpy as np
 
 from roundhouse.config.objectives import OverlongShaping, RewardShaping, Scaling
+from roundhouse.errors import DataError
 from roundhouse.training.batch import TrainingSequences
 
 
 def shape_rewards(sequences: TrainingSequences, shaping: RewardShaping) -> np.ndarray:
-    """[S] float64 rewards after scaling, the factor of truncated rollouts and the overlong penalty, in this order."""
+    """[S] float64 rewards after scaling, the factor of truncated rollouts and the overlong penalty, in this order.
+
+    Raises:
+        DataError: a reward lies outside of the scaling's source, and that does not clamp.
+    """
     rewards = sequences.rewards
     if shaping.scaling is not None:
+        _refuse_outside(sequences, shaping.scaling)
         rewards = scale(rewards, shaping.scaling)
     if shaping.truncated_factor is not None:
         rewards = np.where(sequences.truncated, shaping.truncated_factor * rewards, rewards)
@@ -40,3 +46,15 @@ def overlong_penalties(generated_tokens: np.ndarray, shaping: OverlongShaping) -
     """
     beyond = generated_tokens - (shaping.max_generated_tokens - shaping.buffer_tokens)
     return -np.clip(beyond / shaping.buffer_tokens, 0.0, 1.0) * shaping.penalty
+
+
+def _refuse_outside(sequences: TrainingSequences, scaling: Scaling) -> None:
+    low, high = scaling.source
+    outside = np.flatnonzero((sequences.rewards < low) | (sequences.rewards > high))
+    if scaling.outside == "refuse" and len(outside):
+        first = outside[0]
+        raise DataError(
+            f"sequence {sequences.sequence_ids[first]!r} has the reward {sequences.rewards[first]:g}, outside of "
+            f"train.algorithm.reward.scaling.source [{low:g}, {high:g}] ({len(outside)} of {len(sequences)} sequences). Set "
+            "source to the range of the environment's rewards, outside to clamp, or leave scaling out."
+        )

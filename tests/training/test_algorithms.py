@@ -237,6 +237,38 @@ def test_scaling_clamps_and_maps_and_a_truncated_reward_is_multiplied() -> None:
     np.testing.assert_allclose(found.sequence_columns["advantage"], [-1 / 3, 2 / 3, -1 / 3])
 
 
+@pytest.mark.parametrize("rewards", [[2.0, 3.0, 5.0, 10.0], [-1.0, -0.5, 0.0, 0.0], [0.2, 0.4, 3.0, 7.0]], ids=str)
+def test_dapo_learns_from_rewards_of_any_range(rewards: list[float]) -> None:
+    """Clamped to 0 and 1 they would be equal, or lose their order, and nothing would tell."""
+    sequences = batch({"g": rewards})
+    np.testing.assert_allclose(advantages(sequences, kind="dapo"), advantages(sequences, kind="grpo"))
+    assert len(set(advantages(sequences, kind="dapo"))) == len(set(rewards))
+
+
+def test_a_reward_outside_of_its_scale_is_refused_unless_it_is_to_be_clamped() -> None:
+    """The overlong penalty brings dapo's scale with it."""
+    sequences, overlong = batch({"g": [0.0, 1.0, 5.0]}), {"max_generated_tokens": 500}
+    with pytest.raises(
+        DataError, match=r"'g2' has the reward 5, outside of .*source \[0, 1\] \(1 of 3 .*outside to clamp"
+    ):
+        stamp(sequences, kind="dapo", reward={"overlong": overlong})
+    wider = stamp(sequences, kind="dapo", reward={"overlong": overlong, "scaling": {"source": [0, 5]}})
+    assert wider.metrics["reward_shaped"] == pytest.approx((-1 - 0.6 + 1) / 3)
+    clamped = stamp(sequences, kind="dapo", reward={"overlong": overlong, "scaling": {"outside": "clamp"}})
+    assert clamped.metrics["reward_shaped"] == pytest.approx((-1 + 1 + 1) / 3)
+    plain = stamp(sequences, kind="dapo", reward={"overlong": overlong, "scaling": None})
+    assert plain.metrics["reward_shaped"] == 2
+
+
+def test_a_group_that_shaping_makes_equal_is_not_trained_on() -> None:
+    """g's right answer was cut off and loses its reward: there is nothing to compare, so it is in no denominator."""
+    sequences = batch({"g": [1.0, 0.0], "h": [1.0, 0.0]}, truncated=[True, False, False, False])
+    found = stamp(sequences, kind="grpo", reward={"truncated_factor": 0.0})
+    assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [False, False, True, True]
+    assert found.metrics["num_groups_shaped_flat"] == 1
+    assert found.metrics["baseline_reward/pct_mixed"] == 100, "of the environment's rewards"
+
+
 def test_advantages_are_clipped_to_their_bounds() -> None:
     np.testing.assert_allclose(
         advantages(batch({"g": ONE_OF_FOUR}), kind="grpo", advantage_clip=(-0.25, 1.0)), [1.0, -0.25, -0.25, -0.25]

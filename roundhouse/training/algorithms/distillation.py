@@ -26,9 +26,8 @@ class TeacherAgreement(PolicyGradientAlgorithm):
         if evidence.old is None or evidence.reference is None:
             raise ValueError("distillation needs the log-probabilities of policy and teacher")
         difference = (evidence.old.astype(np.float64) - evidence.reference) * sequences.loss_mask
-        return Rewards(
-            sequences.rewards, difference, {"teacher_kl": float(difference.sum() / sequences.loss_mask.sum())}
-        )
+        metrics = {"teacher_kl": float(difference.sum() / sequences.loss_mask.sum())}
+        return Rewards(sequences.rewards, sequences.rewards, difference, metrics)
 
     def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
         assert rewards.kl is not None, "read_rewards sets it"

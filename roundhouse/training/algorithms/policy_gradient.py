@@ -2,7 +2,8 @@
 
 Invariant: a sequence that does not teach, or that is masked as truncated, has no weight in any term; the advantage of all
 others stands on their generated tokens and nowhere else. Rewards are read through `shaping` and, with KL in the reward, less
-the KL of the whole rollout; which groups have spread is told by the environment's rewards alone.
+the KL of the whole rollout. A group has spread when its rewards differ as the environment gave them and as they are shaped:
+what shaping makes equal teaches nothing, and neither does a penalty or KL noise alone.
 
 A new algorithm is a subclass with its `advantages`:
 
@@ -15,7 +16,7 @@ A new algorithm is a subclass with its `advantages`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class Rewards:
 
     values: np.ndarray
     """[S] float64: shaped, and less the KL where that is in the reward of whole rollouts."""
+    shaped: np.ndarray
+    """[S] float64: shaped alone."""
     kl: np.ndarray | None
     """[T] float64: coefficient times KL at each generated token; None without KL in the reward."""
     metrics: dict[str, float]
@@ -83,7 +86,7 @@ class PolicyGradientAlgorithm:
         return groups.of_sequences(groups.means)
 
     def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
-        """[S] bool; `groups` has the statistics of the environment's rewards."""
+        """[S] bool; `groups` has the statistics of the environment's rewards, and spread where shaping left some."""
         return groups.of_sequences(groups.has_spread)
 
     def stamp(self, sequences: TrainingSequences, evidence: Evidence = Evidence()) -> Stamp:
@@ -91,7 +94,14 @@ class PolicyGradientAlgorithm:
         plain = Groups.of(sequences)
         rewards = self.read_rewards(sequences, plain, evidence, coefficient)
         groups = plain if rewards.values is sequences.rewards else Groups.of(sequences, rewards.values)
-        teaches = self.teaches(sequences, plain)
+        judged, flattened = plain, 0
+        if rewards.shaped is not sequences.rewards:
+            left = Groups.of(sequences, rewards.shaped).has_spread
+            judged, flattened = (
+                replace(plain, has_spread=plain.has_spread & left),
+                int((plain.has_spread & ~left).sum()),
+            )
+        teaches = self.teaches(sequences, judged)
         masked = teaches & sequences.truncated if self.config.mask_truncated else np.zeros_like(teaches)
         given = self.advantages(sequences, rewards, groups)
         by_token = per_token(given, sequences)
@@ -103,6 +113,8 @@ class PolicyGradientAlgorithm:
         metrics = reward_metrics(sequences, plain) | advantage_metrics(shown) | rewards.metrics
         if coefficient > 0:
             metrics["kl_coefficient"] = coefficient
+        if rewards.shaped is not sequences.rewards:
+            metrics["num_groups_shaped_flat"] = float(flattened)
         if self.config.mask_truncated:
             metrics["num_truncated_masked"] = float(masked.sum())
         return Stamp(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)})
@@ -111,7 +123,8 @@ class PolicyGradientAlgorithm:
         self, sequences: TrainingSequences, plain: Groups, evidence: Evidence, coefficient: float
     ) -> Rewards:
         """Shape the rewards and take the KL off them; `plain` has the statistics of the environment's."""
-        values, kl, metrics = shape_rewards(sequences, self.config.reward), None, {}
+        shaped, kl, metrics = shape_rewards(sequences, self.config.reward), None, {}
+        values = shaped
         if self.needs_log_probs:
             if evidence.old is None or evidence.reference is None:
                 raise ValueError("KL in the reward needs the log-probabilities of policy and reference")
@@ -122,7 +135,7 @@ class PolicyGradientAlgorithm:
                 values = values - plain.totals(np.add.reduceat(kl, sequences.offsets[:-1]))
         if values is not sequences.rewards:
             metrics["reward_shaped"] = float(plain.per_rollout(values).mean())
-        return Rewards(values, kl, metrics)
+        return Rewards(values, shaped, kl, metrics)
 
     def _columns(
         self, sequences: TrainingSequences, advantages: np.ndarray, weights: np.ndarray, coefficient: float
