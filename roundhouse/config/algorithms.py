@@ -11,7 +11,7 @@ with the defaults of its paper. Formulas: docs/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -100,10 +100,9 @@ class CISPO(GroupBaseline):
 class ReinforcePlusPlus(PolicyGradient):
     """REINFORCE++ (arXiv 2501.03262): KL in the reward of each token, advantages normalised over the batch."""
 
-    needs_groups: ClassVar[bool] = False
     kind: Literal["reinforce_plus_plus"]
     minus_baseline: bool = True
-    """Subtract the group's mean first."""
+    """Subtract the group's mean first, which takes groups of two or more. false: no group is needed."""
     normalize_batch: bool = True
     """Zero mean and unit variance over all trained tokens of the iteration."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
@@ -111,6 +110,10 @@ class ReinforcePlusPlus(PolicyGradient):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1, unless kl_placement is loss."""
     kl_placement: Literal["loss", "reward"] = "reward"
+
+    @property
+    def needs_groups(self) -> bool:
+        return self.minus_baseline
 
 
 class GDPO(GroupBaseline):
@@ -137,7 +140,6 @@ class GDPO(GroupBaseline):
 class CrossEntropy(TokenLoss):
     """Likelihood of chosen rollouts: supervised fine-tuning (all of them) and rejection sampling (the good ones)."""
 
-    needs_groups: ClassVar[bool] = False
     kind: Literal["cross_entropy"]
     select: Literal["all", "threshold", "best_of_group"] = "all"
     """all; those with a reward of at least `reward_threshold`; or of each group the one with the highest reward (the first of
@@ -146,6 +148,10 @@ class CrossEntropy(TokenLoss):
     include_truncated: bool = False
     """Also learn from rollouts that a limit cut off."""
     kl_placement: Literal["loss"] = "loss"
+
+    @property
+    def needs_groups(self) -> bool:
+        return False
 
     @model_validator(mode="after")
     def _threshold(self) -> Self:
@@ -165,7 +171,6 @@ class Distillation(PolicyGradient):
     The environment's reward is recorded and not used. The teacher shares the policy's tokenizer.
     """
 
-    needs_groups: ClassVar[bool] = False
     kind: Literal["distillation"]
     teacher: str
     """Model directory with config.json and safetensors: a local path, file:// or s3:// URI."""
@@ -173,6 +178,10 @@ class Distillation(PolicyGradient):
     mismatch_correction: MismatchCorrection = "icepop"
     kl_coefficient: Annotated[float, Field(ge=0, le=0)] = 0.0
     """Always 0: the teacher takes the reference's place."""
+
+    @property
+    def needs_groups(self) -> bool:
+        return False
 
     @property
     def reference_source(self) -> str | None:

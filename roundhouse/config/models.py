@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from roundhouse.config.alerts import AlertsConfig
-from roundhouse.config.algorithms import GRPO
+from roundhouse.config.algorithms import GRPO, ReinforcePlusPlus
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.collectors import refuse_unfit_collectors
 from roundhouse.config.colocation import PlacementConfig, refuse_unfit_placement
@@ -116,8 +116,8 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _combinations(self) -> RunConfig:
-        self._groups()
+    def _combinations(self, info: ValidationInfo) -> RunConfig:
+        self._groups(recorded=is_recorded(info))
         self._sampling()
         self._one_engine()
         if (unfit := self.asynchrony.unfit_window(self.rollout.tasks)) is not None:
@@ -130,13 +130,20 @@ class RunConfig(Section):
         self._distributed()
         return self
 
-    def _groups(self) -> None:
-        rollout = self.rollout
+    def _groups(self, *, recorded: bool) -> None:
+        rollout, algorithm = self.rollout, self.train.algorithm
         if rollout.dynamic_sampling is not None and rollout.group_size < 2:
             raise ValueError(
                 "rollout.dynamic_sampling wants groups with spread, but rollout.group_size is 1. Raise it, or unset the first."
             )
-        if rollout.group_size < 2 and self.train.algorithm.needs_groups:
+        if rollout.group_size < 2 and isinstance(algorithm, ReinforcePlusPlus) and algorithm.minus_baseline:
+            if not recorded:
+                raise ValueError(
+                    f"rollout.group_size is {rollout.group_size} and train.algorithm.minus_baseline true: the mean of one "
+                    "rollout is its own reward, and nothing of it would be left. Set minus_baseline to false, or group_size to "
+                    "2 or more."
+                )
+        elif rollout.group_size < 2 and algorithm.needs_groups:
             raise ValueError(
                 f"rollout.group_size is {rollout.group_size}: a group of one has no baseline. Set it to 2 or more."
             )

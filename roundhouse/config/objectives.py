@@ -6,7 +6,7 @@ a key does in the loss is written in `roundhouse.training.loss` and docs/algorit
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -93,9 +93,6 @@ class RewardShaping(Section):
 class TokenLoss(Section):
     """Keys of every algorithm's loss: how token terms become a mean, KL to a reference, entropy."""
 
-    needs_groups: ClassVar[bool] = True
-    """Whether a rollout is judged against the others of its group, so that a group of one teaches nothing."""
-
     loss_aggregation: Aggregation = "token"
     """token: mean over all trained tokens of an update. sequence: mean over sequences of their token means. rollout: the same
     in two stages, so that a rollout of several sequences counts once. fixed_length: sum over tokens, divided by rollouts times
@@ -113,6 +110,11 @@ class TokenLoss(Section):
     adaptive_kl: AdaptiveKL | None = None
     """Steers kl_coefficient, which is then where it starts. Unset: it stays."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a rollout is judged against the others of its group, so that a group of one teaches nothing."""
+        return True
 
     @property
     def reference_source(self) -> str | None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from roundhouse.config.algorithms import GRPO, AlgorithmConfig
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.objectives import AdaptiveKL, OverlongShaping, Scaling
 from roundhouse.errors import ConfigError, DataError
@@ -151,6 +152,30 @@ def test_reinforce_plus_plus_pays_each_token_for_the_kl_that_comes_after_it() ->
     normal = stamp(sequences, Evidence(old, ref), **config).columns.advantages[sequences.loss_mask]
     assert normal.mean() == pytest.approx(0, abs=1e-6)
     assert normal.var() == pytest.approx(1, rel=1e-5)
+
+
+def test_reinforce_plus_plus_sees_the_reward_of_every_rollout_that_it_trains_on() -> None:
+    """Less its own reward, a rollout alone in its group would teach nothing but its KL."""
+    sequences = batch({"g": [1.0], "h": [0.0], "i": [1.0, 0.0]})
+    old, ref = np.zeros((2, 12), dtype=np.float32)
+    ref[1] = -0.5
+    config = {"kind": "reinforce_plus_plus", "kl_coefficient": 0.01}
+    found = stamp(sequences, Evidence(old, ref), **config)
+    assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [False, False, True, True]
+    taught = found.columns.advantages[6:][sequences.loss_mask[6:]]
+    np.testing.assert_allclose(taught, [1, 1, -1, -1], rtol=1e-5)
+    alone = stamp(sequences, Evidence(old, ref), **config, minus_baseline=False)
+    np.testing.assert_allclose(np.sign(alone.sequence_columns["advantage"]), [1, -1, 1, -1])
+
+
+def test_a_baseline_of_groups_of_one_is_refused() -> None:
+    keys = {"rollout": {"group_size": 1, "tasks": 8}, "validation": {"min_group_size": 1}}
+    section = {"kind": "reinforce_plus_plus"}
+    with pytest.raises(
+        ConfigError, match=r"group_size is 1 and train.algorithm.minus_baseline true.*minus_baseline to false"
+    ):
+        parse_config({"run_id": "r", "train": {"algorithm": section}} | keys)
+    assert parse_config({"run_id": "r", "train": {"algorithm": section | {"minus_baseline": False}}} | keys)
 
 
 def test_kl_in_the_reward_of_a_group_algorithm_is_the_whole_rollouts() -> None:

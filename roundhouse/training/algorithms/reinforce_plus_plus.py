@@ -6,7 +6,8 @@ after it; the advantages of the iteration's trained tokens have mean 0 and varia
     A_t = r − m − β · Σ_{i ≥ t} KL_i            m: the group's mean, with minus_baseline
     A_t ← (A_t − mean) / sqrt(max(variance, 1e-8))        over all trained tokens of the iteration
 
-All rollouts teach, also those of a group without spread: the baseline is the batch, and their KL counts.
+All rollouts teach, also those of a group without spread: the baseline is the batch, and their KL counts. Only the last of a
+group, whose mean is its own reward, does not with minus_baseline: its KL alone would be what it teaches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class BatchNormalised(PolicyGradientAlgorithm):
         if not self.normalize_batch:
             return returns
         left_out = np.repeat(sequences.truncated, sequences.lengths) & self.config.mask_truncated
-        trained = returns[sequences.loss_mask & ~left_out]
+        taught = np.repeat(self.teaches(sequences, groups), sequences.lengths)
+        trained = returns[sequences.loss_mask & taught & ~left_out]
         if not len(trained):
             return returns
         return (returns - trained.mean()) / np.sqrt(max(trained.var(), VARIANCE_FLOOR))
@@ -48,4 +50,4 @@ class BatchNormalised(PolicyGradientAlgorithm):
         return means if self.minus_baseline else np.zeros_like(means)
 
     def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
-        return np.ones(len(sequences), dtype=bool)
+        return groups.of_sequences(groups.sizes > 1) if self.minus_baseline else np.ones(len(sequences), dtype=bool)
