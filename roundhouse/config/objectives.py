@@ -15,8 +15,9 @@ from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Sect
 Aggregation = Literal["token", "sequence", "rollout", "fixed_length"]
 MismatchCorrection = Literal["none", "tis", "icepop", "seq-mask-tis"]
 
-DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {"seq-mask-tis": (0.999, 1.002)}
-"""`mismatch_bounds` where it is not set; (0.5, 5.0) for every correction that is not listed."""
+DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "seq-mask-tis": (0.999, 1.002)}
+"""`mismatch_bounds` where it is not set; (0.5, 5.0) for every correction that is not listed. Truncation has no lower bound: it
+would lift the weight of exactly the tokens that the policy has unlearnt."""
 
 
 class AdaptiveKL(Section):
@@ -106,7 +107,7 @@ class TokenLoss(Section):
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy's, with its own gradient. reward: subtracted from the reward, token by token."""
     kl_importance_weighting: bool = False
-    """Weight the KL term by exp(cur - gen), which corrects it for tokens that an older policy sampled."""
+    """Weight the KL term by exp(cur - gen), at most 2, which corrects it for tokens that an older policy sampled."""
     adaptive_kl: AdaptiveKL | None = None
     """Steers kl_coefficient, which is then where it starts. Unset: it stays."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
@@ -182,8 +183,8 @@ class PolicyGradient(TokenLoss):
     mismatch_correction: MismatchCorrection = "none"
     """What to do about trainer and engine disagreeing on log-probabilities; it is always measured."""
     mismatch_bounds: tuple[float, float] | None = None
-    """Bounds of exp(trainer - engine) log-probability: of a token, or (seq-mask-tis) of a sequence's geometric mean. Unset:
-    0.5 to 5, and 0.999 to 1.002 for seq-mask-tis."""
+    """Bounds of exp(trainer - engine) log-probability: of a token, or (seq-mask-tis, importance_ratio sequence) of a sequence's
+    geometric mean. Unset: 0.5 to 5, for tis 0 to 2, for seq-mask-tis 0.999 to 1.002."""
     max_sequence_error: Annotated[float, Field(gt=1)] | None = None
     """Leave out the policy term of sequences whose mean of exp(abs(trainer - engine)) is above this. Unset: of none."""
 

@@ -1,7 +1,8 @@
 """Which settings can be right when rollouts may be older than the policy that trains on them.
 
 Invariant: a configuration that passes has, for every token that may be stale, a bounded weight that corrects for the policy
-that sampled it, or a loss that needs none.
+that sampled it, or a loss that needs none. The bound is one of the token's weight, or (seq-mask-tis, GSPO) of the geometric
+mean over its sequence; the KL term's is `roundhouse.training.loss.KL_WEIGHT_BOUND`.
 
 Where staleness comes in. The trainer computes `old` under the weights that it begins the step from; the engine sampled under
 older ones. The policy's ratio exp(cur - old) does not see that lag; only the mismatch correction's exp(old - gen) does. In a

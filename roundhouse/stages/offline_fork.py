@@ -17,8 +17,6 @@ from roundhouse.store.promoted import version_named
 from roundhouse.store.run import load_run, run_exists
 
 Method = Literal["grpo", "rejection", "distillation"]
-TRUNCATION = (0.0, 2.0)
-"""Bounds of the importance weights where the run has set none: nothing lifts an unlikely token, none counts more than twice."""
 
 
 def offline_config(
@@ -92,7 +90,7 @@ def _corrected(config: RunConfig) -> dict[str, Any]:
     if kind in ("cross_entropy", "distillation"):
         own, kind = {}, "grpo"
     if own.get("mismatch_correction", "none") == "none":
-        own |= {"mismatch_correction": "tis", "mismatch_bounds": list(TRUNCATION)}
+        own |= {"mismatch_correction": "tis"}
     if config.train.algorithm.kl_coefficient > 0 and config.train.algorithm.kl_placement == "loss":
         own |= {"kl_importance_weighting": True}
     return own | {"kind": kind}

@@ -10,7 +10,7 @@ over microbatches, however they were cut, is exactly the loss of the update, and
     A    advantage
 
     r      = exp(cur − old); for GSPO (2507.18071) the exp of its mean log over the sequence's trained tokens;
-             forced on-policy: exp(cur − stop(cur)), 1 with a gradient
+             forced on-policy: exp(cur − stop(cur)), 1 with a gradient. The exponent is clamped to ±20
     rc     = clamp(r, 1 − clip_low, 1 + clip_high)      independent bounds (DAPO, 2503.14476)
 
     clipped    policy = max(−A·r, −A·rc)                PPO's surrogate (1707.06347)
@@ -25,6 +25,7 @@ with w the mismatch correction (`mismatch.correction_weights`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,8 +36,13 @@ from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.metrics import MetricSums
 from roundhouse.training.mismatch import correction_weights, sequence_means
 
+LOG_RATIO_CLAMP = 20.0
+"""Of a ratio's logarithm, as in verl and SkyRL. Beyond it a ratio has no meaning, and no gradient: exp of 89 is infinite, and
+its gradient NaN even where the clip takes it out."""
 KL_INPUT_CLAMP = 20.0
 KL_OUTPUT_CLAMP = 10.0
+KL_WEIGHT_BOUND = 2.0
+"""Of the KL term's importance weight: what truncated importance sampling (`tis`) allows the policy term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def importance_ratio(tokens: Tokens, settings: LossSettings, sequence: torch.Ten
         if sequence is None:
             raise ValueError("importance_ratio sequence needs the sequence of each token")
         difference = sequence_means(difference, sequence)[sequence]
-    return torch.exp(difference)
+    return torch.exp(difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
 
 
 def policy_loss(
@@ -132,9 +138,9 @@ def reference_kl(
 
     The gradient is that of the estimator's expectation under the policy: the value is multiplied by exp(cur − stop(cur)),
     which is 1 and adds the score-function term. Without it k1 has no gradient on average and k3 has that of another
-    divergence. With `gen`, the factor is exp(cur − gen): the expectation is then that of tokens the engine sampled from an
-    older policy (a factor that is not finite becomes 0). Where a clamp acts, its side of the gradient is zero; where the one
-    on d acts, so is the factor's.
+    divergence. With `gen`, the factor is exp(cur − gen), at most `KL_WEIGHT_BOUND`: the expectation is then that of tokens the
+    engine sampled from an older policy. Where a clamp acts, its side of the gradient is zero; where the one on d acts, so is
+    the factor's.
     """
     difference = ref - cur
     d = difference.clamp(-KL_INPUT_CLAMP, KL_INPUT_CLAMP)
@@ -144,8 +150,7 @@ def reference_kl(
         kl = d.square() / 2
     else:
         kl = torch.expm1(d) - d
-    factor = torch.exp(cur - (cur.detach() if gen is None else gen))
-    factor = torch.where(torch.isfinite(factor), factor, torch.zeros_like(factor))
+    factor = torch.exp((cur - (cur.detach() if gen is None else gen)).clamp(max=math.log(KL_WEIGHT_BOUND)))
     factor = torch.where(difference.abs() > KL_INPUT_CLAMP, factor.detach(), factor)
     return factor * kl.clamp(-KL_OUTPUT_CLAMP, KL_OUTPUT_CLAMP)
 

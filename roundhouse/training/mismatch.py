@@ -46,10 +46,10 @@ def correction_weights(
         icepop         w = ratio inside the bounds, else 0
         seq-mask-tis   w = ratio in sequences whose geometric mean of the ratio is inside the bounds, else 0
 
-    With a ratio of whole sequences (GSPO), the correction's ratio is the product over the sequence too. A ratio that is not
-    finite becomes 0, and so does every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`.
-    A token of weight 0 still counts in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when
-    `settings.whole_sequences`.
+    With a ratio of whole sequences (GSPO), the correction's is the geometric mean over the sequence too: a product grows with
+    the length, and lies at a bound by rounding alone in a long sequence. A ratio that is not finite becomes 0, and so does
+    every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`. A token of weight 0 still counts
+    in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when `settings.whole_sequences`.
     """
     weights = None
     if settings.mismatch_correction != "none":
@@ -87,9 +87,7 @@ def _bounded(
     low, high = settings.mismatch_bounds
     difference = old - gen
     if settings.importance_ratio == "sequence":
-        owner = _needed(sequence)
-        totals = torch.zeros(int(owner.max()) + 1, dtype=old.dtype, device=old.device)
-        difference = totals.index_add(0, owner, difference)[owner]
+        difference = sequence_means(difference, _needed(sequence))[_needed(sequence)]
     ratio = torch.exp(difference)
     bounded = ratio.clamp(low, high)
     if settings.mismatch_correction == "tis":

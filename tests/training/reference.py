@@ -112,7 +112,7 @@ def policy_terms(
             term = -advantage * r if advantage * float(r.detach()) <= advantage * bounded else -advantage * clipped
             if dual_clip is not None and advantage < 0 and float(term.detach()) > -advantage * dual_clip:
                 term = torch.tensor(-advantage * dual_clip, dtype=cur.dtype)
-        weight = math.exp(sum(log_weights) if ratio == "sequence" else log_weight)
+        weight = geometric if ratio == "sequence" else math.exp(log_weight)
         inside = bounds[0] <= weight <= bounds[1]
         if correction == "tis":
             term = term * min(max(weight, bounds[0]), bounds[1])

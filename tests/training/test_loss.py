@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from roundhouse.config.algorithms import GRPO
 from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.loss import Tokens, clipped_policy_loss, reference_kl, sequence_scale, token_loss
 from roundhouse.training.metrics import METRICS, Denominator, MetricSums
@@ -166,6 +167,55 @@ def test_correction_weights_are_bounded_and_a_ratio_that_is_not_finite_counts_as
     tis, icepop = (correction_weights(old, gen, LossSettings(mismatch_correction=kind)) for kind in ("tis", "icepop"))  # type: ignore[arg-type]
     torch.testing.assert_close(tis, torch.tensor([1.0, 5.0, 0.5, 0.0]))
     torch.testing.assert_close(icepop, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+def test_truncation_never_lifts_a_token_that_the_policy_has_unlearnt() -> None:
+    """A lower bound of 0.5 would weigh the first one 25 times what it is worth."""
+    defaults = GRPO(mismatch_correction="tis")
+    assert (defaults.bounds, GRPO(mismatch_correction="icepop").bounds) == ((0.0, 2.0), (0.5, 5.0))
+    settings = LossSettings(mismatch_correction="tis", mismatch_bounds=defaults.bounds)
+    weights = correction_weights(torch.log(torch.tensor([0.02, 1.0, 9.0])), torch.zeros(3), settings)
+    torch.testing.assert_close(weights, torch.tensor([0.02, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize(("tokens", "noise"), [(1_000, 0.05), (8_000, 0.01), (8_000, 0.05)])
+def test_rounding_does_not_decide_the_weight_of_a_long_sequence(tokens: int, noise: float) -> None:
+    """With GSPO. As a product over the sequence, the weight of most of these lay at one of the bounds."""
+    generator = torch.Generator().manual_seed(0)
+    gen = torch.full((tokens,), -1.0)
+    settings = LossSettings(importance_ratio="sequence", mismatch_correction="tis", mismatch_bounds=(0.0, 2.0))
+    for _ in range(20):
+        old = gen + noise * torch.randn(tokens, generator=generator)
+        weights = correction_weights(old, gen, settings, torch.zeros(tokens, dtype=torch.int64))
+        torch.testing.assert_close(weights, torch.ones(tokens), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_weight_of_the_kl_term_is_bounded(estimator: str) -> None:
+    """A token that the engine found 8 or 12 nats less likely than the policy does would weigh thousands."""
+    cur = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    ref, gen = torch.full((4,), -2.0), torch.tensor([-1.0, -1.5, -9.0, -200.0])
+    plain = reference_kl(cur.detach(), ref, estimator)  # type: ignore[arg-type]
+    weighted = reference_kl(cur, ref, estimator, gen)  # type: ignore[arg-type]
+    torch.testing.assert_close(weighted / plain, torch.tensor([1.0, math.exp(0.5), 2.0, 2.0]))
+    weighted.sum().backward()
+    assert cur.grad is not None
+    assert cur.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("nats", [50.0, 100.0, -100.0])
+def test_however_far_a_token_moved_its_gradient_is_finite(ratio: str, nats: float) -> None:
+    """Above 88 nats the ratio is infinite in float32: its gradient was NaN under the clip, and 5e21 at 50 nats without it."""
+    for advantage in (1.0, -1.0):
+        cur = torch.tensor([nats - 1, -1.0], requires_grad=True)
+        ones, old = torch.ones(2), torch.full((2,), -1.0)
+        settings = LossSettings(importance_ratio=ratio, aggregation="sequence")  # type: ignore[arg-type]
+        owner = torch.tensor([0, 1])
+        tokens = Tokens(cur, old, old, advantage * ones, policy_weights=ones, scale=ones, sequence=owner)
+        token_loss(tokens, settings, MetricSums())[0].backward()
+        assert cur.grad is not None
+        assert cur.grad.tolist() == [0.0, -advantage]
 
 
 def test_mismatch_statistics_equal_loops_over_tokens() -> None:

@@ -96,8 +96,8 @@ def _plain_gradient(
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "gspo"}, {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
     (
-        {"kind": "gspo", "loss_aggregation": "rollout", "mismatch_correction": "icepop"},
-        {"ratio": "sequence", "correction": "icepop"},
+        {"kind": "gspo", "loss_aggregation": "rollout", "mismatch_correction": "icepop", "mismatch_bounds": [0.9, 1.1]},
+        {"ratio": "sequence", "correction": "icepop", "bounds": (0.9, 1.1)},
     ),
     ({"kind": "cispo"}, {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
     ({"kind": "dr_grpo"}, {}),
