@@ -174,7 +174,6 @@ class Distillation(PolicyGradient):
     kind: Literal["distillation"]
     teacher: str
     """Model directory with config.json and safetensors: a local path, file:// or s3:// URI."""
-    policy_loss: Literal["clipped", "cispo", "reinforce"] = "reinforce"
     mismatch_correction: MismatchCorrection = "icepop"
     kl_coefficient: Annotated[float, Field(ge=0, le=0)] = 0.0
     """Always 0: the teacher takes the reference's place."""

@@ -163,7 +163,7 @@ class PolicyGradient(TokenLoss):
 
     policy_loss: Literal["clipped", "cispo", "reinforce"] = "clipped"
     """clipped: PPO's surrogate. cispo: log-probability weighted by the clipped ratio, no gradient through it. reinforce:
-    log-probability alone."""
+    log-probability alone, for one update an iteration: nothing corrects for the policy that the others start from."""
     importance_ratio: Literal["token", "sequence", "on_policy"] = "token"
     """token: exp(cur - old) of each token. sequence: the geometric mean of these over the sequence (GSPO). on_policy: 1 with
     a gradient, for one update an iteration."""
@@ -195,6 +195,8 @@ class PolicyGradient(TokenLoss):
 
     @property
     def single_update_only(self) -> str | None:
+        if self.policy_loss == "reinforce":
+            return "policy_loss: reinforce"
         return "importance_ratio: on_policy" if self.importance_ratio == "on_policy" else None
 
     @model_validator(mode="after")

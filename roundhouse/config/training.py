@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.algorithms import GRPO, AlgorithmConfig
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
 from roundhouse.config.train_service import ResidentService, TrainServiceConfig
 
 
@@ -79,11 +79,11 @@ class TrainConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _updates(self) -> Self:
+    def _updates(self, info: ValidationInfo) -> Self:
         setting, count = self.algorithm.single_update_only, self.updates * self.epochs
-        if setting is not None and count > 1:
+        if setting is not None and count > 1 and not is_recorded(info):
             raise ValueError(
                 f"algorithm has {setting}, which is right for one optimizer step an iteration, but updates x epochs is "
-                f"{count}. Set updates and epochs to 1."
+                f"{count}. Set updates and epochs to 1, or policy_loss to clipped and importance_ratio to token."
             )
         return self

@@ -388,6 +388,30 @@ def test_a_forced_on_policy_ratio_is_refused_with_several_updates() -> None:
     assert TrainConfig.model_validate({"algorithm": algorithm, "updates": 1}).algorithm.kind == "grpo"
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"policy_loss": "reinforce"},
+        {"kind": "rloo", "policy_loss": "reinforce"},
+        {"kind": "distillation", "teacher": "t", "policy_loss": "reinforce"},
+    ],
+    ids=str,
+)
+def test_reinforce_is_refused_with_several_updates(algorithm: dict[str, Any]) -> None:
+    """Three of four updates would learn from tokens of another policy, with nothing to correct for it."""
+    with pytest.raises(
+        ValidationError, match=r"policy_loss: reinforce.*updates x epochs is 4\. Set .* policy_loss to clipped"
+    ):
+        TrainConfig.model_validate({"algorithm": algorithm})
+    assert TrainConfig.model_validate({"algorithm": algorithm, "updates": 1})
+
+
+def test_distillation_out_of_the_box_corrects_for_the_policy_of_its_later_updates() -> None:
+    config = TrainConfig.model_validate({"algorithm": {"kind": "distillation", "teacher": "t"}})
+    loss = build_algorithm(config.algorithm).loss
+    assert (config.updates, loss.policy_loss, loss.importance_ratio) == (4, "clipped", "token")
+
+
 def test_a_section_without_a_kind_is_grpo() -> None:
     config = TrainConfig.model_validate({"algorithm": {"clip_low": 0.1}})
     assert config.algorithm == GRPO(clip_low=0.1)

@@ -168,7 +168,7 @@ def _log_probs(model: Any, rows: list[dict[str, Any]]) -> np.ndarray:
     [
         ({"kind": "reinforce_plus_plus", "kl_coefficient": 0.2}, {}),
         ({"kind": "rloo", "kl_coefficient": 0.2, "kl_placement": "reward"}, {}),
-        ({"kind": "distillation", "teacher": "t"}, {"kind": "reinforce", "correction": "icepop"}),
+        ({"kind": "distillation", "teacher": "t"}, {"correction": "icepop"}),
     ],
     ids=str,
 )
