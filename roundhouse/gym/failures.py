@@ -8,12 +8,17 @@ defect and gets the code `unexpected_error`; it is not retried.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from roundhouse.errors import DataError, InfraError, RoundhouseError
 from roundhouse.health.taxonomy import Kind, code_of, kind_of, typed
 from roundhouse.trajectories.records import FailureKind
 
 FAILURE_HEADER = "X-Roundhouse-Failure"
 """Our servers set it to `infra` where the environment says that its infrastructure failed. Foreign servers never do."""
+FAILURE, TERMINAL, DETAIL = "_ng_failure_class", "_ng_failure_terminal", "_ng_failure_detail"
+"""Fields of a row that failed: the code, whether another attempt cannot help, the reason in words."""
 SESSION_HEADER = "X-Roundhouse-Session"
 SESSION_LAST_USE = "last-use"
 """In a request: the session will not be used again."""
@@ -95,6 +100,12 @@ class BadReward(DataError):
 
 class BadCompletion(DataError):
     """The engine's answer does not have the shape of a completion."""
+
+
+def detail_of(row: Mapping[str, Any]) -> str | None:
+    """Why a row failed, in the field of ours or where servers of NeMo Gym's put it; None where it does not say."""
+    told = (row.get(key) for key in (DETAIL, "_ng_failure_judge_error", "error"))
+    return next((str(text) for text in told if text), None)
 
 
 def classify(error: Exception) -> tuple[FailureKind, str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from roundhouse.errors import DataError, RoundhouseError
 from roundhouse.gym.environment import TaskRow
@@ -67,21 +67,26 @@ def reorder(results: Iterable[tuple[int, T]], count: int) -> list[T]:
     """Results by their index in the plan, as a list in the plan's order.
 
     Raises:
-        ReorderError: an index is missing, comes twice, or lies outside 0..count-1; the text names all of them.
+        ReorderError: an index is missing, comes twice, lies outside 0..count-1 or is no whole number; the text names all of
+            them.
     """
     found: dict[int, T] = {}
     duplicate, outside = set(), set()
+    no_index: list[Any] = []
     for index, result in results:
-        if not 0 <= index < count:
+        if type(index) is not int:
+            no_index.append(index)
+        elif not 0 <= index < count:
             outside.add(index)
         elif index in found:
             duplicate.add(index)
         else:
             found[index] = result
     missing = [index for index in range(count) if index not in found]
-    if missing or duplicate or outside:
+    if missing or duplicate or outside or no_index:
+        named = f", no whole number {no_index}" if no_index else ""
         raise ReorderError(
             f"Results do not match the plan of {count} rollouts: missing {missing}, duplicate {sorted(duplicate)}, "
-            f"out of range {sorted(outside)}."
+            f"out of range {sorted(outside)}{named}."
         )
     return [found[index] for index in range(count)]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from roundhouse.config.environments import CustomEnvironment
 from roundhouse.config.models import PretrainedPolicy, RunConfig
+from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environments import class_of, load_any
+from roundhouse.gym.sessions import open_environment
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.policy.warm_start import refuse_without_demonstrations
 from roundhouse.store.location import Location
@@ -29,6 +31,10 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
     """
     if isinstance(config.environment, CustomEnvironment):
         load_any(config.environment)
+    if isinstance(config.environment, AgentEnvironment | RemoteEnvironment):
+        rows = (config.environment.train_tasks, config.environment.heldout_tasks or "")
+        if remote or not any("://" in uri for uri in rows):
+            open_environment(config.environment)  # reads them
     reachable = remote or Location(config.store).is_local
     if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
         return  # it has what it begins with

@@ -177,9 +177,10 @@ def test_delays_grow_are_bounded_and_differ_between_rollouts():
         ([(0, "a"), (1, "b")], "missing [2]"),
         ([(0, "a"), (1, "b"), (2, "c"), (1, "d")], "duplicate [1]"),
         ([(0, "a"), (1, "b"), (2, "c"), (3, "d"), (-1, "e")], "out of range [-1, 3]"),
+        ([(0, "a"), (1, "b"), (2, "c"), ("2", "d"), (None, "e")], "no whole number ['2', None]"),
     ],
 )
-def test_reordering_names_what_does_not_match_the_plan(results: list[tuple[int, str]], named: str):
+def test_reordering_names_what_does_not_match_the_plan(results: list[tuple[Any, str]], named: str):
     with pytest.raises(ReorderError) as error:
         reorder(results, 3)
     assert named in str(error.value)

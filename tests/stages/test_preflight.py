@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def class_without_demonstrations(directory: Path) -> dict[str, Any]:
     return {"environment": {"kind": "custom", "target": str(directory / "mine.py:Mine")}}
 
 
+def rows_of_two_agents(directory: Path) -> dict[str, Any]:
+    named = [{"task_id": name, "agent_ref": {"name": name}, "responses_create_params": {"input": "x"}} for name in "ab"]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+    environment = {"kind": "agent", "url": "http://h:1", "train_tasks": str(directory / "rows.jsonl")}
+    return {"environment": environment, "policy": {"kind": "pretrained", "path": "nowhere"}}
+
+
 def unknown_dataset(directory: Path) -> dict[str, Any]:
     return {"offline": {"datasets": ["nightly"]}, "train": {"algorithm": {"kind": "cross_entropy"}}}
 
@@ -58,6 +66,7 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
         (empty_model, "policy.path is {directory}/model: config.json is missing."),
         (missing_target, "environment.target: no file {directory}/mine.py"),
         (class_without_demonstrations, "the environment mine has no demonstrations to start on"),
+        (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays the rows"),
         (unknown_dataset, "nightly"),
     ],
     ids=lambda fault: getattr(fault, "__name__", ""),

@@ -18,7 +18,7 @@ from typing import Any
 
 from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.gym.environment import TaskRow, Verdict
-from roundhouse.gym.failures import AgentFailed, AgentGaveUp, BadAgentAnswer, JudgeFailed
+from roundhouse.gym.failures import FAILURE, TERMINAL, AgentFailed, AgentGaveUp, BadAgentAnswer, JudgeFailed, detail_of
 from roundhouse.gym.remote import verdict_from_reply
 from roundhouse.gym.turn_chain import TurnChain
 from roundhouse.gym.verdicts import checked_verdict
@@ -96,12 +96,11 @@ def turns_from_items(response: Mapping[str, Any], policy_version: int) -> list[T
 
 
 def _refuse_failure(reply: Mapping[str, Any]) -> None:
-    failure = reply.get("_ng_failure_class")
+    failure = reply.get(FAILURE)
     if failure is None and not reply.get("_ng_no_persist"):
         return
-    detail = reply.get("_ng_failure_judge_error") or reply.get("error") or "no detail given"
-    text = f"The agent reports {failure or 'a rollout that is not to be kept'}: {detail}"
-    if reply.get("_ng_failure_terminal"):
+    text = f"The agent reports {failure or 'a rollout that is not to be kept'}: {detail_of(reply) or 'no detail given'}"
+    if reply.get(TERMINAL):
         raise AgentGaveUp(text)
     raise (JudgeFailed if failure == "judge_failed" else AgentFailed)(text)
 

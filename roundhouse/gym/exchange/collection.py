@@ -19,10 +19,10 @@ from roundhouse.errors import DataError, InfraError
 from roundhouse.gym.aggregate import ROLLOUT, TASK, light
 from roundhouse.gym.exchange.files import CollectionFiles
 from roundhouse.gym.exchange.json_lines import Appender, Row, iter_rows, mend_tail, write_rows
-from roundhouse.gym.exchange.outgoing import ATTEMPT, DETAIL, FAILURE, TERMINAL
+from roundhouse.gym.exchange.outgoing import ATTEMPT, is_index
 from roundhouse.gym.exchange.resume import Remaining, key_of, max_attempts, remaining
 from roundhouse.gym.exchange.stream import Outcome, RolloutSource, stream
-from roundhouse.gym.failures import classify
+from roundhouse.gym.failures import DETAIL, FAILURE, TERMINAL, classify, detail_of
 
 CARRIED = (TASK, ROLLOUT, "agent_ref", "skills_ref", ATTEMPT, "_ng_rollout_id")
 """Fields of a row that its result is stamped with."""
@@ -86,8 +86,11 @@ def resume(files: CollectionFiles) -> Remaining:
     """
     wanted = []
     for number, row in iter_rows(files.materialized_inputs):
-        if TASK not in row or ROLLOUT not in row:
-            raise DataError(f"{files.materialized_inputs}, line {number} has no {TASK} and {ROLLOUT}; start afresh.")
+        if not is_index(row.get(TASK)) or not is_index(row.get(ROLLOUT)):
+            raise DataError(
+                f"{files.materialized_inputs}, line {number} has {TASK} {row.get(TASK)!r} and {ROLLOUT} {row.get(ROLLOUT)!r}; "
+                "both are whole numbers from 0. Start afresh."
+            )
         wanted.append(row)
     for path in (files.rollouts, files.failures):
         mend_tail(path)
@@ -171,8 +174,11 @@ def _write(outcome: Outcome, rollouts: Appender, failures: Appender, summary: Su
 
 
 def _judged(result: Row) -> Row:
-    """The result, marked as a failure if it says of itself neither what it is worth nor that it failed."""
-    if FAILURE in result or result.get("_ng_no_persist") or isinstance(result.get("reward"), int | float):
+    """The result, marked as a failure if it says of itself neither what it is worth nor that it failed. The reason of any
+    failure stands in one field, wherever the agent has it."""
+    if FAILURE in result:
+        return result if DETAIL in result else result | {DETAIL: detail_of(result) or "The agent gives no reason."}
+    if result.get("_ng_no_persist") or isinstance(result.get("reward"), int | float):
         return result
     found = result.get("reward")
     return result | {FAILURE: "no_reward", TERMINAL: False, DETAIL: f"The agent's answer has reward {found!r}."}

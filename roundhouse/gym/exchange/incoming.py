@@ -21,11 +21,8 @@ from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.gym.exchange.json_lines import Row
 from roundhouse.gym.exchange.outgoing import (
     ATTEMPT,
-    DETAIL,
-    FAILURE,
     OWN,
     SCALARS,
-    TERMINAL,
     TURN_SCALARS,
     VERSION,
     is_index,
@@ -33,6 +30,7 @@ from roundhouse.gym.exchange.outgoing import (
     with_tokens,
 )
 from roundhouse.gym.exchange.reply_items import Item, carries_tokens, input_items
+from roundhouse.gym.failures import DETAIL, FAILURE, TERMINAL, detail_of
 from roundhouse.gym.turn_chain import TurnChain
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rebuild_prompts
@@ -191,8 +189,7 @@ def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: b
         terminal = bool(row.get(TERMINAL)) or FAILURE not in row
         rollout.failure_kind = FailureKind.DATA if terminal else FailureKind.INFRA
         rollout.failure_code = str(row.get(FAILURE, "no_reward"))
-        detail = row.get(DETAIL, row.get("_ng_failure_judge_error"))
-        rollout.failure_detail = str(detail) if detail is not None else f"reward is {reward!r}"
+        rollout.failure_detail = detail_of(row) or f"reward is {reward!r}"
         return
     rollout.reward = float(reward)
     rollout.reward_components = _floats(row.get("reward_components"))

@@ -18,6 +18,7 @@ from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.gym.aggregate import ROLLOUT, TASK
 from roundhouse.gym.exchange.json_lines import Row
 from roundhouse.gym.exchange.reply_items import Item, input_items, last_items
+from roundhouse.gym.failures import DETAIL, FAILURE, TERMINAL
 from roundhouse.gym.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rebuild_prompts
@@ -25,7 +26,6 @@ from roundhouse.trajectories.schemas import rebuild_prompts
 OWN = "_roundhouse"
 VERSION = 1
 ATTEMPT = "_ng_attempt_index"
-FAILURE, TERMINAL, DETAIL = "_ng_failure_class", "_ng_failure_terminal", "_ng_failure_detail"
 
 _ELSEWHERE = {"task", "status", "failure_kind", "reward", "reward_components", "metrics", "items", "turns"}
 _ON_ITEMS = {"turn", "prompt_token_ids", "generation_token_ids", "generation_log_probs"}

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from roundhouse.errors import ConfigError
 from roundhouse.gym.aggregate import ROLLOUT, TASK
 from roundhouse.gym.exchange.json_lines import Row
-from roundhouse.gym.exchange.outgoing import ATTEMPT, TERMINAL
+from roundhouse.gym.exchange.outgoing import ATTEMPT, is_index
+from roundhouse.gym.failures import TERMINAL
 
 MAX_ATTEMPTS = 3
 MAX_ATTEMPTS_VARIABLE = "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS"
@@ -45,7 +46,7 @@ def remaining(
     attempts: Counter[Key] = Counter()
     terminal: set[Key] = set()
     for row in failures:
-        if TASK in row and ROLLOUT in row:
+        if is_index(row.get(TASK)) and is_index(row.get(ROLLOUT)):
             attempts[key_of(row)] += 1
             if row.get(TERMINAL):
                 terminal.add(key_of(row))

@@ -19,6 +19,7 @@ import orjson
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.gym.aggregate import ROLLOUT, TASK
 from roundhouse.gym.exchange.json_lines import Row, iter_lines
+from roundhouse.gym.exchange.outgoing import is_index
 from roundhouse.gym.exchange.prompts import Prompt
 from roundhouse.gym.task_files import parsed_row
 
@@ -128,6 +129,8 @@ def _prepared(line: bytes, how: Materialization, where: str) -> tuple[Row, int]:
     agent = row.get("agent_ref")
     if not isinstance(agent, dict) or not isinstance(agent.get("name"), str):
         raise DataError(f"{where} names no agent: name one for all rows, or put agent_ref.name into it.")
+    if TASK in row and not is_index(row[TASK]):
+        raise DataError(f"{where} has {TASK} {row[TASK]!r}; it is a whole number from 0, or left out.")
     row["responses_create_params"] = row["responses_create_params"] | how.params
     return row, how.repeats.of_agent(agent["name"])
 

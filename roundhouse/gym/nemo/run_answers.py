@@ -3,7 +3,7 @@
 Invariant: a rollout that was judged is answered with the verifier's own words; one that failed is answered with the marks by
 which collectors file it (`_ng_failure_class`), and a row cannot bring such marks, or a reward, along.
 
-    {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "error": "…"}
+    {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "_ng_failure_detail": "…"}
 
 `_ng_failure_terminal: true` stands beside them where trying again cannot help. The reward of 0.0 is a field that the wire
 wants; no collector counts it: such rows go to its failures file.
@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundhouse.gym.agents.attempt import Attempt
+from roundhouse.gym.failures import DETAIL, FAILURE, TERMINAL
 from roundhouse.gym.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Status
 
-_RESULT_KEYS = frozenset({"reward", "response", "error", "_ng_failure_class", "_ng_failure_terminal", "_ng_no_persist"})
+_RESULT_KEYS = frozenset({"reward", "response", "error", FAILURE, TERMINAL, DETAIL, "_ng_no_persist"})
 
 
 def without_results(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +46,10 @@ def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool
         **row,
         "response": response_object("resp_failed", [message], model="policy", created_at=time.time()),
         "reward": 0.0,
-        "_ng_failure_class": code,
-        "error": detail,
+        FAILURE: code,
+        DETAIL: detail,
     }
-    return answered | {"_ng_failure_terminal": True} if terminal else answered
+    return answered | {TERMINAL: True} if terminal else answered
 
 
 def _with_tokens(judged: Any, played: Attempt) -> Any:

@@ -122,7 +122,7 @@ def test_every_row_becomes_a_line_with_its_stamps(tmp_path: Path):
 
 def test_a_failing_row_ends_nothing_and_is_on_record_with_its_kind(tmp_path: Path):
     files = files_in(tmp_path)
-    judge = {"reward": 0.0, "_ng_failure_class": "judge_failed"}
+    judge = {"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "the judge is down"}
     agent = FakeAgent(by_task({0: 500, 1: 422, 2: judge, 3: {"no": "reward"}, 4: 429}))
     summary = start(files, agent, planned(tasks=6, repeats=1))
     assert summary.completed == 1
@@ -136,6 +136,8 @@ def test_a_failing_row_ends_nothing_and_is_on_record_with_its_kind(tmp_path: Pat
         False,
     ]
     assert "answered 500" in failures[0]["_ng_failure_detail"]
+    assert failures[2]["_ng_failure_detail"] == "the judge is down"
+    assert all(row["_ng_failure_detail"] for row in failures.values()), "the reason stands in one place"
     assert keys(files.rollouts) == [(5, 0)]
 
 

@@ -28,6 +28,15 @@ def keys(rows: list[Row]) -> list[tuple[str, int, int]]:
     return [(text, one["_ng_task_index"], one["_ng_rollout_index"]) for text, one in zip(inputs, rows, strict=True)]
 
 
+def test_an_index_that_is_no_whole_number_is_a_fault_of_its_line(tmp_path):
+    rows = [{"responses_create_params": {"input": "x"}, "_ng_task_index": index} for index in (0, "1", None, 2.5)]
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, rows)
+    with pytest.raises(DataError, match=r"(?s)3 line\(s\).*line 2 has _ng_task_index '1'") as error:
+        materialize(str(path), Materialization(agent="a"))
+    assert "line 4 has _ng_task_index 2.5" in str(error.value)
+
+
 def test_rows_are_repeated_beside_themselves(tmp_path: Path):
     found = materialized(tmp_path, [row("a"), row("b")], repeats=Repeats.of(2))
     assert keys(found) == [("a", 0, 0), ("a", 0, 1), ("b", 1, 0), ("b", 1, 1)]

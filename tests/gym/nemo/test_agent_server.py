@@ -132,7 +132,7 @@ def test_a_row_that_fails_is_answered_200_with_the_marks_of_its_failure(row, cod
         assert servers.run(counter_row())["reward"] == pytest.approx(0.7)
     assert answer["_ng_failure_class"] == code
     assert answer.get("_ng_failure_terminal", False) is terminal
-    assert answer["error"]
+    assert answer["_ng_failure_detail"]
     assert answer["_ng_task_index"] == 4
     assert answer["response"]["output"][0]["role"] == "assistant"
 
