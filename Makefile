@@ -92,7 +92,7 @@ format: setup ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock: setup ## resolve requirements.lock anew from pyproject.toml (UPGRADE=1: newest versions)
+lock: setup ## resolve both locks anew from pyproject.toml (UPGRADE=1: newest versions)
 	@tools/lock_requirements.sh
 
 clean: ## remove caches and build output; the environment and the runs stay

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Resolve requirements.lock from pyproject.toml, for CPU with the development tools.
+# Resolve requirements.lock (CPU, with the development tools) and requirements-gpu.lock (what CUDA needs in place of or besides its
+# lines) from pyproject.toml.
 #
-# Left out: torch's CUDA packages (the CPU build needs none) and the companions of torch that vLLM names but text needs not.
-# Versions already in the lock stay where they can; UPGRADE=1 takes the newest.
+# A line a package: its version and the SHA-256 of each of its files on the default index. Further indexes of pip's configuration are
+# not asked: what they hold under the same name would be locked instead. Only torch's CPU build, which PyPI does not have, comes from
+# where pip finds wheels, or from PyTorch's index; where neither has it, its line stays.
+# Left out for CPU: torch's CUDA packages (the CPU build needs none) and the companions of torch that vLLM names but text needs not.
+# Versions already in a lock stay where they can; UPGRADE=1 takes the newest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,10 +24,35 @@ while read -r line; do
     esac
 done < <(.venv/bin/python tools/uv_sources.py)
 
-cp requirements.lock "$work/lock.txt"
-env ${environment[@]+"${environment[@]}"} .venv/bin/uv pip compile pyproject.toml --extra cpu --extra dev --extra tinker --python-version 3.11 \
-    --override "$work/override.txt" --no-header --no-annotate ${UPGRADE:+--upgrade} "${arguments[@]}" \
-    --quiet -o "$work/lock.txt"
-grep -vE '^(nvidia-|cuda-|triton==)' "$work/lock.txt" | sed 's/^\(torch==[0-9.]*\)+cpu$/\1/' >"$work/new.txt"
-mv "$work/new.txt" requirements.lock
-echo "lock: $(wc -l <requirements.lock) packages; look at \`git diff requirements.lock\`"
+resolve() { # resolve FILE ARGUMENT…; versions in FILE are preferred
+    local file=$1
+    shift
+    env ${environment[@]+"${environment[@]}"} .venv/bin/uv pip compile --python-version 3.11 --generate-hashes --no-header --no-annotate \
+        ${UPGRADE:+--upgrade} --quiet -o "$file" "$@"
+    sed -i -e ':join' -e '/\\$/{N; s/ *\\\n */ /; b join' -e '}' "$file"
+}
+
+without() { # without FILE: the lines of standard input whose package has no line in FILE
+    grep -vE "^($(sed 's/==.*//' "$1" | paste -sd'|'))=="
+}
+
+cp requirements.lock "$work/all.txt"
+resolve "$work/all.txt" ${arguments[@]+"${arguments[@]}"} pyproject.toml --extra cpu --extra dev --extra tinker \
+    --override "$work/override.txt"
+
+echo "$torch+cpu" >"$work/torch.in"
+if .venv/bin/python -m pip download --quiet --no-deps --only-binary :all: --dest "$work" "$torch+cpu" 2>/dev/null; then
+    sha256sum "$work"/torch-*.whl | sed "s/^\([0-9a-f]*\).*/$torch+cpu --hash=sha256:\1/" >"$work/torch.txt"
+else
+    resolve "$work/torch.txt" --torch-backend cpu --no-deps "$work/torch.in" 2>/dev/null ||
+        grep -F "$torch+cpu " requirements.lock >"$work/torch.txt"
+fi
+
+{ cat requirements-gpu.lock; without requirements-gpu.lock <"$work/all.txt"; } >"$work/gpu.txt"
+resolve "$work/gpu.txt" ${arguments[@]+"${arguments[@]}"} pyproject.toml --extra gpu --extra dev --extra tinker \
+    --python-platform x86_64-manylinux_2_28
+
+grep -vE '^(nvidia-|cuda-|triton==|torch==)' "$work/all.txt" | cat - "$work/torch.txt" | LC_ALL=C sort -t= -k1,1 >"$work/cpu.txt"
+grep -vxFf "$work/cpu.txt" "$work/gpu.txt" >requirements-gpu.lock
+mv "$work/cpu.txt" requirements.lock
+echo "locks: $(wc -l <requirements.lock) packages, $(wc -l <requirements-gpu.lock) for CUDA; look at \`git diff *.lock\`"

