@@ -26,6 +26,7 @@ from tests.k8s.validation import (
     OVERLAYS,
     ROOT,
     pod_specs,
+    pods_as_made,
     problems,
     rendered,
     rendered_at,
@@ -83,6 +84,42 @@ def test_every_rendered_manifest_is_valid_and_restricted(overlay: str) -> None:
         for _, spec in pod_specs(item):
             assert spec["serviceAccountName"] in accounts
             assert spec["priorityClassName"] in classes
+
+
+@with_kubectl
+def test_the_ray_head_as_made_by_kuberay_is_restricted_and_alone_has_a_token() -> None:
+    """KubeRay binds its autoscaler's Role, which adds and deletes pods, to the head's account."""
+    items = rendered("gpu")
+    cluster = next(item for item in items if item["kind"] == "RayService")["spec"]["rayClusterConfig"]
+    pods = pods_as_made(cluster)
+    assert [container["name"] for container in pods["head"]["containers"]] == ["ray", "autoscaler"]
+    assert {name: unrestricted(spec) for name, spec in pods.items()} == {"head": [], "gpu": []}
+    assert {name: spec["automountServiceAccountToken"] for name, spec in pods.items()} == {"head": True, "gpu": False}
+    users = [spec for item in items for _, spec in pod_specs(item)]
+    assert [spec["serviceAccountName"] for spec in users].count(pods["head"]["serviceAccountName"]) == 1
+    assert cluster["authOptions"] == {"mode": "token"}, "whoever reaches the dashboard runs code on the GPUs"
+    for spec in pods.values():
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert all(mount["name"] in volumes for item in spec["containers"] for mount in item["volumeMounts"])
+
+
+@with_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_policy_believes_a_label_of_any_namespace_and_code_of_a_policy_cannot_call_out(overlay: str) -> None:
+    policies = {item["metadata"]["name"]: item["spec"] for item in rendered(overlay) if item["kind"] == "NetworkPolicy"}
+    for name, spec in policies.items():
+        sources = [source for rule in spec.get("ingress", []) for source in rule["from"]]
+        assert all(source.get("namespaceSelector") != {} for source in sources), name
+    for component in ("gym", "collector"):
+        [rules] = [
+            spec["egress"]
+            for spec in policies.values()
+            if "Egress" in spec["policyTypes"]
+            and spec["podSelector"]["matchLabels"] == {"app.kubernetes.io/component": component}
+        ]
+        peers = [peer for rule in rules for peer in rule["to"]]
+        assert all(peer.get("ipBlock", {}).get("except") for peer in peers if "ipBlock" in peer)
+        assert all("port" in port for rule in rules for port in rule.get("ports", []))
 
 
 def test_a_cache_claim_is_mounted_in_the_training_pods_and_asks_for_no_directory_of_the_node() -> None:

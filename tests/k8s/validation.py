@@ -6,6 +6,7 @@ wrong enum value, quantity or name, so `lint` looks at those.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -101,8 +102,10 @@ def lint(item: Object) -> Iterator[str]:
 
 
 def pod_specs(item: Any, path: str = "") -> Iterator[tuple[str, Object]]:
-    """Every pod template's spec below."""
-    if isinstance(item, dict):
+    """Every pod's spec below: a template's, and of a Ray cluster those that KubeRay makes of its templates."""
+    if isinstance(item, dict) and "headGroupSpec" in item:
+        yield from ((f"{path}.{name}", spec) for name, spec in pods_as_made(item).items())
+    elif isinstance(item, dict):
         if isinstance(item.get("containers"), list):
             yield path, item
         for key, value in item.items():
@@ -110,6 +113,48 @@ def pod_specs(item: Any, path: str = "") -> Iterator[tuple[str, Object]]:
     elif isinstance(item, list):
         for index, value in enumerate(item):
             yield from pod_specs(value, f"{path}[{index}]")
+
+
+def pods_as_made(cluster: Object) -> dict[str, Object]:
+    """Pods that KubeRay makes of a `rayClusterConfig`: spec of the head and of a pod of each worker group, by name.
+
+    What it adds to the templates (ray-operator/controllers/ray/common/pod.go): the autoscaler's container, which has only what
+    `autoscalerOptions` says beside its command and resources, and `wait-gcs-ready`, which copies the Ray container's security.
+    """
+    cluster = json.loads(json.dumps(cluster))
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    if cluster.get("enableInTreeAutoscaling"):
+        amounts = {"cpu": "500m", "memory": "512Mi"}
+        autoscaler = {
+            "name": "autoscaler",
+            "image": head["containers"][0]["image"],
+            "command": ["/bin/bash", "-c", "--"],
+            "args": ["ray kuberay-autoscaler --cluster-name $(RAY_CLUSTER_NAME)"],
+            "resources": {"limits": amounts, "requests": amounts},
+        }
+        options = cluster.get("autoscalerOptions", {})
+        named = {
+            "resources",
+            "image",
+            "imagePullPolicy",
+            "env",
+            "envFrom",
+            "volumeMounts",
+            "securityContext",
+            "command",
+            "args",
+        }
+        head["containers"].append(autoscaler | {key: options[key] for key in options if key in named})
+    pods = {"head": head}
+    for group in cluster.get("workerGroupSpecs", []):
+        worker = group["template"]["spec"]
+        ray = worker["containers"][0]
+        waiting = {key: ray[key] for key in ("image", "env", "volumeMounts", "securityContext") if key in ray}
+        waiting |= {"name": "wait-gcs-ready", "command": ["/bin/bash", "-c", "--"], "args": ["ray health-check"]}
+        waiting["resources"] = {"limits": {"cpu": "200m", "memory": "256Mi"}}
+        worker["initContainers"] = [*worker.get("initContainers", []), waiting]
+        pods[group["groupName"]] = worker
+    return pods
 
 
 def unrestricted(spec: Object) -> list[str]:
