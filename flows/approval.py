@@ -28,6 +28,7 @@ from roundhouse.stages.approval import Answer, Question, answer, answer_to, open
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.tracking.approval import tell_mlflow
+from tasks.report import opened_tracker
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,10 @@ def decide(run: Run, form: ApproveForm) -> dict[str, Any]:
 
 def carry_out(run: Run, version: int, given: Answer) -> None:
     """Tell those who show the answer or wait for it."""
-    tell_mlflow(run, version, given)
+    if (tracker := opened_tracker(run)) is not None:
+        tracker.follow_store()
+    else:
+        tell_mlflow(run, version)
     try:
         with get_client(sync_client=True) as client:
             for other in _flow_runs(client, run, version):

@@ -21,7 +21,7 @@ from tasks.evaluate import evaluate, promote
 from tasks.health import heartbeat
 from tasks.policy import starting_policy
 from tasks.refit import start_engine
-from tasks.report import finish_run, link_tracking, report_iteration
+from tasks.report import finish_run, finished_summary, report_iteration, tracked
 
 
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
@@ -29,16 +29,20 @@ def train(config: WholeConfig) -> dict[str, Any]:
     """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
     refuse_unready(config)
     run = open_run(config, first_start=is_first_start())
-    if (summary := run.summary()) is not None and summary["iterations"] >= config.iterations:
+    if (summary := finished_summary(run)) is not None:
         return summary
-    with untagged_tasks(), without_heartbeats(), repeated_terminations(), heartbeat(run), awake_at_end(run):
+    with (
+        untagged_tasks(),
+        without_heartbeats(),
+        repeated_terminations(),
+        tracked(run),
+        heartbeat(run),
+        awake_at_end(run),
+    ):
         if not run.is_reported(config.iterations):
             start_engine(run)  # it loads while MLflow is imported and the starting policy made
-        begins = not run.is_reported(run.first_version)
-        if begins:
-            link_tracking(run)  # a run that goes on does so first; its next report links
         start = starting_policy(run)
-        if begins:
+        if not run.is_reported(run.first_version):
             if config.evaluation.before_training:
                 evaluate(run, start)
                 promote(run, run.first_version)

@@ -25,7 +25,7 @@ from tasks.health import heartbeat
 from tasks.offline import prepare_offline, validate_batch
 from tasks.policy import starting_policy
 from tasks.refit import start_engine
-from tasks.report import finish_run, link_tracking, report_iteration
+from tasks.report import finish_run, finished_summary, report_iteration, tracked
 from tasks.train import train_step
 
 
@@ -38,12 +38,17 @@ from tasks.train import train_step
 def train_offline(config: WholeConfig) -> dict[str, Any]:
     """Train a policy from collected datasets. Started again under the same run id, it goes on after the last complete stage."""
     run = with_iterations(open_run(config, first_start=is_first_start()))
-    if (summary := run.summary()) is not None and summary["iterations"] >= run.config.iterations:
+    if (summary := finished_summary(run)) is not None:
         return summary
-    with untagged_tasks(), without_heartbeats(), repeated_terminations(), heartbeat(run), awake_at_end(run):
+    with (
+        untagged_tasks(),
+        without_heartbeats(),
+        repeated_terminations(),
+        tracked(run),
+        heartbeat(run),
+        awake_at_end(run),
+    ):
         begins = not run.is_reported(run.first_version)
-        if begins:
-            link_tracking(run)
         start = starting_policy(run)
         prepare_offline(run, start)
         evaluates = evaluation_of(run.config)

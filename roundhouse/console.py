@@ -219,6 +219,10 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
     overhead = summary["overhead_seconds_per_iteration"].get("overhead/total")
     if overhead is not None:
         console.print(f"Roundhouse's own overhead: {overhead:.2f} s an iteration (median)")
+    if summary.get("mlflow_complete") is False:
+        console.print(
+            f"[yellow]MLflow lacks a part of this run; write it there: roundhouse runs track {summary['run_id']}[/]"
+        )
     for name, link in links.items():
         console.print(f"{name:<14}{link}", markup=False, soft_wrap=True)
     if hints:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from prefect.artifacts import (
     create_markdown_artifact,
     create_progress_artifact,
 )
+from prefect.exceptions import Pause
 
 from roundhouse.progress import announce
 from roundhouse.stages import report as stage
@@ -22,41 +25,44 @@ from roundhouse.stages.iteration_page import iteration_page
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.tracking.mlflow import Tracker, open_tracker
+from roundhouse.tracking.mlflow import PLOT
 from roundhouse.tracking.plot import plot_run
+from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
 from roundhouse.trajectories.conversation import as_markdown
 from tasks.options import STAGE
 
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
 _opening = threading.Lock()
-_counted: dict[str, float] = {}
-"""By run uid, of the tracker's seconds those that stand in a report."""
 _linked: set[str] = set()
 """Runs whose MLflow page this process has linked, by run uid."""
 
 
-@task(name="link-tracking", task_run_name="link MLflow", **STAGE)
-def link_tracking(run: Run) -> str | None:
-    """Open the MLflow run, log what it misses, and link it from Prefect."""
-    tracker = tracker_of(run)
-    if tracker is None:
-        return None
-    latest = run.latest_checkpoint()
-    if latest is not None:
-        tracker.log_missing_iterations(latest.policy_version)
-    _link(run, tracker)
-    return tracker.url
+@contextmanager
+def tracked(run: Run) -> Iterator[None]:
+    """MLflow follows the run for the time of a block, by a thread of its own; the block waits for nothing.
+
+    A run that is suspended or fails lets the thread write what it has begun. One that is told to end does not.
+    """
+    try:
+        tracker_of(run)
+        yield
+    except (Exception, Pause):
+        if (tracker := opened_tracker(run)) is not None:
+            tracker.settle()
+        raise
+    finally:
+        if (tracker := _trackers.pop(run.uid, None)) is not None:
+            tracker.stop()
 
 
 @task(name="report", task_run_name="report {iteration}", **STAGE)
 def report_iteration(run: Run, iteration: int) -> Reference:
-    """Close an iteration: its report in the store, its numbers in MLflow, artifacts in Prefect."""
-    reference = stage.report_iteration(run, iteration, _tracking_seconds(run))
+    """Close an iteration: its report in the store, which MLflow then follows, and artifacts in Prefect."""
+    reference = stage.report_iteration(run, iteration)
     manifests = stage.iteration_manifests(run, iteration)
-    tracker = tracker_of(run)
-    if tracker is not None:
-        tracker.log_missing_iterations(iteration)
+    if (tracker := tracker_of(run)) is not None:
+        tracker.update()
         _link(run, tracker)
     create_progress_artifact(
         key=_key(run, "progress"),
@@ -68,31 +74,38 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         markdown=iteration_page(run, iteration, manifests),
         description=f"Iteration {iteration}",
     )
-    if "evaluate" in manifests and tracker is not None:
-        _log_conversations(run, iteration, tracker)
+    if "evaluate" in manifests and run.config.tracking.enabled:
+        _show_conversations(run, iteration)
     announce("iteration", iteration=iteration, metrics=stage.iteration_metrics(manifests))
     return reference
 
 
 @task(name="summary", task_run_name="summary", **STAGE)
 def finish_run(run: Run) -> dict[str, Any]:
-    """Write the summary and the plot, let the trainer go, and close the MLflow run."""
+    """Write the plot and the summary, let the trainer go, and close the MLflow run."""
     release_trainer()
     summary = stage.summarize(run)
+    with tempfile.TemporaryDirectory() as directory:
+        picture = Path(directory) / PLOT
+        plot_run(run, summary, picture)
+        run.location.write(PLOT, picture.read_bytes())
     tracker = tracker_of(run)
+    summary["mlflow_complete"] = None if tracker is None else tracker.finish()
     summary["mlflow_url"] = None if tracker is None else tracker.url
     if tracker is not None:
-        tracker.log_missing_iterations(run.config.iterations)  # a run killed behind its last report lacks that one
         _link(run, tracker)
-    with tempfile.TemporaryDirectory() as directory:
-        picture = Path(directory) / "learning-curve.png"
-        plot_run(run, summary, picture)
-        run.location.write("learning-curve.png", picture.read_bytes())
-        if tracker is not None:
-            tracker.log_artifact(picture)
-            tracker.finish()
     run.write_summary(summary)
     create_markdown_artifact(key=_key(run, "summary"), markdown=_summary_markdown(summary))
+    return summary
+
+
+def finished_summary(run: Run) -> dict[str, Any] | None:
+    """The summary of a run that has made all its iterations; None while it has not. MLflow is given what it lacked then."""
+    summary = run.summary()
+    if summary is None or summary["iterations"] < run.config.iterations:
+        return None
+    if summary.get("mlflow_complete") is False and catch_up(run):
+        summary = run.summary()
     return summary
 
 
@@ -109,30 +122,17 @@ def tracker_of(run: Run) -> Tracker | None:
         return _trackers[run.uid]
 
 
-def _tracking_seconds(run: Run) -> float | None:
-    """How long MLflow's calls took since the report before; None where this process has made none."""
-    if (tracker := opened_tracker(run)) is None:
-        return None
-    total = tracker.seconds
-    since = total - _counted.get(run.uid, 0.0)
-    _counted[run.uid] = total
-    return since
-
-
 def _link(run: Run, tracker: Tracker) -> None:
-    """Say once where MLflow's page is."""
-    if run.uid not in _linked:
+    """Say once where MLflow's page is, as soon as it is there."""
+    if tracker.url is not None and run.uid not in _linked:
         create_link_artifact(key=_key(run, "mlflow"), link=tracker.url, link_text=f"MLflow run of {run.run_id}")
         announce("tracking", url=tracker.url)
         _linked.add(run.uid)
 
 
-def _log_conversations(run: Run, iteration: int, tracker: Tracker) -> None:
+def _show_conversations(run: Run, iteration: int) -> None:
     rollouts = read_rollouts(_complete(run, iteration, "evaluate"))[: run.config.tracking.conversations]
-    tracker.log_traces(rollouts, iteration)
-    tracker.register(iteration)
     text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
-    tracker.log_text(text, f"conversations/version-{iteration:06d}.md")
     create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
 
 

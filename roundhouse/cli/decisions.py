@@ -41,7 +41,7 @@ def runs_approve(
     else:
         from roundhouse.tracking.approval import tell_mlflow
 
-        tell_mlflow(run, version, given)
+        tell_mlflow(run, version)
     return out(f"{run_id}: version {version} was {given}")
 
 

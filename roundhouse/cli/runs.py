@@ -105,6 +105,22 @@ def runs_resume(
     train_run(config, dry_run, hints=[])
 
 
+@app.command("track")
+def runs_track(run_id: str, store: StoreOption = DEFAULT_STORE) -> None:
+    """Write to MLflow what it lacks of a run: after it was away, or to another server (MLFLOW_TRACKING_URI)."""
+    from roundhouse.cli.training import track
+    from roundhouse.errors import InfraError
+    from roundhouse.store.run import load_run
+
+    run = load_run(store, run_id)
+    if not run.config.tracking.enabled:
+        out(f"Run {run_id} is not tracked: tracking.enabled is false.")
+    elif track(run):
+        out(f"MLflow has all of run {run_id}.")
+    else:
+        raise InfraError(f"MLflow lacks a part of run {run_id}. Is the server up? See `roundhouse doctor`.")
+
+
 @app.command("pause")
 def runs_pause(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
     """Let a run that a deployment started stop at the next border of a stage."""

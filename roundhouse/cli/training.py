@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -158,7 +159,23 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
             summary = _with_services(config, work)
     else:
         terminal.print(f"Run {config.run_id} is finished. A new one: --set run_id=<name>", highlight=False)
+        if summary.get("mlflow_complete") is False:
+            track(run)
+            summary = run.summary() or summary
     print_summary(terminal, summary, links(run), hints)
+
+
+def track(run: Run) -> bool:
+    """Write to MLflow what it lacks of a run; whether it has everything then. Unless one is named, the local server starts."""
+    from roundhouse.infra.services import local_services, state_directory
+    from roundhouse.tracking.mlflow import server_of
+    from roundhouse.tracking.tracker import catch_up
+
+    if server_of(run) is not None:
+        return catch_up(run)
+    with local_services(state_directory(run.config), ("mlflow",), keep=("mlflow",)) as services:
+        os.environ.update(services.environment())
+        return catch_up(run)
 
 
 def iterations_of(run: Run) -> int:

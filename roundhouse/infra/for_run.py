@@ -1,11 +1,13 @@
 """The local services of one run, for the time that it runs in this process.
 
 Invariant: when the block is left, Ray (and with it the engine that the run deployed) is given back, however it is left; the
-pages stay, unless nobody else holds them and the block was left by an error. Within it, the engine is this run's alone.
+pages stay, unless nobody else holds them and the block was left by an error. Within it, the engine is this run's alone. MLflow
+is a view: its start is asked for and not waited for.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +19,8 @@ from roundhouse.infra.state import ServiceRecord
 from roundhouse.logs import about
 from roundhouse.observed import be_observed
 from roundhouse.progress import announce
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -33,14 +37,22 @@ def services_of(config: RunConfig) -> Iterator[Services]:
     kept = ("prefect", "mlflow")
     with (
         about(run=config.run_id),
-        local_services(state_directory(config), wanted, keep=kept, on_progress=on_progress) as services,
+        local_services(
+            state_directory(config), wanted, keep=kept, unawaited=("mlflow",), on_progress=on_progress
+        ) as services,
         engine_turn(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
     ):
+        if "mlflow" in wanted and "KUBERNETES_SERVICE_HOST" in os.environ:
+            log.warning(
+                "MLflow runs in this pod and is lost with it. Set tracking.uri or MLFLOW_TRACKING_URI to a server that stays; "
+                "`roundhouse runs track %s` writes a run to another one later.",
+                config.run_id,
+            )
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
         os.environ.update(services.environment() | own_tracking)
         _quiet_libraries()
         pages = {"prefect": services.prefect_ui_url} if "prefect" in wanted else {}
-        pages |= {"mlflow": services.mlflow_url} if "mlflow" in wanted else {}
+        pages |= {"mlflow": services.mlflow_url} if services.is_coming("mlflow") else {}
         announce("pages", **pages)
         yield services
 

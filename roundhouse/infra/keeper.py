@@ -30,8 +30,6 @@ from roundhouse.infra.state import ServiceRecord, StateDirectory
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 240.0
-"""Time limit from start to the first healthy answer. On two idle cores the slowest needs 15 s, on busy ones a minute."""
 WORTH_SECONDS = 20.0
 """A service that dies sooner in its first start cannot start. One that dies later may have waited in vain for a part of itself,
 as Ray does for half a minute on a busy machine: it is started again."""
@@ -118,8 +116,8 @@ class Keeper:
         return process
 
     async def _becomes_healthy(self, process: subprocess.Popen[bytes]) -> bool:
-        began = time.monotonic()
-        while time.monotonic() - began < START_SECONDS:
+        began, limit = time.monotonic(), RECIPES[self.record.name].start_seconds
+        while time.monotonic() - began < limit:
             if process.poll() is not None:
                 self.record.detail = f"It ended with exit code {process.returncode} before it was ready."
                 return False
@@ -129,7 +127,7 @@ class Keeper:
                 self._set("ready")
                 return True
             await asyncio.sleep(0.1)
-        self.record.detail = f"It did not answer {self._launch.url}{self._launch.probe} within {START_SECONDS:.0f} s."
+        self.record.detail = f"It did not answer {self._launch.url}{self._launch.probe} within {limit:.0f} s."
         return False
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:

@@ -60,6 +60,8 @@ class Recipe:
     launch: Callable[[StateDirectory, Mapping[str, int]], Launch]
     grace_seconds: float = 10.0
     """From SIGTERM to SIGKILL."""
+    start_seconds: float = 240.0
+    """Time limit from start to the first healthy answer. On two idle cores the slowest needs 15 s, on busy ones a minute."""
 
 
 def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
@@ -225,7 +227,8 @@ def _deployments(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
 
 RECIPES: dict[str, Recipe] = {
     "prefect": Recipe(("http",), _prefect),
-    "mlflow": Recipe(("http",), _mlflow),
+    # No run waits for it: one that is slow to start had better start late than never.
+    "mlflow": Recipe(("http",), _mlflow, start_seconds=1800.0),
     "ray": Recipe(
         (
             "dashboard",

@@ -1,7 +1,7 @@
 """What a client says to the supervisor: I want these services, I want them no longer.
 
-Invariant: `request` either returns with every service seen to be healthy after the request, or gives back the leases that it
-took. Whatever happens, the caller waits no longer than its time limit.
+Invariant: `request` either returns with every awaited service seen to be healthy after the request, or gives back the leases
+that it took. Whatever happens, the caller waits no longer than its time limit.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Request:
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Service -> port name -> number, for ports somebody insists on."""
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unawaited: Collection[str] = ()
+    """Services that are asked for and not waited for: only their address has to be known. That one fails is no error."""
 
     def lease(self) -> tuple[int, frozenset[str]]:
         """Write the leases. Returns the request's number and the services that this holder did not have before."""
@@ -123,15 +125,24 @@ def _await_ready(wish: Request, revision: int, time_limit: float, on_progress: P
             if shown.get(name) != record.status:
                 shown[name] = record.status
                 on_progress(record)
-            if record.status == "failed":
+            if record.status == "failed" and name not in wish.unawaited:
                 raise InfraError(_failure(state, record))
-        if len(current) == len(wish.services) and all(record.status == "ready" for record in current.values()):
-            return current
+        late = [name for name in wish.services if not _is_there(wish, current, records, name)]
+        if not late:
+            return records
         if time.monotonic() > deadline:
-            late = [name for name in wish.services if name not in current or current[name].status != "ready"]
             tails = "\n".join(f"{state.log(name)} ends with:\n{log_tail(state, name)}" for name in late)
             raise InfraError(f"Not ready within {time_limit:.0f} s: {', '.join(late)}.\n{tails}")
         time.sleep(POLL_SECONDS)
+
+
+def _is_there(
+    wish: Request, current: Mapping[str, ServiceRecord], records: Mapping[str, ServiceRecord], name: str
+) -> bool:
+    if name not in wish.unawaited:
+        return name in current and current[name].status == "ready"
+    record = current.get(name, records.get(name))
+    return record is not None and bool(record.url) and (name in current or record.pid != 0)
 
 
 def release(state: StateDirectory, holder: Holder, services: Collection[str], *, keep: Collection[str] = ()) -> None:

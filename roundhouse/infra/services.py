@@ -30,6 +30,7 @@ DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
 STANDING_SERVICES = ("prefect", "mlflow", "deployments")
 """What a person leaves running. Ray comes and goes with the run that needs it, and takes its engine along."""
 DEFAULT_TIME_LIMIT = 300.0
+COMING = ("starting", "restarting", "ready")
 
 
 def state_directory(config: RunConfig) -> Path:
@@ -50,7 +51,8 @@ class Services:
 
     @property
     def mlflow_url(self) -> str:
-        return self._ready("mlflow").url
+        """Where MLflow answers, or will: the address is known before it is up."""
+        return self.records["mlflow"].url if self.is_coming("mlflow") else self._ready("mlflow").url
 
     @property
     def ray_dashboard_url(self) -> str:
@@ -79,7 +81,7 @@ class Services:
         variables = with_no_proxy(os.environ)
         if self.is_ready("prefect"):
             variables |= prefect_client(self.state, self.records["prefect"].ports["http"])
-        if self.is_ready("mlflow"):
+        if self.is_coming("mlflow"):
             variables |= {"MLFLOW_TRACKING_URI": self.mlflow_url, "MLFLOW_DISABLE_TELEMETRY": "true"}
         if self.is_ready("ray"):
             variables |= ray_client(self.state, self.records["ray"].ports["gcs"])
@@ -87,6 +89,10 @@ class Services:
 
     def is_ready(self, name: str) -> bool:
         return name in self.records and self.records[name].status == "ready"
+
+    def is_coming(self, name: str) -> bool:
+        """Whether it is up or about to be, at an address that stays."""
+        return name in self.records and self.records[name].status in COMING and self.records[name].url != ""
 
     def _ready(self, name: str) -> ServiceRecord:
         if not self.is_ready(name):
@@ -102,6 +108,7 @@ def up(
     owner: int | None = None,
     ports: Mapping[str, int] | None = None,
     arguments: Mapping[str, Sequence[str]] | None = None,
+    unawaited: Collection[str] = (),
     time_limit: float = DEFAULT_TIME_LIMIT,
     on_progress: Progress | None = None,
 ) -> Services:
@@ -111,6 +118,7 @@ def up(
         owner: number of the process to which they belong. None: they stay until `down`.
         ports: insist on ports, by service (`prefect`) or service and port name (`ray.serve`).
         arguments: more arguments of a service's command, by service.
+        unawaited: those of the services that nobody waits for; they may come up later, or never.
         time_limit: seconds until all are healthy.
         on_progress: called with a service's record whenever its status changed.
 
@@ -120,7 +128,12 @@ def up(
     """
     holder = Holder("user") if owner is None else Holder.of_process(owner)
     wish = Request(
-        StateDirectory(state_dir), holder, requests.known(tuple(services)), _by_service(ports or {}), arguments or {}
+        StateDirectory(state_dir),
+        holder,
+        requests.known(tuple(services)),
+        _by_service(ports or {}),
+        arguments or {},
+        unawaited,
     )
     requests.known(tuple(arguments or {}))
     return Services(wish.state, requests.request(wish, time_limit, on_progress))
@@ -150,6 +163,7 @@ def local_services(
     services: Iterable[str] = DEFAULT_SERVICES,
     *,
     keep: Collection[str] = (),
+    unawaited: Collection[str] = (),
     ports: Mapping[str, int] | None = None,
     arguments: Mapping[str, Sequence[str]] | None = None,
     time_limit: float = DEFAULT_TIME_LIMIT,
@@ -170,6 +184,7 @@ def local_services(
         owner=os.getpid(),
         ports=ports,
         arguments=arguments,
+        unawaited=unawaited,
         time_limit=time_limit,
         on_progress=on_progress,
     )

@@ -118,7 +118,7 @@ class Supervisor:
                 others | set(chosen.values()) | set(lease.ports.values()),
             )
         record.ports, record.arguments, record.answered = chosen, lease.arguments, lease.asked
-        record.status, record.detail, record.restarts = "starting", "", 0
+        record.status, record.detail, record.restarts, record.url = "starting", "", 0, ""
         keeper = Keeper(self.state, record, self.environment, self.directory, self.publish, lease.asked)
         self.keepers[record.name] = keeper
         self.tasks[record.name] = asyncio.create_task(keeper.keep())

@@ -30,14 +30,11 @@ KUBERNETES_CALLS = "kubernetes_calls"
 LEDGER = ("requested", "completed", "truncated", "failed", "masked", "omitted")
 
 
-def report_iteration(run: Run, iteration: int, tracking_seconds: float | None = None) -> Reference:
+def report_iteration(run: Run, iteration: int) -> Reference:
     """Commit the iteration's report: its wall time, and the overhead by stage.
 
-    The wall time runs from one report to the next, so that it holds everything in between: tracking, artifacts and the
-    workflow engine's own work too. For the first iteration after a start it runs from the first stage.
-
-    Args:
-        tracking_seconds: how much of it was spent on calls of MLflow, which log the iteration before; None: not known.
+    The wall time runs from one report to the next, so that it holds everything in between: artifacts and the workflow
+    engine's own work too. For the first iteration after a start it runs from the first stage.
     """
     stage = run.stage(iteration, "report")
     if (done := stage.reference()) is not None:
@@ -56,8 +53,6 @@ def report_iteration(run: Run, iteration: int, tracking_seconds: float | None = 
             metrics["overhead/total"] -= waited
             metrics["overhead/orchestration"] -= waited
             metrics["seconds/waited_for_rollouts"] = waited
-        if tracking_seconds is not None:
-            metrics["overhead/mlflow"] = tracking_seconds
     metrics |= _kubernetes_calls(manifests)
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}

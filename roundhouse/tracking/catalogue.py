@@ -276,9 +276,7 @@ CATALOGUE = (
             ),
             Entry("refit/replica_seconds_max", "(maximum)", "the slowest replica's loading of the weights"),
             Entry("refit/kubernetes_calls", "(count)", "calls of the API server for a RayService's refit"),
-            Entry(
-                "overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, MLflow, artifacts"
-            ),
+            Entry("overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, artifacts"),
             Entry(
                 "kubernetes/calls",
                 "(count)",
@@ -286,12 +284,6 @@ CATALOGUE = (
                 "about 10 a step; it does not grow with time",
             ),
             Entry("overhead/total", "(seconds)", "what Roundhouse adds: all but rollouts, computation and evaluation"),
-            Entry(
-                "overhead/mlflow",
-                "(seconds)",
-                "of `overhead/orchestration`: calls of MLflow, which log the iteration before",
-                "under 2 % of `seconds/iteration`",
-            ),
             Entry("overhead/*", "(seconds)", "the stage outside rollouts and computation"),
             Entry("iteration", "(state)", "the iteration; its history tells which ones MLflow has"),
         ),

@@ -1,137 +1,139 @@
 """MLflow as a view of the store: one MLflow run a training run, found again by the run's uid.
 
-Invariant: what MLflow shows of an iteration comes from the committed manifests, and each iteration is logged once. After a
-crash, or after MLflow was away, the missing iterations are logged from the store; no point is logged twice. Tracking never
-stops a run: a server that does not answer costs a warning.
+Invariant: everything here is read from what the store has committed, and each iteration is logged once: its metrics, which
+carry the mark, are the last that is written of it. So a call that failed half way is repeated as a whole, and the server may be
+any, also a new and empty one. These calls wait for the server and raise what it answers; `roundhouse.tracking.tracker` keeps
+them off a run's way.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import getpass
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+import re
+import tempfile
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from roundhouse.config.loading import config_yaml, flatten
 from roundhouse.config.secrets import masked_text
+from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_manifests, iteration_metrics
+from roundhouse.store.location import NotFound
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.tracking.registry import UID_TAG, register_checkpoint
+from roundhouse.tracking.registry import UID_TAG, follow_store, register_checkpoint
 from roundhouse.tracking.traces import TraceWriter
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.conversation import as_markdown
 
 ITERATION_METRIC = "iteration"
 """Logged with every iteration; its history tells which iterations MLflow has."""
+PLOT = "learning-curve.png"
+DESCRIBED_TAG = "roundhouse.described"
+CLASSIC_VIEW = ("mlflow.experimentKind", "custom_model_development")
+"""Tag of an experiment: MLflow's page opens on runs and curves. Without it, traces make it open as the page of a GenAI app."""
 
 SYSTEM_METRICS_SECONDS = 10.0
 
-P = ParamSpec("P")
 
-log = logging.getLogger(__name__)
-
-
-def _costs_a_warning(method: Callable[P, None]) -> Callable[P, None]:
-    """A call that a server which is away cannot break: what it would have shown stays in the store. Its time is counted."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        from mlflow.exceptions import MlflowException
-
-        began = time.monotonic()
-        try:
-            method(*args, **kwargs)
-        except MlflowException as error:
-            log.warning("MLflow: %s was not logged (%s); the store has it", method.__name__.removeprefix("log_"), error)
-        finally:
-            tracker = args[0]
-            assert isinstance(tracker, Tracker)
-            tracker.seconds += time.monotonic() - began
-
-    return call
-
-
-class Tracker:
+class MlflowRun:
     """The MLflow run of a training run."""
 
     def __init__(self, client: Any, run: Run, experiment_id: str, mlflow_run_id: str, url: str) -> None:
         self._client = client
         self._run = run
-        self._traces = TraceWriter(client, experiment_id, mlflow_run_id)
-        self._monitor = _system_monitor(mlflow_run_id) if run.config.tracking.system_metrics else None
+        self._traces = TraceWriter(client, experiment_id, mlflow_run_id, run.uid)
+        self._monitor: Any = None
         self.mlflow_run_id = mlflow_run_id
         self.url = url
         """Page of the run."""
-        self.seconds = 0.0
-        """Wall time that the run has waited for these calls."""
         self._logged = {int(point.step) for point in client.get_metric_history(mlflow_run_id, ITERATION_METRIC)}
 
-    @_costs_a_warning
-    def log_missing_iterations(self, newest: int) -> None:
-        """Log every complete iteration up to `newest` that MLflow does not have yet."""
-        for iteration in range(self._run.first_version, newest + 1):
-            if iteration not in self._logged:
-                self._log_iteration(iteration)
+    def missing_iterations(self) -> list[int]:
+        """Iterations that are complete in the store, their report included, and not in MLflow."""
+        newest = self._run.latest_checkpoint()
+        wanted = [] if newest is None else range(self._run.first_version, newest.policy_version + 1)
+        return [k for k in wanted if k not in self._logged and self._run.is_reported(k)]
 
-    @_costs_a_warning
-    def log_artifact(self, file: Path, folder: str = "") -> None:
-        """Attach a local file to the run."""
-        self._client.log_artifact(self.mlflow_run_id, str(file), folder or None)
+    def log_missing_iterations(self) -> None:
+        """Log all of them, oldest first."""
+        for iteration in self.missing_iterations():
+            self.log_iteration(iteration)
 
-    @_costs_a_warning
-    def log_text(self, text: str, name: str) -> None:
-        """Attach a text under a name."""
-        self._client.log_text(self.mlflow_run_id, text, name)
+    def finish(self, status: str = "FINISHED") -> None:
+        """Log what is missing and close the MLflow run (FINISHED, FAILED or KILLED); opening it again makes it RUNNING."""
+        self.log_missing_iterations()
+        self.follow_store()
+        try:
+            picture = self._run.location.read(PLOT)
+        except NotFound:
+            picture = None
+        if picture is not None:
+            with tempfile.TemporaryDirectory() as directory:
+                file = Path(directory) / PLOT
+                file.write_bytes(picture)
+                self._client.log_artifact(self.mlflow_run_id, str(file))
+        if self._monitor is not None:
+            self._monitor.finish()
+        self._client.set_terminated(self.mlflow_run_id, status)
 
-    @_costs_a_warning
-    def log_traces(self, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Show rollouts of an iteration as traces; those that are there already are left."""
-        self._traces.write(rollouts, iteration)
+    def follow_store(self) -> None:
+        """Let the registered model say what the store says of its versions."""
+        follow_store(self._client, self._run)
 
-    @_costs_a_warning
-    def register(self, version: int) -> None:
-        """Register an evaluated checkpoint as a model version, and let the alias follow the store's promotion."""
-        register_checkpoint(self._client, self._run, version, self.mlflow_run_id)
+    def monitor_system(self) -> None:
+        """Log the machine's load from a thread of MLflow's, which ends at the first call that fails; it continues the curve."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    @_costs_a_warning
+        if not self._run.config.tracking.system_metrics or (
+            self._monitor is not None and self._monitor._process.is_alive()
+        ):
+            return
+        self._monitor = SystemMetricsMonitor(
+            self.mlflow_run_id, sampling_interval=SYSTEM_METRICS_SECONDS, resume_logging=True
+        )
+        self._monitor.start()
+
     def tag(self, tags: dict[str, str]) -> None:
         """Set tags of the run."""
         for name, value in tags.items():
             self._client.set_tag(self.mlflow_run_id, name, value)
 
-    def log_gauges(self, gauges: dict[str, float]) -> None:
-        """Log numbers of this moment; their step is the second since the run was created."""
+    def log_gauges(self, gauges: dict[str, float], at: float) -> None:
+        """Log numbers of a moment; their step is its second since the run was created."""
         from mlflow.entities import Metric
 
-        now = time.time()
-        step = int(now - self._run.created_at)
-        points = [Metric(name, value, int(now * 1000), step) for name, value in gauges.items()]
+        step = int(at - self._run.created_at)
+        points = [Metric(name, value, int(at * 1000), step) for name, value in gauges.items()]
         self._client.log_batch(self.mlflow_run_id, metrics=points)
 
-    def finish(self, status: str = "FINISHED") -> None:
-        """Close the MLflow run (FINISHED, FAILED or KILLED); opening it again makes it RUNNING."""
-        if self._monitor is not None:
-            self._monitor.finish()
-        self._client.set_terminated(self.mlflow_run_id, status)
-
-    def _log_iteration(self, iteration: int) -> None:
+    def log_iteration(self, iteration: int) -> None:
         from mlflow.entities import Metric
 
         manifests = iteration_manifests(self._run, iteration)
-        if not manifests:
-            return
         values = iteration_metrics(manifests) | {ITERATION_METRIC: float(iteration)}
         stamp = int(max(manifest.finished_at for manifest in manifests.values()) * 1000)
         self._log_datasets(iteration, manifests)
+        if "evaluate" in manifests:
+            self._log_evaluation(iteration)
         points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
         self._client.log_batch(
             self.mlflow_run_id, metrics=points
         )  # last: the mark that the iteration is logged is in it
         self._logged.add(iteration)
+
+    def _log_evaluation(self, iteration: int) -> None:
+        """Sample conversations as traces and as text, and the evaluated checkpoint as a model version."""
+        evaluation = self._run.stage(iteration, "evaluate").reference()
+        assert evaluation is not None, "its manifest was read a moment ago"
+        rollouts = read_rollouts(evaluation)[: self._run.config.tracking.conversations]
+        self._traces.write(rollouts, iteration)
+        text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
+        self._client.log_text(self.mlflow_run_id, text, f"conversations/version-{iteration:06d}.md")
+        register_checkpoint(self._client, self._run, iteration, self.mlflow_run_id)
 
     def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -159,67 +161,91 @@ class Tracker:
             self._client.log_inputs(self.mlflow_run_id, inputs)
 
 
-def open_tracker(run: Run) -> Tracker | None:
-    """Find or create the MLflow run; None when tracking is off or the server does not answer (with a warning)."""
-    tracking = run.config.tracking
-    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if not tracking.enabled:
-        return None
-    if uri is None:
-        log.warning("no MLflow server: set tracking.uri or MLFLOW_TRACKING_URI, or start one with `roundhouse up`")
-        return None
-    # A server that is away must not hold up a run: few, short attempts.
+def server_of(run: Run) -> str | None:
+    """Address of the tracking server that the run's numbers go to; None where there is none."""
+    return run.config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def client_of(uri: str) -> Any:
+    """A client that soon says that a server does not answer: few, short attempts.
+
+    Raises:
+        MlflowException: the address is none that MLflow knows.
+    """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    # Traces are written by the thread that asks for it: MLflow's own threads would be waited for when the process ends.
+    os.environ["MLFLOW_ENABLE_ASYNC_TRACE_LOGGING"] = "false"
     import mlflow
-    from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
     mlflow.set_tracking_uri(uri)  # traces know no other way
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each version and each monitor
-    client = MlflowClient(uri)
-    try:
-        experiment_id = _experiment(client, tracking.experiment)
-        mlflow_run_id = _find_or_create(client, experiment_id, run)
-        url = f"{masked_text(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
-        return Tracker(client, run, experiment_id, mlflow_run_id, url)
-    except MlflowException as error:
-        told = masked_text(uri), masked_text(str(error))
-        log.warning("MLflow at %s does not answer (%s): going on without; the store keeps everything", *told)
-        return None
+    return MlflowClient(uri)
 
 
-def _system_monitor(mlflow_run_id: str) -> Any:
-    """A running thread that logs the machine's load; it continues the curve of an earlier start."""
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+def open_mlflow_run(run: Run, uri: str) -> MlflowRun:
+    """Find or create the MLflow run.
 
-    monitor = SystemMetricsMonitor(mlflow_run_id, sampling_interval=SYSTEM_METRICS_SECONDS, resume_logging=True)
-    monitor.start()
-    return monitor
+    Raises:
+        MlflowException: the server does not answer, or refuses.
+    """
+    client = client_of(uri)
+    experiment_id = _experiment(client, run.config.tracking.experiment)
+    mlflow_run_id = _find_or_create(client, experiment_id, run)
+    url = f"{masked_text(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+    return MlflowRun(client, run, experiment_id, mlflow_run_id, url)
 
 
 def _experiment(client: Any, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
-    return experiment.experiment_id if experiment is not None else client.create_experiment(name)
+    if experiment is not None:
+        return experiment.experiment_id
+    experiment_id = client.create_experiment(name)
+    client.set_experiment_tag(experiment_id, *CLASSIC_VIEW)
+    return experiment_id
 
 
 def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
-    from mlflow.entities import Param
-
     found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1)
     if found:
-        mlflow_run_id = found[0].info.run_id
-        client.update_run(mlflow_run_id, status="RUNNING")
-        return mlflow_run_id
-    tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
-    if run.parent is not None:
-        tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}
-    created = client.create_run(experiment_id, int(time.time() * 1000), tags, run.run_id)
+        client.update_run(found[0].info.run_id, status="RUNNING")
+    else:
+        tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
+        found = [client.create_run(experiment_id, int(run.created_at * 1000), tags, run.run_id)]
+    mlflow_run_id = found[0].info.run_id
+    if DESCRIBED_TAG not in found[0].data.tags:
+        _describe(client, mlflow_run_id, run)
+    return mlflow_run_id
+
+
+def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
+    """Write what holds for the whole run; its tag is the last, so that a call that failed half way is repeated as a whole."""
+    from mlflow.entities import Param
+
     params = [Param(key, str(value)[:500]) for key, value in flatten(run.config.model_dump(mode="json")).items()]
     for start in range(0, len(params), 100):
-        client.log_batch(created.info.run_id, params=params[start : start + 100])
-    client.log_text(created.info.run_id, config_yaml(run.config), "config.yaml")
-    return created.info.run_id
+        client.log_batch(mlflow_run_id, params=params[start : start + 100])
+    client.log_text(mlflow_run_id, config_yaml(run.config), "config.yaml")
+    tags = {"mlflow.source.name": "roundhouse", "mlflow.source.type": "LOCAL", "mlflow.note.content": _note(run)}
+    with contextlib.suppress(KeyError, OSError):  # a pod's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    if commit := re.search(r"\+g([0-9a-f]+)$", run.code_version):
+        tags["mlflow.source.git.commit"] = commit[1]
+    if run.parent is not None:
+        tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}
+    for name, value in (tags | {DESCRIBED_TAG: "true"}).items():
+        client.set_tag(mlflow_run_id, name, value)
+
+
+def _note(run: Run) -> str:
+    place = run.location.uri.removeprefix("file://")
+    return (
+        f"Training run `{run.run_id}` on `{run.config.environment.kind}`. Store: `{place}`. A step is an iteration. Look first "
+        "at `evaluation/reward_mean`, `reward/mean`, `train/gen_kl_error`, `train/clip_fraction`, `rollout/failed_rate` and "
+        "`seconds/iteration`; docs/metrics.md explains every metric. Rollouts by iteration: `roundhouse view "
+        f"{run.run_id}`."
+    )
 
 
 def _source(reference: Reference) -> str:

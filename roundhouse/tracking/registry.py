@@ -1,13 +1,14 @@
 """Checkpoints as versions of a registered model in MLflow, with the way back to the data they were trained on.
 
 Invariant: a version points to the checkpoint in our store, copies nothing, and is registered once; the alias `promoted` is on
-the version that the store calls promoted.
+the version that the store calls promoted, and a version whose checkpoint retention has deleted says so.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from roundhouse.stages.approval import answer_to
 from roundhouse.store.manifest import Reference
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
@@ -16,28 +17,60 @@ from roundhouse.store.stage import read_manifest
 ALIAS = "promoted"
 VERSION_TAG = "roundhouse.policy_version"
 UID_TAG = "roundhouse.uid"
+APPROVAL_TAG = "roundhouse.approval"
+STATE_TAG = "roundhouse.checkpoint_state"
+DELETED = "deleted"
 
 
 def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str) -> str | None:
-    """Register an evaluated checkpoint and set the alias; return the registered model's name.
+    """Register an evaluated checkpoint, and let the model follow the store; return the registered model's name.
 
     None when registration is off, or the checkpoint is not there.
     """
-    template = run.config.tracking.register_as
+    name = model_name(run)
     checkpoint = run.checkpoint(version).reference()
-    if template is None or checkpoint is None:
+    if name is None or checkpoint is None:
         return None
-    name = template.format(run_id=run.run_id)
     _create_model(client, name)
     if registered_version(client, name, run, version) is None:
-        client.create_model_version(
-            name, source=_source(checkpoint), run_id=mlflow_run_id, tags=_lineage(run, version, checkpoint)
+        place = checkpoint.uri.removeprefix("file://")
+        said = (
+            f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{place}`. MLflow has no copy."
         )
-    promoted = promoted_version(run)
-    found = None if promoted is None else registered_version(client, name, run, promoted)
-    if found is not None and ALIAS not in found.aliases:
-        client.set_registered_model_alias(name, ALIAS, found.version)
+        client.create_model_version(
+            name,
+            source=_source(checkpoint),
+            run_id=mlflow_run_id,
+            tags=_lineage(run, version, checkpoint),
+            description=said,
+        )
+    follow_store(client, run)
     return name
+
+
+def follow_store(client: Any, run: Run) -> None:
+    """Put the alias on the promoted version, show people's answers, and mark versions whose checkpoints were deleted."""
+    name = model_name(run)
+    if name is None:
+        return
+    promoted = promoted_version(run)
+    for found in client.search_model_versions(f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}'"):
+        version = int(found.tags[VERSION_TAG])
+        if version == promoted and ALIAS not in client.get_model_version(name, found.version).aliases:
+            client.set_registered_model_alias(name, ALIAS, found.version)
+        if APPROVAL_TAG not in found.tags and (answer := answer_to(run, version)) is not None:
+            client.set_tag(found.run_id, f"{APPROVAL_TAG}.{version}", str(answer))
+            client.set_model_version_tag(name, found.version, APPROVAL_TAG, str(answer))
+        if found.tags.get(STATE_TAG) != DELETED and run.checkpoint(version).reference() is None:
+            client.set_model_version_tag(name, found.version, STATE_TAG, DELETED)
+            said = f"**Deleted from the store by retention** (`checkpoint.keep_last`, `keep_every`). {found.description or ''}"
+            client.update_model_version(name, found.version, said)
+
+
+def model_name(run: Run) -> str | None:
+    """Name of the run's registered model; None when registration is off."""
+    template = run.config.tracking.register_as
+    return None if template is None else template.format(run_id=run.run_id)
 
 
 def _create_model(client: Any, name: str) -> None:

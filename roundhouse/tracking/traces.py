@@ -1,9 +1,10 @@
 """Rollouts as MLflow traces: agent, model calls, tool calls, verdict, with the reward as feedback.
 
 Invariant: a trace says only what was recorded. A model call has its measured seconds; of tool calls the moment is known by
-their order alone, so their spans have no length, and the environment's seconds stand at the root.
+their order alone, so their spans have no length, and the environment's seconds stand at the root. A trace's request is the
+messages that the policy was given, its response the text of its last answer.
 
-    calculator/17/0          5.1 s    AGENT        task, status, environment_seconds      feedback: reward 1.0
+    calculator/17/0          5.1 s    AGENT        messages -> answer; task, status       feedback: reward 1.0
       model call 0           0.8 s    CHAT_MODEL   generated items; tokens, finish reason, policy version
         calc                   –      TOOL         arguments, output
       model call 1           0.5 s    CHAT_MODEL
@@ -12,10 +13,13 @@ their order alone, so their spans have no length, and the environment's seconds 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roundhouse.tracking.registry import UID_TAG
+from roundhouse.trajectories.conversation import item_text
 from roundhouse.trajectories.records import Rollout, Status, Turn
 
 ROLLOUT_TAG = "roundhouse.rollout"
@@ -34,26 +38,31 @@ class ModelCall:
 class TraceWriter:
     """Writes the rollouts of one run's iterations into its MLflow experiment."""
 
-    def __init__(self, client: Any, experiment_id: str, mlflow_run_id: str) -> None:
+    def __init__(self, client: Any, experiment_id: str, mlflow_run_id: str, uid: str) -> None:
         self._client = client
         self._experiment_id = experiment_id
         self._mlflow_run_id = mlflow_run_id
+        self._uid = uid
 
     def write(self, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Write a trace for each rollout that has none yet in this iteration of the run."""
-        import mlflow
+        """Write a trace for each rollout that has none yet in this iteration of the run.
+
+        Raises:
+            MlflowException: a trace has not arrived; MLflow's own exporter only logs that.
+        """
+        from mlflow.exceptions import MlflowException
 
         there = self._rollouts_there(iteration)
         written = [(self._write(each, iteration), each) for each in rollouts if each.rollout_id not in there]
-        mlflow.flush_trace_async_logging()  # feedback needs a trace that has arrived
+        if written and (lost := {each.rollout_id for _, each in written} - self._rollouts_there(iteration)):
+            raise MlflowException(f"traces of {', '.join(sorted(lost))} did not arrive")
         for trace_id, rollout in written:
             _give_feedback(trace_id, rollout)
 
     def _rollouts_there(self, iteration: int) -> set[str]:
-        mark = f"{self._mlflow_run_id}/{iteration}"
         found = self._client.search_traces(
             locations=[self._experiment_id],
-            filter_string=f"tags.`{ITERATION_TAG}` = '{mark}'",
+            filter_string=f"tags.`{UID_TAG}` = '{self._uid}' AND tags.`{ITERATION_TAG}` = '{iteration}'",
             max_results=500,
             include_spans=False,
         )
@@ -64,9 +73,9 @@ class TraceWriter:
         root = client.start_trace(
             name=rollout.rollout_id,
             span_type="AGENT",
-            inputs={"task": rollout.task},
+            inputs={"messages": given_messages(rollout.items)},
             attributes=_summary(rollout),
-            tags={ROLLOUT_TAG: rollout.rollout_id, ITERATION_TAG: f"{self._mlflow_run_id}/{iteration}"},
+            tags={ROLLOUT_TAG: rollout.rollout_id, ITERATION_TAG: str(iteration), UID_TAG: self._uid},
             experiment_id=self._experiment_id,
             start_time_ns=begun,
             run_id=self._mlflow_run_id,
@@ -77,7 +86,7 @@ class TraceWriter:
         self._verdict(root, rollout, now)
         client.end_trace(
             root.trace_id,
-            outputs={"status": rollout.status.value, "reward": rollout.reward, "finish_reason": rollout.finish_reason},
+            outputs=answer_text(rollout),
             status="ERROR" if rollout.status is Status.FAILED else "OK",
             end_time_ns=max(now, begun + int(rollout.seconds * NANOSECONDS)),
         )
@@ -145,6 +154,20 @@ def model_calls(items: Sequence[dict[str, Any]]) -> list[ModelCall]:
     return calls
 
 
+def given_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """What the policy was given before it first spoke, as messages of a chat."""
+    given = itertools.takewhile(lambda item: not _is_the_policys(item), items)
+    return [{"role": item.get("role", "user"), "content": item_text(item)} for item in given]
+
+
+def answer_text(rollout: Rollout) -> str:
+    """The text of the policy's last message; of a rollout that ended without one, how it ended."""
+    said = [item for item in rollout.items if _is_the_policys(item) and item.get("type", "message") == "message"]
+    if said and rollout.status is not Status.FAILED:
+        return item_text(said[-1])
+    return f"({rollout.status.value}: {rollout.failure_code or rollout.finish_reason or 'no message'})"
+
+
 def _is_the_policys(item: dict[str, Any]) -> bool:
     kind = item.get("type", "message")
     return kind in ("function_call", "reasoning") or (kind == "message" and item.get("role") == "assistant")
@@ -160,7 +183,10 @@ def _tool_calls(call: ModelCall) -> Iterator[tuple[dict[str, Any], Any]]:
 def _summary(rollout: Rollout) -> dict[str, Any]:
     return {
         "environment": rollout.environment,
+        "task": rollout.task,
         "status": rollout.status.value,
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
         "attempt": rollout.attempt,
         "seed": rollout.seed,
         "turns": len(rollout.turns),

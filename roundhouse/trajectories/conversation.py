@@ -27,11 +27,12 @@ def conversation_lines(items: list[dict[str, Any]]) -> list[str]:
         elif kind == "function_call_output":
             lines.append(f"**tool** `{item['output']}`")
         else:
-            lines.append(f"**{item.get('role', kind)}** {_text(item)}")
+            lines.append(f"**{item.get('role', kind)}** {item_text(item)}")
     return lines
 
 
-def _text(item: dict[str, Any]) -> str:
+def item_text(item: dict[str, Any]) -> str:
+    """The text of a message or of reasoning."""
     content = item.get("content") or item.get("summary") or ""
     if isinstance(content, str):
         return content

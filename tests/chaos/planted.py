@@ -159,15 +159,14 @@ def _plant_tracking(striker: Striker) -> None:
         return
     from roundhouse.tracking import mlflow as tracking
 
-    open_tracker = tracking.open_tracker
+    open_mlflow_run = tracking.open_mlflow_run
 
-    @functools.wraps(open_tracker)
-    def opened(run: Any) -> Any:
-        if run.config.tracking.enabled:
-            _plant_mlflow(striker)
-        return open_tracker(run)
+    @functools.wraps(open_mlflow_run)
+    def opened(run: Any, uri: str) -> Any:
+        _plant_mlflow(striker)
+        return open_mlflow_run(run, uri)
 
-    tracking.open_tracker = opened
+    tracking.open_mlflow_run = opened
 
 
 @functools.cache

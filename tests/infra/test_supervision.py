@@ -217,6 +217,22 @@ def test_up_does_not_take_a_service_that_hangs_for_a_running_one(state_dir: Path
     assert up(state_dir).records["gym"].pid == running.records["gym"].pid
 
 
+def test_nobody_waits_for_a_service_that_is_only_a_view(state_dir: Path) -> None:
+    running = services.up(state_dir, ["mlflow"], unawaited=["mlflow"])
+    assert not running.is_ready("mlflow"), "it takes seconds to start"
+    assert running.environment()["MLFLOW_TRACKING_URI"] == running.mlflow_url
+    assert running.mlflow_url == f"http://127.0.0.1:{running.records['mlflow'].ports['http']}"
+
+
+def test_a_view_that_cannot_start_fails_nothing(state_dir: Path) -> None:
+    broken = {**GYM, "mlflow": ["--no-such-option"]}
+    running = services.up(state_dir, ["gym", "mlflow"], unawaited=["mlflow"], arguments=broken)
+    assert answers(running.gym_url)
+    assert eventually(lambda: services.status(state_dir).records["mlflow"].status == "failed", 120)
+    again = services.up(state_dir, ["gym", "mlflow"], unawaited=["mlflow"], arguments=broken)
+    assert answers(again.gym_url)
+
+
 def test_an_unknown_service_or_port_is_refused(state_dir: Path) -> None:
     with pytest.raises(InfraError, match=r"No service is called 'mlfow'.*mlflow"):
         services.up(state_dir, ["mlfow"])

@@ -1,0 +1,197 @@
+"""Tracking beside a run: a thread that writes to MLflow what the store has and MLflow lacks.
+
+Invariant: a run never waits for MLflow while it works. The server may not be up yet, hang, answer with errors or die: the
+thread tries again, at every new iteration and at least once a minute, and writes everything that is missing as soon as it can.
+Only at its end a run waits, as long as the page grows, and for `PATIENCE_SECONDS` where it does not.
+
+    run      ── update() ──────────── update() ──── finish() … the summary says whether MLflow has everything
+    thread        └ refused ┄ again ┄ refused ┄ again ─ iterations 0 to 7 ─ closed
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from roundhouse.config.secrets import masked_text
+from roundhouse.store.run import Run
+from roundhouse.tracking import mlflow
+from roundhouse.tracking.mlflow import MlflowRun
+
+PATIENCE_SECONDS = 30.0
+"""How long the end of a run waits for a page that does not grow: as long as MLflow needs for a restart."""
+PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)
+"""Seconds between two attempts at a server that does not answer; the last is repeated."""
+POSTED = 1000
+"""So many gauges and tags are kept for a server that is away: one a minute for most of a day."""
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """What writes one run's page in MLflow, for the time that a process works on the run."""
+
+    def __init__(self, run: Run, uri: str) -> None:
+        self._run = run
+        self._uri = uri
+        self._page: MlflowRun | None = None
+        self._posted: deque[Callable[[MlflowRun], None]] = deque(maxlen=POSTED)
+        self._changed = threading.Condition()
+        self._asked = 1
+        """Number of the newest request to look into the store."""
+        self._answered = 0
+        """Number of the newest request since which everything was written."""
+        self._ending = ""
+        """Status to close the page with."""
+        self._stopped = False
+        self._written = 0
+        self._failures = 0
+        self._reason = "it has not answered yet"
+        self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str | None:
+        """Address of the page; None until the server has answered."""
+        return None if self._page is None else self._page.url
+
+    def update(self) -> None:
+        """Say that the store may have more than before."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+
+    def tag(self, tags: dict[str, str]) -> None:
+        """Set tags of the page."""
+        self._post(lambda page: page.tag(tags))
+
+    def log_gauges(self, gauges: dict[str, float]) -> None:
+        """Log numbers of this moment."""
+        now = time.time()
+        self._post(lambda page: page.log_gauges(gauges, now))
+
+    def follow_store(self) -> None:
+        """Say that a promotion was answered."""
+        self._post(MlflowRun.follow_store)
+
+    def settle(self) -> bool:
+        """Wait until the page has all that the store has; whether it has.
+
+        Returns False when it has not grown for `PATIENCE_SECONDS`; before the run's end, also when an attempt has failed.
+        """
+        with self._changed:
+            while self._answered < self._asked:
+                before = self._written
+                self._changed.wait_for(lambda: self._answered >= self._asked or self._gave_up(), PATIENCE_SECONDS)
+                if self._written == before or self._gave_up():
+                    break
+            return self._answered >= self._asked
+
+    def stop(self) -> None:
+        """Write no more than what is being written."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def finish(self, status: str = "FINISHED") -> bool:
+        """Close the page behind the run's last iteration; whether it has everything. A warning says where it has not."""
+        self._ending = status
+        self.update()
+        complete = self.settle()
+        self.stop()
+        if complete:
+            return True
+        log.warning(
+            "MLflow at %s lacks a part of run %s (%s). The store has everything; write it to MLflow once that answers: "
+            "roundhouse runs track %s",
+            masked_text(self._uri),
+            self._run.run_id,
+            self._reason,
+            self._run.run_id,
+        )
+        return False
+
+    def _gave_up(self) -> bool:
+        return self._failures > 0 and not self._ending
+
+    def _post(self, job: Callable[[MlflowRun], None]) -> None:
+        self._posted.append(job)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _follow(self) -> None:
+        while not (self._stopped or (self._ending and self._answered >= self._asked)):
+            with self._changed:
+                if self._failures:
+                    self._pause(PAUSES[min(self._failures, len(PAUSES)) - 1])
+                else:
+                    self._changed.wait_for(lambda: self._asked > self._answered or self._posted or self._stopped)
+                asked = self._asked
+            if self._stopped:
+                return
+            try:
+                self._write()
+            except Exception as error:  # noqa: BLE001 (border of the requests: a view may break in any way)
+                self._fell_behind(error)
+            else:
+                self._failures = 0
+                with self._changed:
+                    self._answered = asked
+                    self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; no longer than until there is more to write."""
+        asked = self._asked
+        self._changed.wait_for(lambda: self._asked > asked or self._stopped, seconds)
+
+    def _write(self) -> None:
+        ending = self._ending
+        page = self._page = self._page or mlflow.open_mlflow_run(self._run, self._uri)
+        for iteration in page.missing_iterations():
+            page.log_iteration(iteration)
+            self._written += 1
+        while self._posted:
+            self._posted.popleft()(page)
+            self._written += 1
+        if ending:
+            page.finish(ending)
+        else:
+            page.monitor_system()
+
+    def _fell_behind(self, error: Exception) -> None:
+        self._reason = masked_text(str(error))
+        if self._failures == 0:
+            log.warning(
+                "MLflow at %s does not answer (%s): the run goes on, the store keeps everything, and what is missing is "
+                "written once it answers",
+                masked_text(self._uri),
+                self._reason,
+            )
+        with self._changed:
+            self._failures += 1
+            self._changed.notify_all()
+
+
+def catch_up(run: Run) -> bool:
+    """Write to MLflow what it lacks of a run that no process works on; whether it has everything then."""
+    if (tracker := open_tracker(run)) is None:
+        return False
+    summary = run.summary()
+    complete = tracker.finish("KILLED" if summary is None else "FINISHED")
+    if summary is not None:
+        run.write_summary(summary | {"mlflow_complete": complete, "mlflow_url": tracker.url})
+    return complete
+
+
+def open_tracker(run: Run) -> Tracker | None:
+    """The run's tracker; None when tracking is off or no server is named (with a warning)."""
+    if not run.config.tracking.enabled:
+        return None
+    uri = mlflow.server_of(run)
+    if uri is None:
+        log.warning("no MLflow server: set tracking.uri or MLFLOW_TRACKING_URI, or start one with `roundhouse up`")
+        return None
+    return Tracker(run, uri)

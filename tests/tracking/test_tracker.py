@@ -1,0 +1,177 @@
+"""MLflow may be slow to start, hang, fail or die: a run waits for none of it, and what is missing is written later, once."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from roundhouse.config.loading import parse_config
+from roundhouse.stages.report import report_iteration, summarize
+from roundhouse.store.run import Run, open_run
+from roundhouse.tracking import tracker as tracking
+from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
+from tasks import report as tasks
+from tests.stages.test_promotion import evaluated
+from tests.tracking.served import FaultyServer, faulty_server
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyServer]:
+    with pytest.MonkeyPatch.context() as patch, faulty_server(tmp_path_factory.mktemp("mlflow"), patch) as found:
+        yield found
+
+
+@pytest.fixture
+def server(shared_server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> FaultyServer:
+    """It answers; clients do not ask again by themselves."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "300")
+    monkeypatch.setattr(tracking, "PAUSES", (0.05,))
+    shared_server.stop()
+    shared_server.start()
+    shared_server.refused.clear()
+    return shared_server
+
+
+def finished(tracker: Tracker, patience_seconds: float) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "PATIENCE_SECONDS", patience_seconds)
+        return tracker.finish()
+
+
+def a_run(tmp_path, uri: str) -> Run:
+    settings = {"uri": uri, "experiment": tmp_path.name, "system_metrics": False, "conversations": 1}
+    return open_run(parse_config({"run_id": tmp_path.name, "store": str(tmp_path / "store"), "tracking": settings}))
+
+
+def iteration(run: Run, number: int) -> None:
+    """A whole iteration, as far as the store is concerned."""
+    evaluated(run, number, [1.0, 0.0])
+    report_iteration(run, number)
+
+
+def tracked(run: Run) -> Tracker:
+    found = open_tracker(run)
+    assert found is not None
+    return found
+
+
+def logged(run: Run) -> list[int]:
+    """The steps that MLflow has, with every point as often as it is there."""
+    client = MlflowClient(run.config.tracking.uri)
+    experiment = client.get_experiment_by_name(run.config.tracking.experiment)
+    [found] = client.search_runs([experiment.experiment_id])
+    steps = [point.step for point in client.get_metric_history(found.info.run_id, "evaluation/reward_mean")]
+    traces = client.search_traces(locations=[experiment.experiment_id], include_spans=False)
+    assert sorted(int(trace.info.tags["roundhouse.iteration"]) for trace in traces) == sorted(steps)
+    return steps
+
+
+def nobody_listens() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_server_that_never_comes_up_costs_a_warning_with_the_command_that_makes_up_for_it(
+    tmp_path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    run = a_run(tmp_path, nobody_listens())
+    tracker = tracked(run)
+    for number in (0, 1):
+        iteration(run, number)
+        tracker.update()
+    with caplog.at_level(logging.WARNING):
+        assert not finished(tracker, 0.05)
+    assert f"roundhouse runs track {run.run_id}" in caplog.text
+    assert tracker.url is None
+    later = a_run(tmp_path, server.url)  # the address of tracking may differ between two starts
+    assert catch_up(later)
+    assert logged(later) == [0, 1]
+
+
+def test_a_server_that_hangs_holds_up_neither_an_iteration_nor_the_end(tmp_path, server: FaultyServer):
+    server.fault = lambda path: "hang"
+    run = a_run(tmp_path, server.url)
+    tracker = tracked(run)
+    assert server.refused.wait(60)
+    for number in (0, 1):
+        iteration(run, number)
+        tracker.update()
+        tracker.tag({"roundhouse.health": "healthy"})
+        tracker.log_gauges({"activity/rollouts": 1.0})
+    assert not finished(tracker, 0.05), "it has not answered a single request"
+    server.stop()
+    server.start()
+    assert catch_up(run)
+    assert logged(run) == [0, 1]
+
+
+@pytest.mark.parametrize("fault", ["500", "garbage"])
+def test_a_server_that_answers_with_errors_gets_everything_once_it_works(tmp_path, server: FaultyServer, fault: str):
+    server.fault = lambda path: fault
+    run = a_run(tmp_path, server.url)
+    tracker = tracked(run)
+    iteration(run, 0)
+    tracker.update()
+    assert server.refused.wait(60)
+    iteration(run, 1)
+    server.fault = lambda path: ""
+    assert finished(tracker, 60)
+    assert logged(run) == [0, 1]
+
+
+@pytest.mark.parametrize("at", ["runs/log-batch", "artifacts/", "model-versions/create", "traces", "runs/create"])
+def test_a_server_that_dies_in_the_middle_gets_the_rest_when_it_is_back_and_nothing_twice(
+    tmp_path, server: FaultyServer, at: str
+):
+    run = a_run(tmp_path, server.url)
+    iteration(run, 0)
+    server.fault = lambda path: "die" if at in path else ""
+    tracker = tracked(run)
+    assert server.refused.wait(60)
+    iteration(run, 1)
+    tracker.update()
+    server.stop()
+    server.start()
+    assert finished(tracker, 60)
+    assert logged(run) == [0, 1]
+
+
+def test_a_resumed_run_that_is_finished_writes_what_mlflow_lacks(tmp_path, server: FaultyServer):
+    server.fault = lambda path: "500"
+    run = a_run(tmp_path, server.url)
+    run = open_run(run.config.model_copy(update={"iterations": 1}))
+    for number in (0, 1):
+        iteration(run, number)
+    summary = summarize(run) | {"iterations": 1, "mlflow_complete": finished(tracked(run), 0.05)}
+    run.write_summary(summary)
+    server.fault = lambda path: ""
+    found = tasks.finished_summary(run)
+    assert found is not None
+    assert found["mlflow_complete"] is True
+    assert found["mlflow_url"].startswith(server.url)
+    assert logged(run) == [0, 1]
+
+
+def test_a_run_that_fails_writes_what_it_has_done_and_leaves_no_thread_that_writes(tmp_path, server: FaultyServer):
+    run = a_run(tmp_path, server.url)
+    seen: list[Tracker | None] = []
+
+    def training() -> None:
+        with tasks.tracked(run):
+            iteration(run, 0)
+            seen.append(tasks.opened_tracker(run))
+            seen[0].update()
+            raise ValueError("a stage failed")
+
+    with pytest.raises(ValueError, match="a stage failed"):
+        training()
+    [tracker] = seen
+    assert logged(run) == [0]
+    tracker._thread.join(60)
+    assert not tracker._thread.is_alive()
