@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import json
 import math
+import os
 import sys
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundhouse.cli.exit_codes import exit_code
 from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out
 
 if TYPE_CHECKING:
@@ -34,6 +37,9 @@ def query(
     tables: Annotated[bool, typer.Option("--tables", help="List the tables and their columns.")] = False,
     limit: Annotated[int, typer.Option(help="Rows shown on a terminal; JSON and CSV have all.", min=1)] = 100,
     timeout: Annotated[float, typer.Option(help="Seconds that the query may take.", min=0.1)] = 300.0,
+    memory: Annotated[
+        float, typer.Option(help="GiB that the query may hold, such as groups and sorted rows.", min=0.1)
+    ] = 4.0,
 ) -> None:
     """Ask the runs of a store in SQL (DuckDB): rollouts, turns, sequences, quarantine, columns, iterations, stages,
     checkpoints, runs. Read-only."""
@@ -45,9 +51,14 @@ def query(
         )
     if as_json and as_csv:
         raise typer.BadParameter("--json and --csv exclude each other.")
-    from roundhouse.query.database import run_query
+    from roundhouse.query.database import QueryTimeout, run_query
 
-    answer = run_query(store, sql, runs=runs, unfinished=unfinished, timeout_seconds=timeout)
+    try:
+        answer = run_query(store, sql, runs=runs, unfinished=unfinished, timeout_seconds=timeout, memory_gib=memory)
+    except QueryTimeout as error:
+        # At its end, the interpreter would wait for a statement that does not heed its interrupt.
+        atexit.register(os._exit, exit_code(error))
+        raise
     if as_json:
         out(json.dumps(_plain_rows(answer), indent=1))
     elif as_csv:

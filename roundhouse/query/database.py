@@ -7,9 +7,9 @@ statement; and what it does read comes as Arrow datasets, whose files only we ch
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -37,6 +37,10 @@ class QueryError(RoundhouseError):
     """A statement that is not allowed, or cannot be answered."""
 
 
+class QueryTimeout(QueryError):
+    """A statement took longer than it may; it may still be at work in its thread."""
+
+
 def run_query(
     store: str,
     sql: str,
@@ -44,37 +48,63 @@ def run_query(
     runs: list[str] | None = None,
     unfinished: bool = False,
     timeout_seconds: float = 300.0,
+    memory_gib: float = 4.0,
     values: Sequence[Any] = (),
 ) -> pa.Table:
     """The answer to a statement as an Arrow table.
 
+    The statement runs in a thread of its own: DuckDB looks for an interrupt only between vectors of rows, and one call of a
+    function may take minutes. A statement that does not heed it is left behind.
+
     Args:
+        timeout_seconds: until this call returns, whatever the statement does.
+        memory_gib: what DuckDB may hold, such as groups, sorted rows and the two sides of a join.
         values: of the statement's `?`, in order.
         runs: only these; all when left out.
         unfinished: rows of stages that are not complete too, with `complete` false.
 
     Raises:
-        QueryError: not a single reading statement, an unknown table or column, or it took too long.
+        QueryError: not a single reading statement, an unknown table or column, or it needs too much memory.
+        QueryTimeout
         StoreError: the store has no such run, or cannot be read.
     """
-    with sealed_database() as database:
-        statement = _checked(database, sql)
-        names = _tables_of(database, statement)
-        for name, table in load_tables(store, names, runs=runs, unfinished=unfinished).items():
-            database.register(name, table)
-        return execute(database, statement, timeout_seconds, names, values)
+    database = sealed_database(memory_gib)
+    answer: Future[pa.Table] = Future()
 
+    def run() -> None:
+        try:
+            statement = _checked(database, sql)
+            names = _tables_of(database, statement)
+            for name, table in load_tables(store, names, runs=runs, unfinished=unfinished).items():
+                database.register(name, table)
+            answer.set_result(_executed(database, statement, names, values))
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`
+            answer.set_exception(error)
 
-@contextlib.contextmanager
-def sealed_database() -> Iterator[duckdb.DuckDBPyConnection]:
-    """An empty database in memory, without access to anything outside."""
-    database = duckdb.connect(":memory:", config={"enable_external_access": "false", "temp_directory": ""})
+    threading.Thread(target=run, name="query", daemon=True).start()
     try:
-        for lock in _LOCKS:
-            database.execute(lock)
-        yield database
+        wait([answer], timeout_seconds)
+        if not answer.done():
+            raise QueryTimeout(
+                f"The query was ended after {timeout_seconds:g} s. Name runs or iterations in WHERE, or raise --timeout."
+            )
+        return answer.result()
     finally:
-        database.close()
+        if answer.done():
+            database.close()
+        else:  # closing would wait for the statement
+            database.interrupt()
+
+
+def sealed_database(memory_gib: float) -> duckdb.DuckDBPyConnection:
+    """An empty database in memory, without access to anything outside."""
+    memory = f"{memory_gib * 1024:.0f}MiB"
+    database = duckdb.connect(
+        ":memory:", config={"enable_external_access": "false", "temp_directory": "", "memory_limit": memory}
+    )
+    for lock in _LOCKS:
+        database.execute(lock)
+    return database
 
 
 def load_tables(
@@ -108,31 +138,17 @@ def load_tables(
     }
 
 
-def execute(
-    database: duckdb.DuckDBPyConnection,
-    sql: str,
-    timeout_seconds: float,
-    names: set[str] | None = None,
-    values: Sequence[Any] = (),
-) -> pa.Table:
-    """Run a statement with a time limit."""
-    alarm = threading.Timer(timeout_seconds, database.interrupt)
-    alarm.daemon = True
-    alarm.start()
+def _executed(database: duckdb.DuckDBPyConnection, sql: str, names: set[str], values: Sequence[Any]) -> pa.Table:
     try:
         return database.sql(sql, params=list(values)).to_arrow_table()
-    except duckdb.InterruptException as error:
-        raise QueryError(
-            f"The query was ended after {timeout_seconds:g} s. Name runs or iterations in WHERE, or raise --timeout."
-        ) from error
+    except duckdb.OutOfMemoryException as error:
+        raise QueryError(f"{_first_line(error)} Name runs or iterations in WHERE, or raise --memory.") from error
     except duckdb.CatalogException as error:
         raise QueryError(f"{_first_line(error)} Tables: {', '.join(TABLES)}.") from error
     except duckdb.BinderException as error:
-        raise QueryError(f"{_first_line(error)}\n{describe(names or set())}".rstrip()) from error
+        raise QueryError(f"{_first_line(error)}\n{describe(names)}".rstrip()) from error
     except duckdb.Error as error:
         raise QueryError(_first_line(error)) from error
-    finally:
-        alarm.cancel()
 
 
 def describe(names: set[str]) -> str:

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,27 @@ def test_errors_name_what_is_known(local: str) -> None:
 def test_a_query_ends_in_time(local: str) -> None:
     with pytest.raises(QueryError, match=r"ended after 0\.3 s"):
         run_query(local, "SELECT count(*) FROM range(1000000000000) a WHERE hash(a) = 1", timeout_seconds=0.3)
+
+
+def test_the_command_ends_in_time_also_where_the_statement_does_not_heed_it(tmp_path: Path) -> None:
+    """One call of a function is not interrupted: with 20 s to take, the command took 32 s. This one would take a day."""
+    (tmp_path / "runs").mkdir()
+    endless = "SELECT levenshtein(repeat('a', 2000000), repeat('b', 2000000))"
+    command = [sys.executable, "-c", "from roundhouse.cli import main; main()", "query", endless]
+    ended = subprocess.run(
+        [*command, "--store", str(tmp_path), "--timeout", "0.5"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.stderr.startswith("error: The query was ended after 0.5 s.")
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+
+
+def test_a_query_holds_no_more_memory_than_it_may(local: str) -> None:
+    with pytest.raises(QueryError, match=r"Out of Memory.*raise --memory"):
+        run_query(local, "SELECT count(*) FROM (SELECT DISTINCT hash(range) FROM range(10000000))", memory_gib=0.05)
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
