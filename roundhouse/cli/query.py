@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.exit_codes import exit_code
 from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ def query(
         )
     if as_json and as_csv:
         raise typer.BadParameter("--json and --csv exclude each other.")
+    from roundhouse.cli.exit_codes import exit_code
     from roundhouse.query.database import QueryTimeout, run_query
 
     try:
