@@ -14,8 +14,8 @@ from roundhouse.cli.prefect import at_prefect
 
 app = typer.Typer()
 
-TEMPLATE = Path("k8s/work-pool/base-job-template.yaml")
-PRESETS = Path("k8s/work-pool/presets")
+TEMPLATE = Path("k8s/components/work-pool/base-job-template.yaml")
+PRESETS = Path("k8s/components/work-pool/presets")
 
 
 @app.command("deploy")

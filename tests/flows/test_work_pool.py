@@ -26,7 +26,7 @@ NIGHTLY = {
 
 @pytest.fixture
 def template() -> JobTemplate:
-    return read_template(ROOT / "k8s/work-pool/base-job-template.yaml")
+    return read_template(ROOT / "k8s/components/work-pool/base-job-template.yaml")
 
 
 def deployments(tmp_path: Path, template: JobTemplate, **changes: Any) -> DeploymentsFile:

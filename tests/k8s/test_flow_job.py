@@ -47,7 +47,7 @@ def begin(stand: Stand, *ends: Any) -> str:
         left.pop(0)(pod)
 
     stand.kubelet.behave = behave
-    job = yaml.safe_load((ROOT / "k8s/base/flow.yaml").read_text())
+    job = yaml.safe_load((ROOT / "k8s/components/flow-job/flow.yaml").read_text())
     job["spec"]["template"]["spec"].pop("priorityClassName")  # an object of the cluster, which the stand has not
     job["spec"] |= {"completions": 1, "completionMode": "Indexed", "activeDeadlineSeconds": 600}
     job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/part-of"] = "roundhouse"  # the kubelet's selector

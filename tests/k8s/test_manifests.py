@@ -122,6 +122,24 @@ def test_no_policy_believes_a_label_of_any_namespace_and_code_of_a_policy_cannot
         assert all("port" in port for rule in rules for port in rule.get("ports", []))
 
 
+@with_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_one_thing_starts_runs_the_job_or_the_work_pools_worker(overlay: str, tmp_path: Path) -> None:
+    def starters(items: list[Object]) -> set[tuple[str, str]]:
+        names = {_key(item) for item in items}
+        return names & {("Job", "roundhouse-flow"), ("Deployment", "roundhouse-worker")}
+
+    assert starters(rendered(overlay)) == {("Job", "roundhouse-flow")}
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays" / overlay / "kustomization.yaml"
+    file.write_text(file.read_text().replace("../../components/flow-job #", "../../components/work-pool #"))
+    pooled = rendered_at(file.parent)
+    assert starters(pooled) == {("Deployment", "roundhouse-worker")}
+    for item in pooled:
+        for path, spec in pod_specs(item):
+            assert unrestricted(spec) == [], f"{item['metadata']['name']}{path}"
+
+
 def test_a_cache_claim_is_mounted_in_the_training_pods_and_asks_for_no_directory_of_the_node() -> None:
     for pods in (1, 2):
         manifests = train_manifests(cache_claim="roundhouse-cache", pods=pods)

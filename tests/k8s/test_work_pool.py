@@ -28,7 +28,7 @@ from tests.k8s.validation import pod_specs, problems, rendered_at, unrestricted
 Object = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
-POOL = ROOT / "k8s/work-pool"
+POOL = ROOT / "k8s/components/work-pool"
 NOT_OF_A_POD = ("parallelism", "completions")
 """What Prefect's worker insists on and the API server drops."""
 
