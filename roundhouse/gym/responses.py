@@ -302,6 +302,92 @@ def response_object(
     }
 
 
+_UNSET_PARAMS: dict[str, Any] = {
+    **dict.fromkeys(
+        # fmt: off
+        (
+            "background",
+            "include",
+            "instructions",
+            "max_output_tokens",
+            "max_tool_calls",
+            "metadata",
+            "model",
+            "previous_response_id",
+            "prompt",
+            "reasoning",
+            "service_tier",
+            "store",
+            "stream",
+            "temperature",
+            "text",
+            "top_logprobs",
+            "top_p",
+            "truncation",
+            "user",
+        )
+        # fmt: on
+    ),
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
+_UNSET_RESPONSE: dict[str, Any] = dict.fromkeys(
+    # fmt: off
+    (
+        "background",
+        "conversation",
+        "error",
+        "incomplete_details",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "metadata",
+        "previous_response_id",
+        "prompt",
+        "prompt_cache_key",
+        "reasoning",
+        "safety_identifier",
+        "service_tier",
+        "temperature",
+        "text",
+        "top_logprobs",
+        "top_p",
+        "truncation",
+        "usage",
+        "user",
+    )
+    # fmt: on
+)
+_UNSET_ITEM: dict[str, dict[str, Any]] = {
+    "function_call": {"id": None, "status": None},
+    "function_call_output": {"id": None, "status": None},
+    "reasoning": {"encrypted_content": None, "content": None},
+}
+
+
+def whole_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """`responses_create_params` with all fields that NeMo Gym's rows have: unset ones are null, or OpenAI's default."""
+    return {**_UNSET_PARAMS, **params}
+
+
+def whole_response(response: Mapping[str, Any], *, items: bool = True) -> dict[str, Any]:
+    """The same of a Responses object and, with `items`, of those in its output."""
+    output = [_whole_item(item) for item in response["output"]] if items else response["output"]
+    return {**_UNSET_RESPONSE, **response, "output": output}
+
+
+def _whole_item(item: Item) -> Item:
+    whole = {**_UNSET_ITEM.get(item.get("type", ""), {}), **item}
+    if item.get("role") == "assistant" and isinstance(item.get("content"), list):
+        whole["content"] = [
+            {"logprobs": None, **part} if part.get("type") == "output_text" else part for part in item["content"]
+        ]
+    if "generation_token_ids" in item:
+        whole.setdefault("routed_experts", None)
+    return whole
+
+
 def usage_object(
     input_tokens: int,
     output_tokens: int,

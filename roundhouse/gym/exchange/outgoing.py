@@ -19,7 +19,7 @@ from roundhouse.gym.aggregate import ROLLOUT, TASK
 from roundhouse.gym.exchange.json_lines import Row
 from roundhouse.gym.exchange.reply_items import Item, input_items, last_items
 from roundhouse.gym.failures import DETAIL, FAILURE, TERMINAL
-from roundhouse.gym.responses import response_object
+from roundhouse.gym.responses import response_object, whole_response
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rebuild_prompts
 
@@ -154,7 +154,7 @@ def _judgement(rollout: Rollout) -> Row:
 
 def _response(rollout: Rollout, output: list[Item]) -> dict[str, Any]:
     params = rollout.task.get("responses_create_params")
-    return response_object(
+    response = response_object(
         f"resp_{rollout.seed:08x}",
         output,
         model="policy",
@@ -164,6 +164,7 @@ def _response(rollout: Rollout, output: list[Item]) -> dict[str, Any]:
         output_tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
         params=params if isinstance(params, dict) else {},
     )
+    return whole_response(response, items=False)  # an import reads the items of the record back
 
 
 def _placed(output: list[Item], turns: list[Turn]) -> list[int | None]:

@@ -40,6 +40,7 @@ from roundhouse.gym.nemo.unverified import UnverifiedEnvironment
 from roundhouse.gym.plan import RolloutSpec
 from roundhouse.gym.protocol import EnvironmentClient
 from roundhouse.gym.remote import RemoteEnvironmentClient
+from roundhouse.gym.responses import whole_response
 from roundhouse.gym.tools import ToolResult
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 
@@ -171,7 +172,7 @@ class _Server:
         async with asyncio.timeout(self._config.timeout_seconds):
             episode = ToolEpisode(attempt)
             attempt.response = episode.response(await episode.converse(session))
-        reply = json_answer(attempt.response_with_tokens())
+        reply = json_answer(whole_response(attempt.response_with_tokens() or attempt.response))
         for key, value in {**given, **policy.cookies}.items():
             reply.headers.append("set-cookie", f"{key}={value}; path=/; HttpOnly; SameSite=lax")
         return reply

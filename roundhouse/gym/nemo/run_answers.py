@@ -1,7 +1,8 @@
 """What an agent server answers to /run; pure functions.
 
 Invariant: a rollout that was judged is answered with the verifier's own words; one that failed is answered with the marks by
-which collectors file it (`_ng_failure_class`), and a row cannot bring such marks, or a reward, along.
+which collectors file it (`_ng_failure_class`), and a row cannot bring such marks, or a reward, along. Either has every field of
+parameters, response and items that NeMo Gym's rows have; what is unset is null.
 
     {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "_ng_failure_detail": "…"}
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from roundhouse.gym.agents.attempt import Attempt
 from roundhouse.gym.failures import DETAIL, FAILURE, TERMINAL
-from roundhouse.gym.responses import response_object
+from roundhouse.gym.responses import response_object, whole_params, whole_response
 from roundhouse.trajectories.records import FailureKind, Status
 
 _RESULT_KEYS = frozenset({"reward", "response", "error", FAILURE, TERMINAL, DETAIL, "_ng_no_persist"})
@@ -35,16 +36,24 @@ def run_answer(played: Attempt) -> dict[str, Any]:
         terminal = rollout.failure_kind is FailureKind.DATA
         return failed_row(rollout.task, rollout.failure_code, rollout.failure_detail, terminal=terminal)
     told = {"responses_create_params": rollout.task["responses_create_params"], **played.answer}
-    return {**told, "response": _with_tokens(told.get("response"), played)}
+    params, response = told["responses_create_params"], _with_tokens(told.get("response"), played)
+    return {
+        **told,
+        "responses_create_params": whole_params(params) if isinstance(params, dict) else params,
+        "response": None if response is None else whole_response(response),
+    }
 
 
 def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool) -> dict[str, Any]:
     """The row with the marks of a failure. Its response is an empty one, since collectors look into it."""
     nothing = {"type": "output_text", "text": "", "annotations": []}
     message = {"type": "message", "id": "msg_failed", "role": "assistant", "status": "completed", "content": [nothing]}
+    response = response_object("resp_failed", [message], model="policy", created_at=time.time())
+    params = row.get("responses_create_params")
     answered = {
         **row,
-        "response": response_object("resp_failed", [message], model="policy", created_at=time.time()),
+        **({"responses_create_params": whole_params(params)} if isinstance(params, dict) else {}),
+        "response": whole_response(response),
         "reward": 0.0,
         FAILURE: code,
         DETAIL: detail,

@@ -313,4 +313,5 @@ def test_a_task_that_does_not_fit_the_context_is_a_row_with_the_verifiers_reward
     assert (summary.completed, summary.failed) == (2, 0)
     for row in map(json.loads, files.rollouts.read_text().splitlines()):
         assert (row["reward"], row["response"]["incomplete_details"]) == (0.0, {"reason": "max_output_tokens"})
+        assert row["response"]["background"] is None, "as in NeMo Gym's rows, unset fields are there"
     assert {rollout.status for rollout in read_collection(files).rollouts} == {Status.TRUNCATED}

@@ -101,6 +101,33 @@ def test_token_fields_stand_on_the_last_item_of_each_model_call_and_the_next_pro
     assert len(second["generation_token_ids"]) == len(second["generation_log_probs"])
 
 
+PARAMS = (
+    "background include input instructions max_output_tokens max_tool_calls metadata model parallel_tool_calls "
+    "previous_response_id prompt reasoning service_tier store temperature text tool_choice tools top_logprobs top_p truncation "
+    "user stream"
+)
+RESPONSE = (
+    "id created_at error incomplete_details instructions metadata model object output parallel_tool_calls temperature "
+    "tool_choice tools top_p background max_output_tokens max_tool_calls previous_response_id prompt reasoning service_tier status text "
+    "top_logprobs truncation usage user prompt_cache_key safety_identifier"
+)
+"""As NeMo Gym writes them, null where nothing is set."""
+
+
+@pytest.mark.parametrize("row", [counter_row(), counter_row(verdict="raises")], ids=["judged", "failed"])
+def test_an_answer_has_every_field_of_nemo_gyms_rows(row):
+    with stage() as servers:
+        answer = servers.run(row)
+    assert set(PARAMS.split()) <= answer["responses_create_params"].keys()
+    assert set(RESPONSE.split()) <= answer["response"].keys()
+    assert answer["responses_create_params"]["temperature"] is None
+    for item in answer["response"]["output"]:
+        fields = {"function_call": "id status", "function_call_output": "id status", "message": "id status"}
+        assert set(fields[item["type"]].split()) <= item.keys()
+        assert "routed_experts" in item or "generation_token_ids" not in item
+        assert all("logprobs" in part for part in item.get("content") or [])
+
+
 def test_the_verifier_does_not_get_the_tokens_and_every_session_is_closed():
     class Watching(Counter):
         async def verify(self, session, row, response):
