@@ -40,7 +40,7 @@ _STRUCK = {
     "refit": "create iterations/{k}/refit/manifest.json",
     "collect": "write iterations/{k}/collect/rollouts-a*-00000.parquet",
     "validate": "write iterations/{k}/validate/sequences-a*-00000.parquet",
-    "train": "write checkpoints/{k}/model.safetensors",
+    "train": "write checkpoints/{k}/a*/model.safetensors",
     "checkpoint": "create checkpoints/{k}/manifest.json",
     "report": "create iterations/{k}/report/manifest.json",
 }

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from roundhouse.config.models import OptimizerConfig, TrainConfig
-from roundhouse.store.directories import upload_directory
+from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
@@ -120,7 +120,7 @@ def measure(old: Path, new: Path, work: Path, threads: int, label: str, rows: li
     place = Location(str(work / "delta"))
     wrote, wrote_cpu, delta = timed(lambda: write_delta(old, new, place, threads=threads))
     applied, applied_cpu, _ = timed(lambda: apply_delta(old, place, work / "made", threads=threads))
-    copied, copied_cpu, _ = timed(lambda: upload_directory(Location(str(work / "copy")), new))
+    copied, copied_cpu, _ = timed(lambda: upload_model(Location(str(work / "copy")), "0001", new))
     assert delta is not None
     for path in weight_files(new):
         assert path.read_bytes() == (work / "made" / path.name).read_bytes(), f"{path.name} is not bit-equal"

@@ -1,7 +1,7 @@
 """A model's config and tokenizer on this node, wherever they are kept.
 
 Invariant: what `local_model` returns is a directory of this node with every file that was committed, digests checked, but the
-weights: an engine starts from it, and its weights come by refit. A directory of this node is returned as it is.
+weights: an engine starts from it, and its weights come by refit. A directory of this node is used where it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, sha256
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, model_location, sha256
 
 
 def local_model(uri: str, cache: Path | None = None) -> Path:
@@ -27,7 +27,7 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
     """
     path = path_of(uri)
     if path is not None:
-        return path
+        return model_location(Location(str(path))).local_path
     source = Location(uri)
     try:
         data = source.read(MANIFEST)
@@ -37,8 +37,8 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
         ) from error
     final = (cache or _own_cache()) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
     if not final.is_dir():
-        entries = [entry for entry in Manifest.model_validate_json(data).files if _is_model_file(entry.path)]
-        _place(source, entries, final)
+        files = Manifest.model_validate_json(data).model_files.by_name()
+        _place(source, {name: entry for name, entry in files.items() if _is_model_file(name)}, final)
     return final
 
 
@@ -63,17 +63,17 @@ def _is_model_file(name: str) -> bool:
     return "/" not in name and not name.endswith(".safetensors") and name != "model.safetensors.index.json"
 
 
-def _place(source: Location, entries: list[FileEntry], final: Path) -> None:
+def _place(source: Location, entries: dict[str, FileEntry], final: Path) -> None:
     partial = final.parent / f".{final.name}.{uuid.uuid4().hex}"
     partial.mkdir(parents=True)
     try:
-        for entry in entries:
+        for name, entry in entries.items():
             data = source.read(entry.path)
             if sha256(data) != entry.sha256:
                 raise StoreError(
                     f"{source.uri}/{entry.path} is not what its manifest says. Look with `roundhouse store verify`."
                 )
-            (partial / entry.path).write_bytes(data)
+            (partial / name).write_bytes(data)
         try:
             os.rename(partial, final)
         except OSError:

@@ -1,10 +1,11 @@
 """Checkpoints: a Hugging Face directory plus trainer state, published by one manifest, and retention.
 
-    checkpoints/000012/config.json, model.safetensors, tokenizer…   ready for transformers and vLLM
-    checkpoints/000012/trainer/…                                     optimizer, scheduler, RNG, cursor
-    checkpoints/000012/manifest.json                                 written last
+    checkpoints/000012/a0001-1f3c9a2e/config.json, model.safetensors, tokenizer…   ready for transformers and vLLM
+    checkpoints/000012/a0001-1f3c9a2e/trainer/…                                     optimizer, scheduler, RNG, cursor
+    checkpoints/000012/manifest.json                                                written last; names the directory
 
-Invariant: a directory without a manifest is not a checkpoint, and retention takes the manifest away before any file.
+Invariants: a directory without a manifest is not a checkpoint, and retention takes the manifest away before any file. Every
+attempt writes into a directory of its own, so what is published is written once.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 
 from roundhouse.errors import DataError, StoreError
 from roundhouse.stages.approval import questioned_versions
-from roundhouse.store.directories import upload_directory
-from roundhouse.store.manifest import MANIFEST, FileEntry, Reference, sha256
+from roundhouse.store.directories import upload_model
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, ModelFiles, Reference, sha256
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Attempt, read_manifest
+from roundhouse.store.stage import read_manifest
 from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
 from roundhouse.weights.tensor_file import TensorFile
 
@@ -31,11 +32,13 @@ def publish_starting_policy(run: Run, directory: Path, details: dict[str, object
     """Commit version 0 from a local Hugging Face directory."""
     stage = run.checkpoint(0)
     attempt = run.begin(stage, policy_version=0)
-    _adopt_all(attempt, upload_directory(stage.location, directory))
+    written = upload_model(stage.location, attempt.name, directory)
+    for entry in written.files:
+        attempt.adopt(entry)
     digest = _WeightsDigest()
     for path in directory.glob("*.safetensors"):
         digest.add(path)
-    reference = attempt.commit(details=details | digest.details())
+    reference = attempt.commit(details=details | digest.details(), directory=written.directory)
     run.point_to(reference)
     return reference
 
@@ -53,8 +56,8 @@ def publish(run: Run, update: Reference) -> Reference:
         return done
     attempt = run.begin(stage, policy_version=version)
     digest = _WeightsDigest()
-    for raw in manifest.details["checkpoint_files"]:
-        entry = FileEntry.model_validate(raw)
+    written = written_by(manifest)
+    for name, entry in written.by_name().items():
         data = stage.location.read(entry.path)
         if sha256(data) != entry.sha256:
             raise StoreError(
@@ -62,11 +65,34 @@ def publish(run: Run, update: Reference) -> Reference:
                 f"Delete {update.uri}/{MANIFEST} to train the iteration again."
             )
         attempt.adopt(entry)
-        if entry.path.endswith(".safetensors") and "/" not in entry.path:
-            digest.add(Path(entry.path), data)
-    reference = attempt.commit(inputs={"train": update}, metrics=manifest.metrics, details=digest.details())
+        if is_weights(name):
+            digest.add(Path(name), data)
+    reference = attempt.commit(
+        inputs={"train": update}, metrics=manifest.metrics, details=digest.details(), directory=written.directory
+    )
     run.point_to(reference)
     return reference
+
+
+def written_by(train: Manifest) -> ModelFiles:
+    """The new version's files, as the train stage recorded them."""
+    return ModelFiles(
+        directory=train.details.get("checkpoint_directory", ""),
+        files=[FileEntry.model_validate(raw) for raw in train.details["checkpoint_files"]],
+    )
+
+
+def recorded(written: ModelFiles) -> dict[str, object]:
+    """Them, for the details of the train stage's manifest."""
+    return {
+        "checkpoint_directory": written.directory,
+        "checkpoint_files": [entry.model_dump() for entry in written.files],
+    }
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a model's directory holds weights of the policy, rather than the trainer's state."""
+    return name.endswith(".safetensors") and "/" not in name
 
 
 def retain(run: Run, newest: int) -> list[int]:
@@ -103,8 +129,3 @@ class _WeightsDigest:
 
     def details(self) -> dict[str, object]:
         return {WEIGHTS_DIGEST: digest_of_tensors(self._digests)} if self._whole else {}
-
-
-def _adopt_all(attempt: Attempt, entries: list[FileEntry]) -> None:
-    for entry in entries:
-        attempt.adopt(entry)

@@ -30,7 +30,7 @@ from roundhouse.stages.offline_batches import Batch, batch_at, batches_of_an_epo
 from roundhouse.stages.policy import vocabulary_size
 from roundhouse.stages.validate import rows_of_groups, validate_groups
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.manifest import Manifest, Reference, model_location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, read_manifest, read_table
 from roundhouse.training.batch import TrainingSequences
@@ -237,8 +237,8 @@ def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> 
     if place is None:
         return
     try:
-        theirs = (Location(place["run"]) / "checkpoints/000000").read("tokenizer.json")
-        ours = run.checkpoint(0).location.read("tokenizer.json")
+        theirs = model_location(Location(place["run"]) / "checkpoints/000000").read("tokenizer.json")
+        ours = model_location(run.checkpoint(0).location).read("tokenizer.json")
     except NotFound:
         return
     if theirs != ours:

@@ -13,7 +13,7 @@ from roundhouse.progress import announce
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store.lineage import adopt_checkpoints
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference, sha256
+from roundhouse.store.manifest import Reference, model_location, sha256
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_file, read_manifest
 
@@ -43,7 +43,7 @@ def vocabulary_size(run: Run) -> int:
     Raises:
         StoreError: the run has no starting policy yet.
     """
-    location = run.checkpoint(0).location
+    location = model_location(run.checkpoint(0).location)
     try:
         return int(json.loads(location.read("config.json"))["vocab_size"])
     except (KeyError, ValueError) as error:
@@ -78,7 +78,7 @@ def engine_files(run: Run) -> Path:
 def _write_untrained(run: Run, directory: Path) -> None:
     policy = run.config.policy
     if isinstance(policy, PretrainedPolicy):
-        source = Location(policy.path)
+        source = model_location(Location(policy.path))
         names = [name for name in source.tree() if "/" not in name and not name.endswith(".safetensors")]
         source.download(names, directory)
         return
@@ -88,17 +88,17 @@ def _write_untrained(run: Run, directory: Path) -> None:
 
 
 def _copy_without_weights(start: Reference, directory: Path) -> None:
-    for entry in read_manifest(start).files:
-        if "/" not in entry.path and not entry.path.endswith(".safetensors"):
-            (directory / entry.path).write_bytes(read_file(start, entry))
+    for name, entry in read_manifest(start).model_files.by_name().items():
+        if "/" not in name and not name.endswith(".safetensors"):
+            (directory / name).write_bytes(read_file(start, entry))
 
 
 def _require_same_tokenizer(start: Reference, directory: Path) -> None:
-    for entry in read_manifest(start).files:
-        if entry.path == "tokenizer.json" and sha256((directory / entry.path).read_bytes()) != entry.sha256:
-            raise StoreError(
-                f"{directory}/tokenizer.json is not the one of {start.uri}. Delete {directory} and start again."
-            )
+    theirs = read_manifest(start).model_files.by_name().get("tokenizer.json")
+    if theirs is not None and sha256((directory / "tokenizer.json").read_bytes()) != theirs.sha256:
+        raise StoreError(
+            f"{directory}/tokenizer.json is not the one of {start.uri}. Delete {directory} and start again."
+        )
 
 
 def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
@@ -113,7 +113,7 @@ def checkpoint_cache(config: RunConfig) -> Path:
 def _fetch(policy: PretrainedPolicy, directory: Path) -> dict[str, object]:
     from roundhouse.policy.model_directory import check_model_directory
 
-    source = Location(policy.path)
+    source = model_location(Location(policy.path))
     names = source.tree()
     if not names:
         raise ConfigError(f"policy.path: {source.uri} holds no files. Give a Hugging Face model directory.")

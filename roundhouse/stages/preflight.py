@@ -15,7 +15,7 @@ from roundhouse.gym.sessions import open_environment
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.policy.warm_start import refuse_without_demonstrations
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.promoted import version_named
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids
 
@@ -75,7 +75,7 @@ def _starting_policy(config: RunConfig, remote: bool) -> None:
     if not isinstance(config.policy, PretrainedPolicy):
         refuse_without_demonstrations(class_of(config.environment))
         return
-    source = Location(config.policy.path)
+    source = model_location(Location(config.policy.path))
     if source.is_local:
         check_model_directory(source.local_path)
     elif remote and not source.exists("config.json"):

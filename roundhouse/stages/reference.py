@@ -7,7 +7,7 @@ from pathlib import Path
 from roundhouse.errors import ConfigError
 from roundhouse.store.directories import local_directory, plain_directory
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run
 
 
@@ -24,7 +24,7 @@ def reference_origin(run: Run) -> Reference | str | None:
         start = run.checkpoint(0).reference()
         assert start is not None, "a run that trains has its starting policy"
         return start
-    teacher = Location(source)
+    teacher = model_location(Location(source))
     if "config.json" not in teacher.tree():
         raise ConfigError(
             f"train.algorithm.teacher: {teacher.uri} has no config.json. Give a Hugging Face model directory."

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roundhouse.health.taxonomy import code_of, kind_of
-from roundhouse.stages.checkpoint import publish
+from roundhouse.stages.checkpoint import publish, recorded
+from roundhouse.store.directories import own_place
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import FileEntry, Reference
+from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
@@ -47,15 +48,13 @@ def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
         base = run.checkpoint(iteration - 1).reference()
         assert base is not None, "an iteration begins with the checkpoint of the version before"
         attempt = run.begin(stage, policy_version=base.policy_version)
-        files = _copy(base, run.checkpoint(iteration).location)
+        copied = _copy(base, run.checkpoint(iteration).location, attempt.name)
         update = attempt.commit(
             inputs={"base": base},
             counts={"sequences": 0},
             metrics={"train/skipped": 1.0, "seconds/compute": 0.0},
-            details={
-                "checkpoint_files": [entry.model_dump() for entry in files],
-                SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")},
-            },
+            details=recorded(copied)
+            | {SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")}},
         )
     return publish(run, update)
 
@@ -75,9 +74,11 @@ def skipped_in_a_row(run: Run, before: int) -> int:
     return count
 
 
-def _copy(base: Reference, target: Location) -> list[FileEntry]:
-    source = Location(base.uri)
-    entries = read_manifest(base).files
-    for entry in entries:
-        target.write(entry.path, source.read(entry.path))  # publishing checks the digests
-    return entries
+def _copy(base: Reference, target: Location, attempt: str) -> ModelFiles:
+    source, place = Location(base.uri), own_place(attempt)
+    files = []
+    for name, entry in read_manifest(base).model_files.by_name().items():
+        copy = entry.model_copy(update={"path": f"{place}/{name}"})
+        target.write(copy.path, source.read(entry.path))  # publishing checks the digests
+        files.append(copy)
+    return ModelFiles(directory=place, files=files)

@@ -23,14 +23,15 @@ from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, ResidentService
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.stages.checkpoint import TRAINER
+from roundhouse.stages.checkpoint import TRAINER, is_weights
+from roundhouse.stages.checkpoint import recorded as written_files
 from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_metrics, judge_importance, settle
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
 from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
-from roundhouse.store.directories import local_directory, upload_directory
-from roundhouse.store.manifest import FileEntry, Reference
+from roundhouse.store.directories import local_directory, upload_model
+from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, read_manifest, read_table
 from roundhouse.trajectories.ledger_proof import prove_trainable
@@ -67,9 +68,9 @@ def train_iteration(
     attempt = run.begin(stage, policy_version=base.policy_version)
     with _turn(run, base) as asleep:
         if isinstance(run.config.train.service, ProcessService):
-            result, columns = _in_process(run, iteration, sequences, base, cache, say)
+            result, columns = _in_process(run, iteration, sequences, base, cache, say, attempt.name)
         else:
-            result, columns = _in_service(run, iteration, sequences, base, cache)
+            result, columns = _in_service(run, iteration, sequences, base, cache, attempt.name)
     attempt.write_table("columns", columns)
     recorded = read_table(sequences, "sequences")
     _prove_log_probs(run, attempt, recorded, columns, base)
@@ -86,7 +87,7 @@ def train_iteration(
             "wasted_tokens/untrained": untrained_tokens(recorded, columns),
         },
         details={
-            "checkpoint_files": [entry.model_dump() for entry in result.checkpoint_files],
+            **written_files(result.checkpoint),
             "asleep": [{"id": one.replica_id, "placement_group": one.placement_group} for one in asleep],
         },
     )
@@ -165,7 +166,7 @@ def _log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache:
     except BaseException:
         trainer.close()
         raise
-    _resident[(run.uid, base.policy_version, _weights_digest(read_manifest(base).files))] = trainer
+    _resident[(run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))] = trainer
     return found
 
 
@@ -177,7 +178,7 @@ def release_trainer() -> None:
 
 
 def _in_service(
-    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path
+    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, attempt: str
 ) -> tuple[StepResult, pa.Table]:
     """The step by a trainer that stays open for the next one."""
     from roundhouse.training.batch import TrainingSequences
@@ -189,24 +190,24 @@ def _in_service(
         report = trainer.step(batch, iteration)
         with tempfile.TemporaryDirectory() as directory:
             trainer.save(Path(directory))
-            files = upload_directory(run.checkpoint(iteration).location, Path(directory))
+            written = upload_model(run.checkpoint(iteration).location, attempt, Path(directory))
     except BaseException:
         trainer.close()
         raise
-    _resident[(run.uid, iteration, _weights_digest(files))] = trainer
+    _resident[(run.uid, iteration, _weights_digest(written))] = trainer
     result = StepResult(
         sequences=len(batch),
         updates=report.updates,
         metrics=report.metrics,
         seconds=report.seconds,
         tokens=report.tokens,
-        checkpoint_files=files,
+        checkpoint=written,
     )
     return result, report.columns
 
 
 def _in_process(
-    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, say: Say
+    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, say: Say, attempt: str
 ) -> tuple[StepResult, pa.Table]:
     """The step by a process that reads from the store and writes to it: a child of this one, or a Job's."""
     from roundhouse.stages.train_job import run_in_job
@@ -224,6 +225,7 @@ def _in_process(
         base=base,
         reference=reference_origin(run),
         checkpoint=run.checkpoint(iteration).location.uri,
+        attempt=attempt,
         report="",
         cache=str(cache),
     )
@@ -239,7 +241,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
     from roundhouse.training.service.opening import open_service
     from roundhouse.training.trainer import Trainer
 
-    key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).files))
+    key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))
     if (kept := _resident.pop(key, None)) is not None:
         return kept
     release_trainer()
@@ -261,5 +263,5 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
         raise
 
 
-def _weights_digest(files: list[FileEntry]) -> str:
-    return "+".join(entry.sha256 for entry in files if entry.path.endswith(".safetensors") and "/" not in entry.path)
+def _weights_digest(files: ModelFiles) -> str:
+    return "+".join(entry.sha256 for name, entry in files.by_name().items() if is_weights(name))

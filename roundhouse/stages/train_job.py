@@ -72,6 +72,7 @@ def plan_of(run: Run, spec: StepSpec, infra: KubernetesInfra, service: ProcessSe
     tree = spec.model_dump(
         mode="json",
         exclude={
+            "attempt": True,
             "report": True,
             "cache": True,
             "node_cache": True,

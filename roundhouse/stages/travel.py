@@ -23,7 +23,8 @@ from roundhouse.generation.deployment import Replica
 from roundhouse.generation.terms import Terms
 from roundhouse.stages.checkpoint import TRAINER, WEIGHTS_DIGEST
 from roundhouse.stages.policy import checkpoint_cache
-from roundhouse.store.manifest import Reference
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 from roundhouse.weights.adapter import ADAPTER_FILE
@@ -195,10 +196,12 @@ class _Offer:
     def adapter(self) -> Way | None:
         """None: the checkpoint has none (it is the starting policy), or the run is a fork, whose base is its parent's."""
         start = self.run.checkpoint(0).reference()
-        names = {entry.path for entry in read_manifest(self.checkpoint).files}
+        names = read_manifest(self.checkpoint).model_files.by_name()
         if start is None or self.run.parent is not None or f"{TRAINER}/{ADAPTER_FILE}" not in names:
             return None
-        return AdapterWay(dtype=self.dtype, base=start.uri, uri=f"{self.checkpoint.uri}/{TRAINER}")
+        return AdapterWay(
+            dtype=self.dtype, base=start.uri, uri=(model_location(Location(self.checkpoint.uri)) / TRAINER).uri
+        )
 
 
 def _require_gpu() -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from roundhouse.config.loading import differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.store.directories import own_place
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
@@ -106,10 +107,14 @@ def adopt_checkpoints(run: Run) -> Reference:
 def _adopt(run: Run, version: int, origin: Reference) -> Reference:
     manifest, source, stage = read_manifest(origin), Location(origin.uri), run.checkpoint(version)
     attempt = run.begin(stage, policy_version=version)
-    for entry in manifest.files:
-        take(source, stage.location, entry.path)
-        attempt.adopt(entry)
-    return attempt.commit(inputs={"parent": origin}, metrics=manifest.metrics, details=manifest.details)
+    place = own_place(attempt.name)
+    theirs = source / manifest.directory if manifest.directory else source
+    for name, entry in manifest.model_files.by_name().items():
+        take(theirs, stage.location / place, name)
+        attempt.adopt(entry.model_copy(update={"path": f"{place}/{name}"}))
+    return attempt.commit(
+        inputs={"parent": origin}, metrics=manifest.metrics, details=manifest.details, directory=place
+    )
 
 
 def _parents_reference(parent: Parent, version: int) -> Reference:

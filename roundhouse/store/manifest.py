@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from roundhouse.store.location import Location, NotFound
+
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 
@@ -54,6 +56,25 @@ class FileEntry(BaseModel):
         return path
 
 
+class ModelFiles(BaseModel):
+    """The files of a checkpoint, in the directory of the attempt that wrote them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: str = ""
+    """Below the manifest's, such as `a0002-1f3c9a2e`. Empty in stores of before, whose files lie beside the manifest."""
+    files: list[FileEntry]
+
+    def by_name(self) -> dict[str, FileEntry]:
+        """Each file by its name in the model's directory, such as `config.json`."""
+        prefix = f"{self.directory}/" if self.directory else ""
+        return {entry.path.removeprefix(prefix): entry for entry in self.files}
+
+    def named(self) -> list[FileEntry]:
+        """The files, with these names for paths."""
+        return [entry.model_copy(update={"path": name}) for name, entry in self.by_name().items()]
+
+
 class Provenance(BaseModel):
     """What the result of a stage depends on beside its inputs."""
 
@@ -78,6 +99,8 @@ class Manifest(BaseModel):
     provenance: Provenance
     inputs: dict[str, Reference]
     files: list[FileEntry]
+    directory: str = ""
+    """Of a checkpoint's files (`ModelFiles`)."""
     outputs: dict[str, Reference] = {}
     """What the stage completed elsewhere in the store."""
     counts: dict[str, int] = {}
@@ -90,8 +113,22 @@ class Manifest(BaseModel):
     resources: dict[str, float] = {}
     """cpu_seconds of the processes that ran the stage, max_rss_mib of the one that committed it."""
 
+    @property
+    def model_files(self) -> ModelFiles:
+        """Of a checkpoint."""
+        return ModelFiles(directory=self.directory, files=self.files)
+
     def to_bytes(self) -> bytes:
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
+
+
+def model_location(location: Location) -> Location:
+    """Where a model's files lie: of a checkpoint, the directory that its manifest names; else the directory itself."""
+    try:
+        manifest = Manifest.model_validate_json(location.read(MANIFEST))
+    except (NotFound, ValueError):  # a model of elsewhere, with a manifest of another kind at most
+        return location
+    return location / manifest.directory if manifest.directory else location
 
 
 def sha256(data: bytes) -> str:

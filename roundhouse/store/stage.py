@@ -154,8 +154,13 @@ class Attempt:
         counts: dict[str, int] | None = None,
         metrics: dict[str, float] | None = None,
         details: dict[str, Any] | None = None,
+        directory: str = "",
     ) -> Reference:
-        """Make the stage complete; return its reference, or the winner's if another writer was first."""
+        """Make the stage complete; return its reference, or the winner's if another writer was first.
+
+        Args:
+            directory: where a checkpoint's files lie (`ModelFiles`).
+        """
         manifest = Manifest(
             kind=self.stage.kind,
             run_id=self.stage.run_id,
@@ -164,6 +169,7 @@ class Attempt:
             provenance=self._provenance,
             inputs=inputs or {},
             files=self._files,
+            directory=directory,
             outputs=outputs or {},
             counts=counts or {},
             metrics=metrics or {},

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from roundhouse.stages.approval import answer_to
-from roundhouse.store.manifest import Reference
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -33,7 +34,7 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
         return None
     _create_model(client, name)
     if registered_version(client, name, run, version) is None:
-        place = checkpoint.uri.removeprefix("file://")
+        place = _place(checkpoint).removeprefix("file://")
         said = (
             f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{place}`. MLflow has no copy."
         )
@@ -97,6 +98,7 @@ def _lineage(run: Run, version: int, checkpoint: Reference) -> dict[str, str]:
         UID_TAG: run.uid,
         "roundhouse.run_id": run.run_id,
         "roundhouse.checkpoint": checkpoint.uri,
+        "roundhouse.model": _place(checkpoint),
         "roundhouse.checkpoint_digest": checkpoint.digest,
         "roundhouse.code_version": run.code_version,
     }
@@ -110,8 +112,12 @@ def _lineage(run: Run, version: int, checkpoint: Reference) -> dict[str, str]:
     return tags
 
 
+def _place(checkpoint: Reference) -> str:
+    """URI of its Hugging Face directory."""
+    return model_location(Location(checkpoint.uri)).uri
+
+
 def _source(checkpoint: Reference) -> str:
     """MLflow's server refuses paths outside its own artifacts; under a scheme of ours it keeps them as a name."""
-    if checkpoint.uri.startswith("file://"):
-        return "roundhouse" + checkpoint.uri.removeprefix("file")
-    return checkpoint.uri
+    place = _place(checkpoint)
+    return "roundhouse" + place.removeprefix("file") if place.startswith("file://") else place

@@ -15,7 +15,7 @@ from typing import Any
 from roundhouse.errors import StoreError
 from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest
+from roundhouse.store.manifest import MANIFEST, Manifest, model_location
 from roundhouse.view.dataset_versions import PREFIX, is_dataset, numbered
 from roundhouse.view.scope import Scope, ViewError
 
@@ -125,7 +125,7 @@ class Catalog:
         checkpoints = self.root / f"runs/{run_id}/checkpoints"
         for name in checkpoints.names():
             try:
-                return (checkpoints / name).read("tokenizer.json")
+                return model_location(checkpoints / name).read("tokenizer.json")
             except NotFound:
                 continue
         return None

@@ -46,7 +46,7 @@ class CheckpointCache:
         manifest = read_manifest(reference)
         if Location(reference.uri).is_local:
             return local_directory(reference, scratch)
-        key, size = content_key(manifest.files), sum(file.size for file in manifest.files)
+        key, size = content_key(manifest.model_files.named()), sum(file.size for file in manifest.files)
         try:
             cache = self._cache()
             if (entry := cache.held(key)) is None:
@@ -84,11 +84,13 @@ def content_key(files: Iterable[FileEntry]) -> str:
 
 
 def _fetch(reference: Reference, manifest: Manifest, partial: Path) -> None:
-    for parent in {(partial / file.path).parent for file in manifest.files}:
+    files, source = manifest.model_files.by_name(), Location(reference.uri)
+    for parent in {(partial / name).parent for name in files}:
         parent.mkdir(parents=True, exist_ok=True)
-    ranged.download(Location(reference.uri), {file.path: file.size for file in manifest.files}, partial)
-    for file in manifest.files:
-        with (partial / file.path).open("rb") as stream:
+    source = source / manifest.directory if manifest.directory else source
+    ranged.download(source, {name: file.size for name, file in files.items()}, partial)
+    for name, file in files.items():
+        with (partial / name).open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
                 raise StoreError(
                     f"{reference.uri}/{file.path} is damaged: it is not what its manifest says. Restore it."

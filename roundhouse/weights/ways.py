@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest
+from roundhouse.store.manifest import MANIFEST, Manifest, model_location
 from roundhouse.weights import adapter, ranged
 from roundhouse.weights.cache import CacheEntry, NodeCache
 from roundhouse.weights.delta import apply_delta
@@ -244,7 +244,7 @@ def fetch(uri: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
     if path is not None:
         if not path.is_dir():
             raise DataError(f"The weights directory {path} does not exist. Name a Hugging Face directory.")
-        return path, None
+        return model_location(Location(str(path))).local_path, None
     try:
         entry = _downloaded(uri, cache)
     except (StoreError, InfraError) as error:
@@ -268,7 +268,9 @@ def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:
     if manifest is None:
         files = {name: (source.size(name), None) for name in source.names() if _is_weights(name)}
     else:
-        files = {entry.path: (entry.size, entry.sha256) for entry in manifest.files if _is_weights(entry.path)}
+        source = source / manifest.directory if manifest.directory else source
+        named = manifest.model_files.by_name()
+        files = {name: (entry.size, entry.sha256) for name, entry in named.items() if _is_weights(name)}
     if not any(name.endswith(".safetensors") for name in files):
         raise DataError(f"There are no safetensors files at {uri}.")
 

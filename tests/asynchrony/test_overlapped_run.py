@@ -122,7 +122,7 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_for_bit(place: Place)
         weights = [
             {
                 entry.path: entry.sha256
-                for entry in read_manifest(run.checkpoint(k).reference()).files
+                for entry in read_manifest(run.checkpoint(k).reference()).model_files.named()
                 if entry.path.endswith(".safetensors")
             }
             for run in (plain, bounded)

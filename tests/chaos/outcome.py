@@ -31,7 +31,7 @@ class Outcome:
         last = run.checkpoint(wanted).reference()
         if last is None:
             return cls({}, {}, ["the run has no last checkpoint"])
-        weights = {entry.path: entry.sha256 for entry in read_manifest(last).files}
+        weights = {name: entry.sha256 for name, entry in read_manifest(last).model_files.by_name().items()}
         trained, problems = {}, []
         for iteration in range(1, wanted + 1):
             collected = run.stage(iteration, "collect").reference()

@@ -28,7 +28,7 @@ import httpx
 
 from tests.chaos.strikes import PLAN_VARIABLE, Operation, Plan, Strike
 
-_ATTEMPT = re.compile(r"\ba(ttempt-)?\d{4}\b")
+_ATTEMPT = re.compile(r"\ba(ttempt-)?\d{4}(-[0-9a-f]{8}(?=/))?\b")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
 _ON_STORE = ("before", "torn", "unplaced", "after")
 _ON_BUCKET = ("before", "after")

@@ -4,7 +4,7 @@ Invariant: a strike kills once. Before the process dies, the strike is written d
 arm it again; so a run with any number of strikes ends.
 
 An operation has a name that is the same in every run of one configuration: `create iterations/000003/validate/manifest.json`,
-`write checkpoints/000002/trainer/optimizer.safetensors`, `refit version 2`, `mlflow log_batch`, `prefect POST /artifacts/`.
+`write checkpoints/000002/a*/trainer/optimizer.safetensors`, `refit version 2`, `mlflow log_batch`, `prefect POST /artifacts/`.
 
     before     nothing of it was done
     torn       half of the bytes lie in the temporary file

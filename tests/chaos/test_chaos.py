@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from roundhouse.store.manifest import model_location
 from roundhouse.store.run import load_run
 from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand, stand
@@ -39,14 +40,14 @@ def test_killed_at_seeded_moments_it_ends_in_the_same_bytes(ready: Stand, undist
         Kill("flow", 0.05 * work),
     ]
     strikes = [
-        Strike("flow", "write checkpoints/000001/tokenizer.json", "torn"),
+        Strike("flow", "write checkpoints/000001/a*/tokenizer.json", "torn"),
         Strike("flow", "create iterations/000002/validate/manifest.json", "unplaced"),
     ]
     trial = play(ready, "disturbed", kills, strikes)
     assert trial.outcome.differences(undisturbed.outcome) == []
     assert trial.starts > 1
     assert [str(done) for done in trial.done if "planted" not in done.target]
-    assert [str(done) for done in trial.done if "torn write checkpoints/000001/tokenizer.json" in done.where]
+    assert [str(done) for done in trial.done if "torn write checkpoints/000001/a*/tokenizer.json" in done.where]
     assert [
         str(done) for done in trial.done if "unplaced create iterations/000002/validate/manifest.json" in done.where
     ]
@@ -66,8 +67,8 @@ def test_a_recording_names_the_operations_of_every_kind(ready: Stand, undisturbe
     phases = {strike.phase for strike in every_strike(operations, [2])}
     assert phases == {"before", "torn", "unplaced", "after"}
     trained = [one.name for one in by_trainer_process(operations) if one.process == "trainer"]
-    assert "write checkpoints/000002/model.safetensors" in trained
-    assert "write checkpoints/000000/model.safetensors" not in trained
+    assert "write checkpoints/000002/a*/model.safetensors" in trained
+    assert "write checkpoints/000000/a*/model.safetensors" not in trained
 
 
 def test_the_comparison_notices_one_changed_bit_and_one_lost_rollout(ready: Stand, undisturbed: Trial) -> None:
@@ -86,7 +87,7 @@ def test_the_comparison_notices_one_changed_bit_and_one_lost_rollout(ready: Stan
 
 def test_a_damaged_store_is_no_pass(ready: Stand, undisturbed: Trial, tmp_path: Path) -> None:
     run = load_run(ready.settings["store"], "undisturbed")
-    place = run.checkpoint(3).location.local_path / "tokenizer.json"
+    place = model_location(run.checkpoint(3).location).local_path / "tokenizer.json"
     whole = place.read_bytes()
     try:
         place.write_bytes(whole[:-1])

@@ -15,7 +15,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
-from roundhouse.store.directories import upload_directory
+from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance
 from roundhouse.store.stage import Stage
@@ -34,9 +34,10 @@ def committed(location: Location, directory: Path, version: int) -> str:
     """A checkpoint as the checkpoint stage leaves it."""
     provenance = Provenance(policy_version=version, config_digest="", code_version="test", seed=0)
     attempt = Stage(location, kind="checkpoint", run_id="a", iteration=version).begin(provenance)
-    for entry in upload_directory(location, directory):
+    written = upload_model(location, attempt.name, directory)
+    for entry in written.files:
         attempt.adopt(entry)
-    return attempt.commit().uri
+    return attempt.commit(directory=written.directory).uri
 
 
 def test_the_flow_starts_the_application_of_a_rayservice_and_refits_its_replica_in_place(

@@ -18,7 +18,7 @@ from roundhouse.infra.kubernetes import train_job
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from tests.k8s.players import run_container
@@ -97,7 +97,7 @@ def test_the_error_of_a_step_reaches_the_stage_as_it_was_raised_in_the_pod(
     run = cluster_run(fake, bucket, tmp_path, monkeypatch)
     start = starting_policy(run)
     batch: Reference = sequences(run, 1)
-    run.checkpoint(0).location.write("model.safetensors", b"damaged")
+    model_location(run.checkpoint(0).location).write("model.safetensors", b"damaged")
     with pytest.raises(StoreError, match="is damaged"):
         train_iteration(run, 1, batch, start, tmp_path / "cache")
     assert len(fake.kubelet.pods) == 1

@@ -24,7 +24,8 @@ from roundhouse.stages.datasets import Draw, dataset_stage
 from roundhouse.stages.offline import prepare_offline, validate_batch, with_iterations
 from roundhouse.stages.policy import checkpoint_cache, starting_policy
 from roundhouse.stages.train import log_probs_under, train_iteration
-from roundhouse.store.manifest import Reference
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout, Status, Turn
@@ -49,7 +50,9 @@ def make_config(directory: Path, run_id: str = "base", **keys: Any) -> RunConfig
 
 
 def model_of(checkpoint: Reference) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint.uri.removeprefix("file://"), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        model_location(Location(checkpoint.uri)).local_path, dtype=torch.float32
+    ).eval()
 
 
 def prompt_of(group: int, vocabulary: int) -> list[int]:

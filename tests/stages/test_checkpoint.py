@@ -1,15 +1,22 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.stages.checkpoint import publish, publish_starting_policy, retain
-from roundhouse.store.directories import local_directory, upload_directory
+from roundhouse.generation.model_files import local_model
+from roundhouse.stages.checkpoint import publish, publish_starting_policy, recorded, retain
+from roundhouse.stages.fork import fork_config, fork_run
+from roundhouse.store.directories import local_directory, upload_model
+from roundhouse.store.garbage import find_garbage
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import FileEntry, Reference, model_location, sha256
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
+from roundhouse.store.verification import verify
+from roundhouse.weights import ways
+from roundhouse.weights.cache import NodeCache
 
 
 def model_directory(path: Path, weights: bytes = b"weights") -> Path:
@@ -22,9 +29,9 @@ def model_directory(path: Path, weights: bytes = b"weights") -> Path:
 
 def trained(run: Run, version: int, directory: Path) -> Reference:
     """A train stage that wrote the files of `version`."""
-    files = upload_directory(run.checkpoint(version).location, directory)
     attempt = run.begin(run.stage(version, "train"), policy_version=version - 1)
-    return attempt.commit(details={"checkpoint_files": [entry.model_dump() for entry in files]})
+    written = upload_model(run.checkpoint(version).location, attempt.name, directory)
+    return attempt.commit(details=recorded(written))
 
 
 @pytest.fixture
@@ -46,7 +53,8 @@ def test_a_published_version_holds_the_model_and_the_trainer_and_is_the_latest(r
 
 def test_files_that_changed_since_training_are_not_published(run: Run, tmp_path: Path) -> None:
     update = trained(run, 1, model_directory(tmp_path / "one"))
-    run.checkpoint(1).location.write("model.safetensors", b"something else")
+    place = run.checkpoint(1).location / read_manifest(update).details["checkpoint_directory"]
+    place.write("model.safetensors", b"something else")
     with pytest.raises(StoreError, match="is not what the train stage"):
         publish(run, update)
     assert run.checkpoint(1).reference() is None
@@ -54,7 +62,7 @@ def test_files_that_changed_since_training_are_not_published(run: Run, tmp_path:
 
 def test_a_damaged_checkpoint_is_not_loaded(run: Run, tmp_path: Path) -> None:
     published = publish_starting_policy(run, model_directory(tmp_path / "start"), {})
-    Location(published.uri).write("model.safetensors", b"weight")
+    model_location(Location(published.uri)).write("model.safetensors", b"weight")
     with pytest.raises(StoreError, match="damaged"):
         local_directory(published, tmp_path / "cache")
 
@@ -74,4 +82,59 @@ def test_the_starting_policys_manifest_records_how_it_was_made(run: Run, tmp_pat
     reference = publish_starting_policy(run, model_directory(tmp_path / "start"), {"source": "s3://models/x"})
     manifest = read_manifest(reference)
     assert manifest.details == {"source": "s3://models/x"}
-    assert {entry.path for entry in manifest.files} == {"config.json", "model.safetensors", "trainer/state.json"}
+    assert manifest.model_files.by_name().keys() == {"config.json", "model.safetensors", "trainer/state.json"}
+
+
+def test_a_second_driver_that_trains_the_same_version_leaves_what_is_published_as_it_is(
+    run: Run, tmp_path: Path
+) -> None:
+    """The reproduction: B trains version 1 to other bytes and uploads them after A has published."""
+    other = open_run(run.config)
+    began = other.begin(other.stage(1, "train"), policy_version=0)
+    published = publish(run, trained(run, 1, model_directory(tmp_path / "a", b"the weights of A")))
+    late = upload_model(other.checkpoint(1).location, began.name, model_directory(tmp_path / "b", b"B's own weights"))
+    assert publish(other, began.commit(details=recorded(late))) == published
+    local = local_directory(published, tmp_path / "cache")
+    assert (local / "model.safetensors").read_bytes() == b"the weights of A"
+    assert verify(run.config.store).problems == []
+    garbage = [item.name.rsplit(late.directory, 1)[-1] for item in find_garbage(run.config.store)]
+    assert garbage == ["/config.json", "/model.safetensors", "/trainer/state.json"], "what B wrote, and nothing else"
+
+
+def test_two_uploads_of_one_attempt_have_places_of_their_own(run: Run, tmp_path: Path) -> None:
+    """A pod of a Job that was replaced, and comes back."""
+    directory, place = model_directory(tmp_path / "one"), run.checkpoint(1).location
+    assert upload_model(place, "0001", directory).directory != upload_model(place, "0001", directory).directory
+
+
+def test_a_checkpoint_of_before_whose_files_lie_beside_the_manifest_is_read_everywhere(
+    run: Run, tmp_path: Path
+) -> None:
+    """Stores that were written before attempts had places of their own."""
+    place = run.checkpoint(0).location
+    attempt = run.begin(run.checkpoint(0), policy_version=0)
+    for file in model_directory(tmp_path / "old", b"old weights").rglob("*"):
+        if file.is_file():
+            attempt.write_bytes(file.relative_to(tmp_path / "old").as_posix(), file.read_bytes())
+    attempt.commit()
+    old = json.loads(place.read("manifest.json"))
+    old.pop("directory")
+    place.write("manifest.json", json.dumps(old).encode())
+    reference = run.checkpoint(0).reference()
+    assert reference is not None
+    local = local_directory(reference, tmp_path / "cache")
+    assert (local / "trainer/state.json").read_text() == "{}"
+    assert model_location(place).uri == place.uri
+    assert (local_model(reference.uri, tmp_path / "engine") / "config.json").read_text() == "{}"
+    fetched, held = ways.fetch(reference.uri, NodeCache(tmp_path / "node", 10**9))
+    assert (fetched / "model.safetensors").read_bytes() == b"old weights"
+    if held is not None:
+        held.release()
+    train = run.begin(run.stage(1, "train"), policy_version=0)
+    run.checkpoint(1).location.write("model.safetensors", b"w")
+    entry = FileEntry(path="model.safetensors", size=1, sha256=sha256(b"w"))
+    published = publish(run, train.commit(details={"checkpoint_files": [entry.model_dump()]}))
+    assert (local_directory(published, tmp_path / "cache") / "model.safetensors").read_bytes() == b"w"
+    fork = fork_run(fork_config(run.config.store, "r", "fork", 1))
+    assert model_location(fork.checkpoint(1).location).read("model.safetensors") == b"w"
+    assert verify(run.config.store).problems == []

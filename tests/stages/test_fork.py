@@ -18,6 +18,7 @@ from roundhouse.stages.report import summarize
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.store.garbage import collect_garbage, find_garbage
 from roundhouse.store.location import Location
+from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run, load_run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
@@ -51,7 +52,7 @@ def test_a_fork_goes_on_from_the_parents_version_and_records_its_lineage(store_u
     assert recorded["checkpoint"]["digest"] == parent.checkpoint(2).reference().digest
     adopted = read_manifest(fork.checkpoint(2).reference())
     assert adopted.inputs["parent"] == parent.checkpoint(2).reference()
-    assert {entry.path for entry in adopted.files} == {"config.json", "model.safetensors", "trainer/state.json"}
+    assert adopted.model_files.by_name().keys() == {"config.json", "model.safetensors", "trainer/state.json"}
     assert fork_run(fork_config(store_uri, "base", "wide", 2, ["rollout.group_size=16"])).uid == fork.uid
     assert summarize(load_run(store_uri, "wide"))["parent"]["version"] == 2
 
@@ -65,7 +66,7 @@ def test_retention_collection_and_deletion_of_the_parent_leave_the_fork_whole(st
     parent.location.delete_tree()
     assert verify(store_uri).problems == []
     assert load_run(store_uri, "wide").latest_checkpoint() == fork.latest_checkpoint()
-    assert fork.checkpoint(2).location.read("model.safetensors") == b"weights 2"
+    assert model_location(fork.checkpoint(2).location).read("model.safetensors") == b"weights 2"
     assert retain(fork, 9) == [], "a fork keeps the version that it started from"
 
 
@@ -73,9 +74,9 @@ def test_a_fork_on_the_same_file_system_costs_no_bytes_and_no_write_reaches_its_
     store = str(tmp_path / "store")
     parent = parent_with(store, 1, tmp_path)
     fork = fork_run(fork_config(store, "base", "wide", 1))
-    files = [run.checkpoint(1).location.local_path / "model.safetensors" for run in (parent, fork)]
+    files = [model_location(run.checkpoint(1).location).local_path / "model.safetensors" for run in (parent, fork)]
     assert files[0].stat().st_ino == files[1].stat().st_ino
-    fork.checkpoint(1).location.write("model.safetensors", b"changed in the fork")
+    model_location(fork.checkpoint(1).location).write("model.safetensors", b"changed in the fork")
     assert files[0].read_bytes() == b"weights 1"
 
 
@@ -118,7 +119,7 @@ def test_resume_from_path_begins_there_once_and_continues_afterwards(tmp_path: P
     config = settings(str(tmp_path / "elsewhere"), run_id="next", resume=resume)
     run = open_run(config, first_start=True)
     assert starting_policy(run).policy_version == 2
-    assert run.checkpoint(2).location.read("model.safetensors") == b"weights 2"
+    assert model_location(run.checkpoint(2).location).read("model.safetensors") == b"weights 2"
     assert open_run(config, first_start=True).uid == run.uid
     with pytest.raises(ConfigError, match=r"began from .*000002, not from resume.path"):
         open_run(settings(config.store, run_id="next", resume=resume | {"path": parent.checkpoint(1).location.uri}))
@@ -166,7 +167,7 @@ def test_a_fork_without_changes_trains_the_very_version_that_its_parent_trained(
     update = train_iteration(fork, 3, test_train.sequences(fork, 3), start, tmp_path / "cache")
     release_trainer()
     mine, parents = (
-        {entry.path: entry.sha256 for entry in read_manifest(reference).files}
+        {entry.path: entry.sha256 for entry in read_manifest(reference).model_files.named()}
         for reference in (publish(fork, update), base)
     )
     assert mine == parents, "weights and trainer state, byte for byte"

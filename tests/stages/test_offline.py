@@ -74,7 +74,9 @@ def trained(run: Run, iteration: int) -> dict[str, float]:
 def weights(run: Run, version: int) -> str:
     reference = run.checkpoint(version).reference()
     assert reference is not None
-    [digest] = [entry.sha256 for entry in read_manifest(reference).files if entry.path == "model.safetensors"]
+    [digest] = [
+        entry.sha256 for entry in read_manifest(reference).model_files.named() if entry.path == "model.safetensors"
+    ]
     return digest
 
 

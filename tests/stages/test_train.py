@@ -20,7 +20,7 @@ from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_s
 from roundhouse.stages.train import train_iteration
 from roundhouse.stages.train_process import run_in_process
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.training.service import one_shot
@@ -77,7 +77,9 @@ def sequences(run: Run, iteration: int) -> Reference:
 
 
 def weights_digest(reference: Reference) -> str:
-    [digest] = [entry.sha256 for entry in read_manifest(reference).files if entry.path == "model.safetensors"]
+    [digest] = [
+        entry.sha256 for entry in read_manifest(reference).model_files.named() if entry.path == "model.safetensors"
+    ]
     return digest
 
 
@@ -99,7 +101,7 @@ def no_resident_trainer() -> Iterator[None]:
 
 
 def checkpoint_digests(reference: Reference) -> dict[str, str]:
-    return {entry.path: entry.sha256 for entry in read_manifest(reference).files}
+    return {entry.path: entry.sha256 for entry in read_manifest(reference).model_files.named()}
 
 
 @pytest.fixture
@@ -113,8 +115,12 @@ def test_a_restart_between_iterations_changes_nothing(store_uri: str, tmp_path: 
     restarted = train_two(make_run(f"{store_uri}/b", tmp_path), tmp_path, restart=True)
     start = make_run(f"{store_uri}/a", tmp_path).checkpoint(0).reference()
     assert weights_digest(resident) == weights_digest(restarted) != weights_digest(start)
-    trainer_files = [entry for entry in read_manifest(resident).files if entry.path.startswith("trainer/")]
-    assert trainer_files == [entry for entry in read_manifest(restarted).files if entry.path.startswith("trainer/")]
+    trainer_files = [
+        entry for entry in read_manifest(resident).model_files.named() if entry.path.startswith("trainer/")
+    ]
+    assert trainer_files == [
+        entry for entry in read_manifest(restarted).model_files.named() if entry.path.startswith("trainer/")
+    ]
 
 
 def test_a_step_records_its_columns_and_is_not_done_twice(tmp_path: Path) -> None:
@@ -156,7 +162,7 @@ def test_a_process_a_step_writes_what_a_resident_trainer_writes(
 def test_a_remote_server_writes_what_a_resident_trainer_writes_and_serves_one_session_throughout(
     resident_digests: dict[str, str], tmp_path: Path
 ) -> None:
-    start = make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location.local_path
+    start = model_location(make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location).local_path
     service = make_service(start, tmp_path / "server")
     with listening(build_app(service)) as url:
         run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=url)
@@ -169,7 +175,7 @@ def test_a_run_may_go_on_with_another_service(resident_digests: dict[str, str], 
     run = make_run(str(tmp_path / "moved"), tmp_path)
     checkpoint = starting_policy(run)
     checkpoint = publish(run, train_iteration(run, 1, sequences(run, 1), checkpoint, tmp_path / "cache"))
-    with train_server(run.checkpoint(0).location.local_path, tmp_path / "server") as url:
+    with train_server(model_location(run.checkpoint(0).location).local_path, tmp_path / "server") as url:
         run = make_run(str(tmp_path / "moved"), tmp_path, kind="remote", url=url)
         update = train_iteration(run, 2, sequences(run, 2), checkpoint, tmp_path / "cache")
         assert checkpoint_digests(publish(run, update)) == resident_digests
@@ -179,7 +185,7 @@ def test_a_run_may_go_on_with_another_service(resident_digests: dict[str, str], 
 def test_a_server_lost_between_iterations_fails_the_stage_and_the_next_attempt_goes_on_from_the_checkpoint(
     resident_digests: dict[str, str], tmp_path: Path
 ) -> None:
-    start = make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location.local_path
+    start = model_location(make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location).local_path
     port = free_port()
     run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=f"http://127.0.0.1:{port}", retry_seconds=2)
     checkpoint = starting_policy(run)
@@ -203,6 +209,7 @@ def spec_of(run: Run, tmp_path: Path) -> StepSpec:
         sequences=sequences(run, 1),
         reference=starting_policy(run),
         checkpoint=run.checkpoint(1).location.uri,
+        attempt="0001",
         report="",
         cache=str(tmp_path / "cache"),
     )

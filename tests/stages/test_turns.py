@@ -92,8 +92,8 @@ def iterate(run: Run, k: int, base: Reference) -> Reference:
 
 
 def weights(run: Run, version: int) -> dict[str, str]:
-    files = read_manifest(run.checkpoint(version).reference()).files
-    return {entry.path: entry.sha256 for entry in files if entry.path.endswith(".safetensors")}
+    files = read_manifest(run.checkpoint(version).reference()).model_files.by_name()
+    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 def made_by(run: Run, evaluated: Reference) -> tuple[dict[str, str], dict[str, str], list[list[int]]]:

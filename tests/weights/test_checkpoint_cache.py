@@ -9,9 +9,9 @@ import pytest
 import s3fs
 
 from roundhouse.errors import StoreError
-from roundhouse.store.directories import upload_directory
+from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import FileEntry, Provenance, Reference
+from roundhouse.store.manifest import FileEntry, Provenance, Reference, model_location
 from roundhouse.store.stage import Stage
 from roundhouse.weights.checkpoint_cache import CheckpointCache, content_key
 
@@ -36,10 +36,10 @@ def written(directory: Path) -> Path:
 def published(uri: str, directory: Path) -> tuple[Reference, list[FileEntry]]:
     stage = Stage(Location(uri), kind="checkpoint", run_id="a", iteration=1)
     attempt = stage.begin(Provenance(config_digest="c", code_version="v", policy_version=1, seed=0))
-    files = upload_directory(stage.location, directory)
-    for file in files:
+    written = upload_model(stage.location, attempt.name, directory)
+    for file in written.files:
         attempt.adopt(file)
-    return attempt.commit(), files
+    return attempt.commit(directory=written.directory), written.named()
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -90,7 +90,7 @@ def test_of_what_no_step_holds_only_the_bound_is_kept(bucket: str, tmp_path: Pat
 
 def test_a_damaged_file_is_no_entry(bucket: str, tmp_path: Path) -> None:
     reference, _ = published(f"{bucket}/1", written(tmp_path / "made"))
-    Location(f"{bucket}/1").write("model.safetensors", b"x" * 5000)
+    model_location(Location(f"{bucket}/1")).write("model.safetensors", b"x" * 5000)
     (tmp_path / "node").mkdir()
     for _ in range(2):
         with pytest.raises(StoreError, match=r"model\.safetensors is damaged"):

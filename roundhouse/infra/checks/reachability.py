@@ -18,6 +18,8 @@ from roundhouse.infra import ports, processes
 from roundhouse.infra.checks.finding import Finding, fail, ok, warn
 from roundhouse.infra.services import Services, status
 from roundhouse.infra.state import ServiceRecord
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import model_location
 
 PROBE_SECONDS = 2.0
 ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/", "deployments": "/health"}
@@ -52,7 +54,7 @@ def configured(config: RunConfig) -> list[Finding]:
     if isinstance(config.environment, AgentEnvironment):
         findings += _agent(config.environment)
     if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
-        findings.append(_model(Path(config.policy.path)))
+        findings.append(_model(model_location(Location(config.policy.path)).local_path))
     return findings
 
 

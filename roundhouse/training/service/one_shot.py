@@ -2,7 +2,8 @@
 
 Invariant: the process depends on nothing but its spec and what the spec names in the store, and leaves its result in the
 store: the checkpoint's files, then `columns.parquet`, and last `report.json`, which exists exactly when the step is whole.
-So it runs anywhere (beside the train stage, or as a Kubernetes Job), and running it again writes the same files.
+So it runs anywhere (beside the train stage, or as a Kubernetes Job), and running it again writes the same files, to another
+place.
 
     torchrun --nproc-per-node 8 -m roundhouse.training.service.one_shot --spec spec.json     one model over eight ranks
 
@@ -28,9 +29,9 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.taxonomy import typed
 from roundhouse.observed import be_observed
-from roundhouse.store.directories import local_directory, plain_directory, upload_directory
+from roundhouse.store.directories import local_directory, plain_directory, upload_model
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import FileEntry, Reference
+from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.stage import read_table
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY
@@ -63,7 +64,9 @@ class StepSpec(BaseModel):
     reference: Reference | str | None = None
     """Model of the KL term: a checkpoint, or the URI of a model directory."""
     checkpoint: str
-    """URI of the directory where the new version's files go."""
+    """URI of the new version's directory; the files go to a place of their own there."""
+    attempt: str
+    """Name of the train stage's attempt, for that place."""
     report: str
     """URI of the directory for report, columns or error."""
     cache: str
@@ -84,7 +87,7 @@ class StepResult(BaseModel):
     metrics: dict[str, float]
     seconds: dict[str, float]
     tokens: dict[str, int]
-    checkpoint_files: list[FileEntry]
+    checkpoint: ModelFiles
 
 
 def run_step(spec: StepSpec, ranks: Ranks) -> None:
@@ -107,11 +110,11 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as directory:
         trainer.save(Path(directory))
         if ranks.leads:
-            files = upload_directory(Location(spec.checkpoint), Path(directory))
+            written = upload_model(Location(spec.checkpoint), spec.attempt, Path(directory))
             if kept is not None:
-                kept.keep(files, Path(directory))
+                kept.keep(written.named(), Path(directory))
             more = {} if kept is None else {"fetched_bytes": float(kept.fetched_bytes)}
-            _write(spec, len(batch), report, files, more)
+            _write(spec, len(batch), report, written, more)
     if kept is not None:
         kept.release()
 
@@ -139,16 +142,14 @@ def _reference(spec: StepSpec, cache: Path, kept: CheckpointCache | None) -> Pat
     return None if spec.reference is None else plain_directory(Location(spec.reference), cache)
 
 
-def _write(
-    spec: StepSpec, sequences: int, report: StepReport, files: list[FileEntry], more: Mapping[str, float]
-) -> None:
+def _write(spec: StepSpec, sequences: int, report: StepReport, written: ModelFiles, more: Mapping[str, float]) -> None:
     result = StepResult(
         sequences=sequences,
         updates=report.updates,
         metrics={**report.metrics, **more},
         seconds=report.seconds,
         tokens=report.tokens,
-        checkpoint_files=files,
+        checkpoint=written,
     )
     sink = io.BytesIO()
     pq.write_table(report.columns, sink, compression="zstd")
