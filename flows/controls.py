@@ -5,17 +5,69 @@ Invariant: only the flow run that a deployment started is touched, the newest on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Cancelling, Suspended
 
 from roundhouse.errors import ConfigError, InfraError
 
 PAUSE_SECONDS = 365 * 86_400
 """Prefect gives a pause an end, after which the flow run fails. A paused run waits for a person."""
+
+
+@contextmanager
+def lasting_suspensions() -> Iterator[None]:
+    """For the block, this flow run rests until a person resumes it, however it was suspended.
+
+    *Suspend* on the Prefect page gives the suspension an end, after 300 s unless a person changes that, and the flow run fails
+    then. The end is moved away as soon as this process hears of the suspension, which is long before a stage has ended.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        yield
+        return
+    flow_run, request = context.flow_run.id, context.flow_run_suspension_request
+    mark = request.mark_requested
+
+    def mark_for_long(state: State) -> None:
+        _prolong(flow_run)
+        mark(state)
+
+    request.mark_requested = mark_for_long  # type: ignore[method-assign]
+    try:
+        yield
+    except Pause:
+        _prolong(flow_run)
+        raise
+    finally:
+        request.mark_requested = mark  # type: ignore[method-assign]
+
+
+def _prolong(flow_run: UUID) -> None:
+    """Move the end of a suspension away, where it has one soon. One that waits with a form is ours, and ends late anyhow."""
+    with suppress(httpx.HTTPError, PrefectHTTPStatusError), get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run).state
+        if (
+            state is None
+            or not state.is_paused()
+            or state.name != "Suspended"
+            or state.state_details.pause_timeout is None
+        ):
+            return
+        soon = datetime.now(UTC) + timedelta(seconds=PAUSE_SECONDS / 2)
+        if state.state_details.pause_timeout < soon:
+            client.set_flow_run_state(flow_run, Suspended(timeout_seconds=PAUSE_SECONDS), force=True)
 
 
 def pause(run_id: str) -> str:

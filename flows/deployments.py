@@ -20,7 +20,9 @@ from prefect.runtime import flow_run
 from flows import approval
 from flows import collect as collecting
 from flows import evaluate as evaluating
+from flows.controls import lasting_suspensions
 from flows.moments import moment_of
+from flows.prefect_log import told_in_prefect
 from flows.reruns import is_first_start
 from flows.train_offline import training_flow
 from roundhouse.config.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
@@ -44,7 +46,7 @@ def _train_name() -> str:
 def train(settings: TrainForm) -> dict[str, Any]:
     """Train a policy: a preset and what you change of it. The same run id goes on with the run of that name.
 
-    Retry continues a failed run at the failed stage; Cancel ends its processes and leaves it resumable; Pause takes effect at
+    Retry continues a failed run at the failed stage; Cancel ends its processes and leaves it resumable; Suspend takes effect at
     the next border of a stage.
     """
     config = settings.resolve(_state())
@@ -124,7 +126,7 @@ async def deployments() -> list[RunnerDeployment]:
 
 def _train(config: RunConfig) -> dict[str, Any]:
     config = config.model_copy(update={"resume": ResumeConfig()})
-    with _labelled(f"run:{config.run_id}"), services_of(config):
+    with _labelled(f"run:{config.run_id}", iterations=config.iterations), services_of(config):
         return training_flow(config).fn(config)
 
 
@@ -133,10 +135,10 @@ def _state() -> str | None:
 
 
 @contextmanager
-def _labelled(*labels: str) -> Iterator[None]:
-    """These tags on this flow run and on all that it starts."""
+def _labelled(*labels: str, iterations: int | None = None) -> Iterator[None]:
+    """These tags on this flow run and on all that it starts; it tells Prefect how far it is, and rests as long as it is let."""
     with get_client(sync_client=True) as client:
         present = client.read_flow_run(flow_run.id).tags
         client.update_flow_run(flow_run.id, tags=sorted({*present, *labels}))
-    with tagging(*labels):
+    with tagging(*labels), lasting_suspensions(), told_in_prefect(iterations):
         yield

@@ -11,6 +11,7 @@ from flows.borders import at_border, at_end
 from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
 from flows.iteration import iteration
 from flows.overlap import lanes, overlapped_iteration
+from flows.prefect_log import told_in_prefect
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
 from flows.termination import repeated_terminations
@@ -35,6 +36,7 @@ def train(config: WholeConfig) -> dict[str, Any]:
         untagged_tasks(),
         without_heartbeats(),
         repeated_terminations(),
+        told_in_prefect(config.iterations),
         tracked(run),
         heartbeat(run),
         awake_at_end(run),

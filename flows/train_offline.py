@@ -9,6 +9,7 @@ from prefect import Flow, flow
 from flows.borders import at_border, at_end
 from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
 from flows.iteration import is_evaluated
+from flows.prefect_log import told_in_prefect
 from flows.recovery import carry_out
 from flows.reruns import is_first_start
 from flows.termination import repeated_terminations
@@ -44,6 +45,7 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
         untagged_tasks(),
         without_heartbeats(),
         repeated_terminations(),
+        told_in_prefect(run.config.iterations),
         tracked(run),
         heartbeat(run),
         awake_at_end(run),
