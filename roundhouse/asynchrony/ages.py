@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from roundhouse.errors import DataError
+from roundhouse.trajectories.recompute import computed_log_probs
 
 
 def staleness_metrics(sequences: pa.Table, columns: pa.Table, trained_version: int) -> dict[str, float]:
@@ -63,22 +64,21 @@ def _measured(sequences: pa.Table, columns: pa.Table, trained_version: int) -> t
     """[M] age and old - gen of each token that the trainer computed, and the share of sequences with several versions."""
     names = ["policy_version", "version_spans", "loss_mask", "gen_logprobs"]
     ages, differences, mixed = [], [], 0
-    computed = columns.column("trainer_logprobs").to_pylist()
+    computed = columns.column("trainer_logprobs").combine_chunks()
     for row, trainer in zip(sequences.select(names).to_pylist(), computed, strict=True):
         spans = row["version_spans"] or []
         mixed += len({span["version"] for span in spans}) > 1
-        if trainer is None:
+        if not trainer.is_valid:
             continue  # nothing of it was trained on
-        if len(trainer) != len(row["loss_mask"]):
+        old, counted = computed_log_probs(trainer)
+        if len(old) != len(row["loss_mask"]):
             raise DataError(
-                f"{len(trainer)} trainer log-probabilities for {len(row['loss_mask'])} tokens: not of one step."
+                f"{len(old)} trainer log-probabilities for {len(row['loss_mask'])} tokens: not of one step."
             )
-        versions = np.full(len(trainer), row["policy_version"])
+        versions = np.full(len(old), row["policy_version"])
         for span in spans:
             versions[span["start"] : span["end"]] = span["version"]
-        old = np.asarray(trainer, dtype=np.float64)
-        counted = (old != 0) & np.asarray(row["loss_mask"], dtype=bool)  # exactly 0 where the trainer skipped a token
         ages.append((trained_version - versions)[counted])
-        differences.append((old - np.asarray(row["gen_logprobs"]))[counted])
+        differences.append((old.astype(np.float64) - np.asarray(row["gen_logprobs"]))[counted])
     none: list[np.ndarray] = [np.zeros(0)]
     return np.concatenate(ages or none), np.concatenate(differences or none), mixed / sequences.num_rows

@@ -76,8 +76,10 @@ class ValidationConfig(Section):
     """Hold each rollout's recorded messages against its tokens, decoded with the policy's tokenizer. Not possible, and not
     done, where an agent or worker keeps the record (environment.kind agent, worker)."""
     recompute_tolerance: PositiveFloat | None = 0.25
-    """The train stage recomputes the log-probability of every token that it trains on. It fails, and its weights become no
-    version, when a sequence differs from what the engine recorded by more than this: the mean of the absolute difference
-    over its tokens in nats, of at least 16. A few times `train/logprob_abs_diff_mean` of a good iteration is a sharp value.
+    """The train stage recomputes the log-probability of every token that it trains on. A sequence that differs from what the
+    engine recorded by more than this has weight 0 and is counted: the mean of the absolute difference over its tokens in
+    nats, of at least 16. A few times `train/logprob_abs_diff_mean` of a good iteration is a sharp value.
     Not done under top-k, top-p or temperature 0, where the engine draws from another distribution than the trainer
     computes. Null: never."""
+    max_mismatched_fraction: Fraction = 0.05
+    """The train stage fails, and its weights become no version, when a larger share of the sequences differs so."""

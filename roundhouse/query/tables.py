@@ -33,7 +33,7 @@ COLUMNS = pa.schema(
         ("tokens", pa.int64()),
         ("trained_tokens", pa.int64()),
         ("token_mult_prob_error", pa.float64()),
-        ("trainer_logprobs", pa.list_(pa.float32())),  # before the first update; 0 off the mask
+        ("trainer_logprobs", pa.list_(pa.float32())),  # before the first update; null where not computed
     ]
 )
 """The train stage's `columns`; an algorithm may add its own."""

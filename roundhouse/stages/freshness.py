@@ -20,6 +20,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.config.objectives import PolicyGradient
 from roundhouse.config.offline import OfflineConfig
 from roundhouse.errors import DataError
+from roundhouse.trajectories.recompute import computed_log_probs
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +171,7 @@ def drift(config: RunConfig, sequences: pa.Table, columns: pa.Table) -> Importan
     for index in range(columns.num_rows):
         if not computed[index].is_valid:
             continue
-        policy = computed[index].values.to_numpy()
-        on = policy != 0  # exactly 0 off the mask, and where the trainer skipped a token
+        policy, on = computed_log_probs(computed[index])
         differences.append((policy - recorded[index].values.to_numpy())[on])
         owners.append(np.full(int(on.sum()), rollouts[index]))
     if not differences or not sum(map(len, differences)):

@@ -1,8 +1,9 @@
 """The proof of log-probabilities: the weights that the iteration was collected with say what the engine recorded.
 
-Invariant: weights become a version only when every sequence that they were trained on was generated, as recorded, by the
-version before. The train stage computes these log-probabilities anyway, for every token that it trains on, before the
-first update; so the proof covers all of them, costs no pass over the model, and works over every train service.
+Invariant: what weights have learnt from was generated, as recorded, by the version before. The train stage computes these
+log-probabilities anyway, for every token that it trains on, before the first update; so the proof covers all of them, costs no
+pass over the model, and works over every train service. A sequence that the weights do not bear out has weight 0 in every term
+of the loss (`mismatch.borne_out`) and stands in the dataset `mismatched`; above a share of them the weights become no version.
 
 It catches what no single row shows: log-probabilities that were swapped, shifted or made up, answers of other weights under
 the wanted version's number, and tokens that were changed where no later prompt repeats them.
@@ -13,11 +14,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from roundhouse.config.models import RunConfig
+from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import DataError
-
-FEWEST_TOKENS = 16
-"""A shorter sequence counts as this long: one unlikely token, where rounding shows most, is no evidence."""
+from roundhouse.trajectories.recompute import FEWEST_TOKENS, computed_log_probs
 
 MISMATCHED = pa.schema(
     [
@@ -48,10 +47,9 @@ def mismatched(sequences: pa.Table, columns: pa.Table, *, policy_version: int, t
     for index in np.flatnonzero(sequences.column("policy_version").to_numpy() == policy_version).tolist():
         if not trainer[index].is_valid:
             continue
-        old = trainer[index].values.to_numpy()
-        # Exactly 0: off the mask, a token of weight 0, which the trainer skipped, or one that it is certain of.
-        difference = np.where(old != 0, np.abs(old - recorded[index].values.to_numpy()), 0).astype(np.float64)
-        count = int(np.count_nonzero(old))
+        old, computed = computed_log_probs(trainer[index])
+        difference = np.where(computed, np.abs(old - recorded[index].values.to_numpy()), 0).astype(np.float64)
+        count = int(computed.sum())
         # A comparison that NaN fails.
         if not difference.sum() <= tolerance * max(count, FEWEST_TOKENS):
             rows.append(
@@ -78,18 +76,19 @@ def tolerance_of(config: RunConfig) -> float | None:
     return config.validation.recompute_tolerance
 
 
-def refuse_mismatched(found: pa.Table, judged: int, tolerance: float, where: str) -> None:
+def refuse_mismatched(found: pa.Table, judged: int, config: ValidationConfig, where: str) -> None:
     """
     Raises:
-        DataError: there are any.
+        DataError: they are more than `validation.max_mismatched_fraction` of the sequences that were judged.
     """
-    if found.num_rows == 0:
+    if found.num_rows <= config.max_mismatched_fraction * judged:
         return
     worst = max(found.to_pylist(), key=lambda row: row["mean_difference"])
     raise DataError(
         f"{found.num_rows} of {judged} sequences have log-probabilities that the recorded weights do not give; the worst is "
         f"{worst['sequence_id']} with a mean difference of {worst['mean_difference']:.3g} nats "
-        f"(validation.recompute_tolerance={tolerance:g}). The weights trained on them become no version. If all differ, the "
-        "engine holds other weights or computes them otherwise: look at train/logprob_abs_diff_mean of earlier iterations and "
+        f"(validation.recompute_tolerance={config.recompute_tolerance:g}). So many "
+        f"(validation.max_mismatched_fraction={config.max_mismatched_fraction:g}) make no version. If all differ, the engine "
+        " holds other weights or computes them otherwise: look at train/logprob_abs_diff_mean of earlier iterations and "
         f"at the refit; if few do, their rows are damaged. The evidence is in {where} (dataset mismatched)."
     )

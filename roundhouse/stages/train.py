@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow.compute as pc
+
 from roundhouse.asynchrony.ages import staleness_metrics
 from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, ResidentService
+from roundhouse.errors import DataError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.stages.checkpoint import TRAINER, is_weights
 from roundhouse.stages.checkpoint import recorded as written_files
@@ -35,6 +38,7 @@ from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, read_manifest, read_table
 from roundhouse.trajectories.ledger_proof import prove_trainable
+from roundhouse.trajectories.recompute import tolerances
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,15 +115,24 @@ def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa
     """Hold the recorded log-probabilities against the weights of `base` (`roundhouse.stages.recomputed`).
 
     Raises:
-        DataError: they differ; the weights that this step made are given up.
+        DataError: too many differ; the weights that this step made are given up.
     """
     if (tolerance := tolerance_of(run.config)) is None:
         return
     found = mismatched(recorded, columns, policy_version=base.policy_version, tolerance=tolerance)
-    if found.num_rows:
-        attempt.write_table("mismatched", found)
+    if not found.num_rows:
+        return
+    attempt.write_table("mismatched", found)
+    own = pc.equal(recorded["policy_version"], base.policy_version)
+    judged = pc.sum(pc.and_(own.combine_chunks(), columns["trainer_logprobs"].is_valid().combine_chunks())).as_py()
+    try:
+        refuse_mismatched(found, judged, run.config.validation, attempt.stage.location.uri)
+    except DataError:
         release_trainer()
-    refuse_mismatched(found, recorded.num_rows, tolerance, attempt.stage.location.uri)
+        raise
+    logger.warning(
+        "%d of %d sequences were masked: the weights do not give their log-probabilities", found.num_rows, judged
+    )
 
 
 def _offline_drift(run: Run, iteration: int, recorded: pa.Table, columns: pa.Table) -> dict[str, float]:
@@ -187,7 +200,8 @@ def _in_service(
     batch = TrainingSequences.from_table(read_table(sequences, "sequences"))
     trainer = _trainer_at(run, base, cache)
     try:
-        report = trainer.step(batch, iteration)
+        judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))
+        report = trainer.step(batch, iteration, judged)
         with tempfile.TemporaryDirectory() as directory:
             trainer.save(Path(directory))
             written = upload_model(run.checkpoint(iteration).location, attempt, Path(directory))
@@ -226,6 +240,7 @@ def _in_process(
         reference=reference_origin(run),
         checkpoint=run.checkpoint(iteration).location.uri,
         attempt=attempt,
+        recompute_tolerance=tolerance_of(config),
         report="",
         cache=str(cache),
     )

@@ -60,6 +60,7 @@ OPERATIONAL = (
     "rollout.max_failed_fraction",
     "validation.max_quarantine_fraction",
     "validation.recompute_tolerance",
+    "validation.max_mismatched_fraction",
     "train.service",
     "placement.",
     "generation.replicas",

@@ -34,7 +34,7 @@ import torch
 from roundhouse.config.objectives import Aggregation
 from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.metrics import MetricSums
-from roundhouse.training.mismatch import correction_weights, sequence_means
+from roundhouse.training.mismatch import borne_out, correction_weights, sequence_means
 
 LOG_RATIO_CLAMP = 20.0
 """Of a ratio's logarithm, as in verl and SkyRL. Beyond it a ratio has no meaning, and no gradient: exp of 89 is infinite, and
@@ -64,7 +64,9 @@ class Tokens:
     cross_entropy_weights: torch.Tensor | None = None
     """None where the algorithm has none."""
     sequence: torch.Tensor | None = None
-    """int64: a number for each token's sequence, any numbers; needed when `LossSettings.whole_sequences`."""
+    """int64: a number for each token's sequence, any numbers; needed with `LossSettings.whole_sequences` or `tolerance`."""
+    tolerance: torch.Tensor | None = None
+    """Of the token's sequence (`mismatch.borne_out`): where the weights do not bear it out, every term is 0."""
 
 
 def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,25 +75,27 @@ def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tupl
     Statistics over tokens go to `sums`.
     """
     sequence = None
-    if settings.whole_sequences and tokens.sequence is not None:
+    if (settings.whole_sequences or tokens.tolerance is not None) and tokens.sequence is not None:
         sequence = torch.unique(tokens.sequence, return_inverse=True)[1]
-    ratio = importance_ratio(tokens, settings, sequence)
-    weights = tokens.scale * tokens.policy_weights
+    ratio, scale = importance_ratio(tokens, settings, sequence), tokens.scale
+    if tokens.tolerance is not None and sequence is not None:
+        scale = scale * borne_out(tokens.old, tokens.gen, tokens.tolerance, sequence)
+    weights = scale * tokens.policy_weights
     correction = correction_weights(tokens.old, tokens.gen, settings, sequence)
     if correction is not None:
         weights = weights * correction
     policy_term = (weights * policy_loss(tokens.cur, ratio, tokens.advantages, settings)).sum()
     total = policy_term
     if tokens.cross_entropy_weights is not None:
-        total = total - (tokens.scale * tokens.cross_entropy_weights * tokens.cur).sum()
+        total = total - (scale * tokens.cross_entropy_weights * tokens.cur).sum()
         sums.add("nll", -tokens.cur[tokens.cross_entropy_weights != 0])
     if tokens.ref is not None and tokens.kl_weights is not None:
         gen = tokens.gen if settings.kl_importance_weighting else None
         kl = reference_kl(tokens.cur, tokens.ref, settings.kl_estimator, gen)
-        total = total + (tokens.scale * tokens.kl_weights * kl).sum()
+        total = total + (scale * tokens.kl_weights * kl).sum()
         sums.add("kl_penalty", kl)
     if tokens.entropy is not None and tokens.entropy_weights is not None:
-        total = total - (tokens.scale * tokens.entropy_weights * tokens.entropy).sum()
+        total = total - (scale * tokens.entropy_weights * tokens.entropy).sum()
         sums.add("entropy", tokens.entropy)
     _add_ratio_statistics(sums, ratio.detach(), tokens, settings)
     return total, policy_term.detach()

@@ -84,6 +84,9 @@ METRICS: dict[str, Metric] = {
     ),
     "correction_nonfinite": Metric(_SUM, "tokens whose exp(old − gen) is not finite; their weight is 0", "0"),
     "num_masked_seqs": Metric(_SUM, "sequences without any weight left after the correction"),
+    "num_mismatched_seqs": Metric(
+        _SUM, "sequences whose log-probabilities the weights do not give (validation.recompute_tolerance); masked", "0"
+    ),
     # rewards and groups
     "reward": Metric(Denominator.ROLLOUTS, "mean reward; a rollout counts once"),
     "reward_shaped": Metric(

@@ -11,6 +11,7 @@ import torch
 
 from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.metrics import MetricSums
+from roundhouse.trajectories.recompute import FEWEST_TOKENS
 
 
 def add_mismatch(
@@ -59,6 +60,20 @@ def correction_weights(
         kept = (error <= settings.max_sequence_error).to(old.dtype)
         weights = kept if weights is None else weights * kept
     return weights
+
+
+def borne_out(old: torch.Tensor, gen: torch.Tensor, tolerance: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """[M] bool: whether the weights bear out what was recorded of the token's whole sequence.
+
+    That is: the mean of abs(old − gen) over its tokens, of at least `FEWEST_TOKENS`, is at most its tolerance ([M], in nats).
+    A tolerance of 0 is none, and true.
+    """
+    count = int(sequence.max()) + 1
+    zeros = torch.zeros(count, dtype=torch.float64, device=old.device)
+    totals = zeros.index_add(0, sequence, (old - gen).abs().double())
+    tokens = zeros.index_add(0, sequence, torch.ones_like(old, dtype=torch.float64)).clamp(min=FEWEST_TOKENS)
+    limit = zeros.scatter(0, sequence, tolerance.double())
+    return ((limit == 0) | (totals <= limit * tokens))[sequence]
 
 
 def add_correction(

@@ -42,7 +42,7 @@ def sequence_rows(
     """One row a sequence: ids, reward, the algorithm's columns, and the trainer's log-probabilities.
 
     `measured` [T] marks the tokens whose log-probability the trainer computed. `trainer_logprobs` is null for a sequence
-    without any, else one value a token, 0 off the mask, from before the first update.
+    without any, else one value a token, null where it was not computed, from before the first update.
     """
     first = sequences.offsets[:-1]
     trained = np.add.reduceat(stamp.columns.trained.astype(np.int64), first)
@@ -51,7 +51,9 @@ def sequence_rows(
     errors = np.add.reduceat(error, first) / np.maximum(counts, 1)
     unmeasured = counts == 0
     log_probs = pa.ListArray.from_arrays(
-        pa.array(sequences.offsets, pa.int32()), pa.array(old_log_probs, pa.float32()), mask=pa.array(unmeasured)
+        pa.array(sequences.offsets, pa.int32()),
+        pa.array(old_log_probs, pa.float32(), mask=~measured),
+        mask=pa.array(unmeasured),
     )
     return pa.table(
         {

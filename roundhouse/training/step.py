@@ -29,7 +29,7 @@ from roundhouse.training.forward import sequences_with
 from roundhouse.training.kl import next_coefficient
 from roundhouse.training.loss import sequence_scale
 from roundhouse.training.metrics import MetricSums
-from roundhouse.training.mismatch import add_correction, add_mismatch
+from roundhouse.training.mismatch import add_correction, add_mismatch, borne_out, sequence_means
 from roundhouse.training.optimizer import learning_rate
 from roundhouse.training.report import StepReport, sequence_rows
 from roundhouse.training.service.verbs import Gradient, LossBatch, Role, TokenBatch, TrainService, token_positions
@@ -64,8 +64,11 @@ class Learner:
 class Step:
     """What the parts of a step share. Made for one iteration, run once."""
 
-    def __init__(self, learner: Learner, sequences: TrainingSequences, iteration: int) -> None:
+    def __init__(
+        self, learner: Learner, sequences: TrainingSequences, iteration: int, tolerances: np.ndarray | None = None
+    ) -> None:
         self.learner, self.sequences, self.iteration = learner, sequences, iteration
+        self.tolerance = None if tolerances is None else np.repeat(tolerances, sequences.lengths)
         self.config, self.service = learner.config, learner.service
         self.old = np.zeros(len(sequences.token_ids), dtype=np.float32)
         self.ref: np.ndarray | None = None
@@ -163,6 +166,7 @@ class Step:
             loss=self.learner.algorithm.loss,
             old_logprobs=None if first else self.old[chosen],
             ref_logprobs=None if self.ref is None else self.ref[chosen],
+            tolerance=None if self.tolerance is None else self.tolerance[chosen],
         )
 
     def _scale(self, indices: list[int]) -> np.ndarray:
@@ -182,6 +186,9 @@ class Step:
         loss, sequence = self.learner.algorithm.loss, torch.from_numpy(owner)
         add_mismatch(self.sums, old, gen, sequence, loss.mismatch_bounds)
         add_correction(self.sums, old, gen, loss, sequence)
+        if self.tolerance is not None:
+            kept = borne_out(old, gen, torch.from_numpy(self.tolerance[source]), sequence)
+            self.sums.add("num_mismatched_seqs", sequence_means((~kept).double(), sequence))
 
     def _steer_kl(self) -> None:
         """Let an adaptive controller choose the next iteration's KL coefficient."""

@@ -108,8 +108,12 @@ class Trainer:
         """Where training stands."""
         return self.learner.cursor
 
-    def step(self, sequences: TrainingSequences, iteration: int) -> StepReport:
+    def step(self, sequences: TrainingSequences, iteration: int, tolerances: np.ndarray | None = None) -> StepReport:
         """Train on an iteration's sequences.
+
+        Args:
+            tolerances: [S] nats that a sequence's recorded log-probabilities may be off those of the weights (`borne_out`), 0
+                for any: beyond it the sequence has weight 0. None: any.
 
         When no group has spread there is nothing to learn: the weights stay, `updates` is 0, and the mismatch between engine
         and trainer is measured on all sequences.
@@ -123,7 +127,7 @@ class Trainer:
         work: load it again. (A first update refused for not being finite changed nothing, and is no such error.)
         """
         self._check(sequences, iteration)
-        step = Step(self.learner, sequences, iteration)
+        step = Step(self.learner, sequences, iteration, tolerances)
         try:
             report = step.run()
         except BaseException as error:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,18 @@ def test_log_probabilities_that_the_weights_do_not_give_become_no_version(
     assert run.stage(1, "train").reference() is None
     assert [row["rollout_id"] for row in mismatched_rows(run.stage(1, "train"))] == [rollouts[2].rollout_id]
     assert not train_stage._resident, "the weights in memory are given up"
+
+
+def test_one_outlier_among_many_is_masked_named_and_counted_and_the_run_goes_on(
+    run: Run, start: Reference, rollouts: list[Rollout], tmp_path: Path
+) -> None:
+    """Rounding of a short sequence is no tampering, and must not end a run after the whole step was computed."""
+    tolerant = run.config.validation.model_copy(update={"max_mismatched_fraction": 0.2})
+    run = replace(run, config=run.config.model_copy(update={"validation": tolerant}))
+    reversed_log_probs(rollouts[2])
+    done = step(run, start, rollouts, tmp_path / "cache")
+    assert read_manifest(done).metrics["train/num_mismatched_seqs"] == 1
+    assert [row["rollout_id"] for row in mismatched_rows(run.stage(1, "train"))] == [rollouts[2].rollout_id]
 
 
 def test_answers_of_other_weights_under_the_wanted_number_are_found(run: Run, start: Reference, tmp_path: Path) -> None:

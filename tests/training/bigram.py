@@ -54,6 +54,8 @@ class BigramService:
         taken: dict[str, Any] = {name: torch.from_numpy(values)[chosen] for name, values in columns.items()}
         owner = np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))
         taken["sequence"] = torch.from_numpy(owner)[chosen]
+        if batch.tolerance is not None:
+            taken["tolerance"] = torch.from_numpy(batch.tolerance)[chosen]
         if batch.ref_logprobs is not None:
             taken["ref"] = torch.from_numpy(batch.ref_logprobs)[chosen]
         cur = found[chosen]

@@ -248,6 +248,8 @@ class _LossTensors:
             "entropy_weights": moved(columns.entropy_weights),
             "sequence": moved(np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))),
         }
+        if batch.tolerance is not None:
+            self.columns["tolerance"] = moved(batch.tolerance)
         if columns.cross_entropy_weights.any():
             self.columns["cross_entropy_weights"] = moved(columns.cross_entropy_weights)
 

@@ -40,6 +40,7 @@ from roundhouse.training.report import StepReport
 from roundhouse.training.service.border import exit_code, read_spec, tell_error
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.trainer import Trainer
+from roundhouse.trajectories.recompute import tolerances
 from roundhouse.weights.checkpoint_cache import CheckpointCache
 
 REPORT, COLUMNS = "report.json", "columns.parquet"
@@ -71,6 +72,8 @@ class StepSpec(BaseModel):
     """URI of the directory for report, columns or error."""
     cache: str
     """Directory on this machine for what has to be downloaded."""
+    recompute_tolerance: float | None = None
+    """`validation.recompute_tolerance`, where it holds for this step."""
     node_cache: str | None = None
     """Directory that the node's steps have in common, for checkpoints. Unset: each step fetches its own."""
     node_cache_bytes: int = 0
@@ -106,7 +109,8 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
         reference_dir=_reference(spec, cache, kept),
         seed=spec.seed,
     )
-    report = trainer.step(batch, spec.iteration)
+    judged = tolerances(batch.policy_versions, spec.base.policy_version, spec.recompute_tolerance)
+    report = trainer.step(batch, spec.iteration, judged)
     with tempfile.TemporaryDirectory() as directory:
         trainer.save(Path(directory))
         if ranks.leads:

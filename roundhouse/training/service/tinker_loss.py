@@ -14,13 +14,15 @@ A datum is a sequence without its last token, and its targets without the first:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
 
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithm import LossSettings, TokenColumns
+from roundhouse.training.mismatch import borne_out
 from roundhouse.training.service.verbs import LossBatch, TokenBatch
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
@@ -59,6 +61,8 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
     """
     columns = batch.columns
     _refuse_unknown_parts(columns)
+    if batch.tolerance is not None:
+        batch = replace(batch, scale=_borne_out(batch, batch.tolerance, old_logprobs))
     if columns.cross_entropy_weights.any():
         if columns.policy_weights.any():
             raise ConfigError(
@@ -122,6 +126,15 @@ def _refuse_unknown_parts(columns: TokenColumns) -> None:
                 f"The batch has {name}, for which the Tinker API has no term. Set train.algorithm.{key} to 0, or use another "
                 "train.service.kind."
             )
+
+
+def _borne_out(batch: LossBatch, tolerance: np.ndarray, old_logprobs: np.ndarray) -> np.ndarray:
+    """The scale, 0 in sequences that the weights do not bear out."""
+    scale, chosen = batch.scale.copy(), np.flatnonzero(batch.tokens.predicted)
+    owner = np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))
+    given = (old_logprobs, batch.gen_logprobs, tolerance, owner)
+    scale[chosen] *= borne_out(*(torch.from_numpy(values[chosen]) for values in given)).numpy()
+    return scale
 
 
 def _product(batch: LossBatch, weights: np.ndarray) -> np.ndarray:

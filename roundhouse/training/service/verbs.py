@@ -78,6 +78,9 @@ class LossBatch:
     """The trainer's before the first update. None: those of this very forward pass, which saves one."""
     ref_logprobs: np.ndarray | None = None
     """The reference's; None without a KL term."""
+    tolerance: np.ndarray | None = None
+    """Of the token's sequence, how far recorded and old log-probabilities may be apart (`mismatch.borne_out`), 0 for any; a
+    sequence beyond it has weight 0. None: any."""
 
 
 @dataclass(frozen=True, slots=True)
