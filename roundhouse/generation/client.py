@@ -27,7 +27,7 @@ from roundhouse.generation.protocol import (
     EngineUnreachable,
 )
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.open_files import allow_open_files
+from roundhouse.sockets import PacedConnector, allow_open_files
 
 PATH = "/v1/chat/completions"
 REFUSED_PAUSES = (0.1, 0.3, 1.0)
@@ -53,8 +53,7 @@ class HttpPolicyClient:
     async def __aenter__(self) -> HttpPolicyClient:
         allow_open_files()
         self._session = aiohttp.ClientSession(
-            # The collector bounds the rollouts in flight; a second bound here would be a limit without a name.
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=PacedConnector(),
             timeout=aiohttp.ClientTimeout(total=self.timeout_seconds),
         )
         return self

@@ -7,7 +7,6 @@ they came, read by nobody.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from yarl import URL
 
 from roundhouse.errors import ConfigError
 from roundhouse.gym.failures import FAILURE_HEADER, EnvironmentTimeout, EnvironmentUnavailable, EnvironmentUnreachable
-from roundhouse.open_files import allow_open_files
+from roundhouse.sockets import PacedConnector, allow_open_files
 
 CONNECT_SECONDS = 60.0
 """Generous: where thousands of rollouts wake up together on a busy machine, a connection that stands is noticed late."""
@@ -27,27 +26,12 @@ REQUEST_SECONDS = 600.0
 KEEP_ALIVE_SECONDS = 2.0
 """Well below uvicorn's 5 s, so that no connection is reused in the moment in which its server closes it, not even where both
 are busy and late; such a request could not be sent again."""
-OPENING_AT_ONCE = 128
 MOST_QUOTED = 500
 """Characters of an answer that an error's text repeats."""
 BUSY = frozenset({429, 502, 503, 504})
 """Statuses of a server, or of a proxy before it, that cannot serve at present."""
 
 Cookies = dict[str, str]
-
-
-class _PacedConnector(aiohttp.TCPConnector):
-    """Opens few connections at once. Thousands of rollouts that begin together would overflow the server's queue of
-    connections to accept (2048 with uvicorn), and those that are dropped there run into their time limit. Waiting here is
-    not part of it."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
-
-    async def _create_connection(self, *arguments: Any, **options: Any) -> Any:
-        async with self._opening:
-            return await super()._create_connection(*arguments, **options)
 
 
 class Connection:
@@ -124,8 +108,7 @@ class Connection:
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             allow_open_files()
-            # The collector bounds the concurrency; a second bound here would be waiting without a name.
-            connector = _PacedConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            connector = PacedConnector(keepalive_timeout=KEEP_ALIVE_SECONDS)
             self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._http
 

@@ -304,8 +304,7 @@ def response_object(
 
 _UNSET_PARAMS: dict[str, Any] = {
     **dict.fromkeys(
-        # fmt: off
-        (
+        [
             "background",
             "include",
             "instructions",
@@ -325,16 +324,14 @@ _UNSET_PARAMS: dict[str, Any] = {
             "top_p",
             "truncation",
             "user",
-        )
-        # fmt: on
+        ]
     ),
     "parallel_tool_calls": True,
     "tool_choice": "auto",
     "tools": [],
 }
 _UNSET_RESPONSE: dict[str, Any] = dict.fromkeys(
-    # fmt: off
-    (
+    [
         "background",
         "conversation",
         "error",
@@ -356,8 +353,7 @@ _UNSET_RESPONSE: dict[str, Any] = dict.fromkeys(
         "truncation",
         "usage",
         "user",
-    )
-    # fmt: on
+    ]
 )
 _UNSET_ITEM: dict[str, dict[str, Any]] = {
     "function_call": {"id": None, "status": None},

@@ -108,8 +108,8 @@ PARAMS = (
 )
 RESPONSE = (
     "id created_at error incomplete_details instructions metadata model object output parallel_tool_calls temperature "
-    "tool_choice tools top_p background max_output_tokens max_tool_calls previous_response_id prompt reasoning service_tier status text "
-    "top_logprobs truncation usage user prompt_cache_key safety_identifier"
+    "tool_choice tools top_p background max_output_tokens max_tool_calls previous_response_id prompt reasoning service_tier "
+    "status text top_logprobs truncation usage user prompt_cache_key safety_identifier"
 )
 """As NeMo Gym writes them, null where nothing is set."""
 
