@@ -20,7 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Cancelling, Suspended
 
-from roundhouse.errors import ConfigError, InfraError
+from roundhouse.errors import ConfigError, InfraError, StoreError
 
 PAUSE_SECONDS = 365 * 86_400
 """Prefect gives a pause an end, after which the flow run fails. A paused run waits for a person."""
@@ -112,11 +112,15 @@ def let_go_on(client: SyncPrefectClient, run_id: str, waits_for: str = "") -> st
 def _ask(run_id: str, possible: tuple[StateType, ...], state: State) -> str:
     with get_client(sync_client=True) as client:
         newest = _newest(client, run_id)
-        if newest is None or newest.state_type not in possible:
-            found = "no deployment has started one" if newest is None else f"the newest is {newest.state_name}"
+        if newest is None:
+            raise StoreError(
+                f"No run {run_id!r} at this Prefect server: no deployment has started one. A run in a terminal is stopped "
+                "there by Ctrl-C."
+            )
+        if newest.state_type not in possible:
             raise ConfigError(
-                f"Run {run_id!r} has no flow run that is {' or '.join(each.value for each in possible)}: {found}. "
-                "A run in a terminal is stopped there by Ctrl-C."
+                f"Run {run_id!r} has no flow run that is {' or '.join(each.value for each in possible)}: the newest is "
+                f"{newest.state_name}."
             )
         reply = client.set_flow_run_state(newest.id, state)
         if reply.status != SetStateStatus.ACCEPT:

@@ -1,12 +1,15 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from roundhouse.cli import app
 from roundhouse.cli.exit_codes import FINAL, exit_code
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import (
@@ -22,6 +25,7 @@ from roundhouse.errors import (
 from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.stages.budget import BudgetReached
 from roundhouse.store.run import open_run
+from tests.query.stores import write_run
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 ROOT = Path(__file__).parents[1]
@@ -103,6 +107,81 @@ def test_exit_codes_tell_whether_the_same_command_can_help(
 ) -> None:
     assert exit_code(error("why")) == code
     assert (code in FINAL) is final
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("runs show nosuch", "runs resume nosuch", "runs cost nosuch", "runs activity nosuch", "runs approve nosuch"),
+        *("runs why nosuch 1", "runs why r 99", "runs compare r nosuch", "runs fork nosuch --run-id new"),
+        *("runs fork r --run-id new --at 99", "view nosuch", "view r --iteration 99"),
+        *("train-offline nosuch --run-id new --dataset d", "train-offline r --run-id new --dataset nosuch"),
+        *("export nosuch --output out --iteration 1", "datasets list nosuch", "datasets retain nosuch --keep-last 1"),
+        pytest.param('query "SELECT 1 FROM rollouts" --run nosuch', id="query"),
+    ],
+)
+def test_what_the_store_does_not_have_is_one_exit_code_in_every_command(command: str, tmp_path: Path) -> None:
+    """An unknown run was 74, 1 or 78, by the command."""
+    write_run(str(tmp_path / "store"), iterations=1)
+    error = CliRunner().invoke(app, [*shlex.split(command), "--store", str(tmp_path / "store")]).exception
+    assert isinstance(error, RoundhouseError), error
+    assert exit_code(error) == 74, error
+
+
+@pytest.mark.parametrize(
+    "command", ["runs list", "runs show r", "datasets list", "store verify", "store gc --delete", "view"]
+)
+def test_a_store_that_is_not_there_is_not_taken_for_an_empty_one(command: str, tmp_path: Path) -> None:
+    error = CliRunner().invoke(app, [*command.split(), "--store", str(tmp_path / "none")]).exception
+    assert isinstance(error, StoreError)
+    assert f"No store at {tmp_path / 'none'}. Name one with --store or ROUNDHOUSE_STORE" in str(error)
+    (tmp_path / "none").mkdir()
+    if command == "runs list":
+        error = CliRunner().invoke(app, [*command.split(), "--store", str(tmp_path / "none")]).exception
+        assert isinstance(error, StoreError)
+        assert "No run is in" in str(error)
+
+
+def test_one_variable_names_the_store_and_beside_it_the_services_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(str(tmp_path / "place/store"), iterations=1)
+    (tmp_path / "place/services").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("ROUNDHOUSE_STORE", str(tmp_path / "place/store"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert "r " in CliRunner().invoke(app, ["runs", "list"]).stdout
+    for command in ("pause", "cancel", "retry"):
+        error = CliRunner().invoke(app, ["runs", command, "r"]).exception
+        assert f"No Prefect server runs in {tmp_path / 'place/services'}" in str(error)
+    (tmp_path / "run.yaml").write_text("run_id: mine")
+    assert load_config(tmp_path / "run.yaml").store == str(tmp_path / "place/store")
+    (tmp_path / "run.yaml").write_text("{run_id: mine, store: own}")
+    assert load_config(tmp_path / "run.yaml").store == "own"
+
+
+def test_the_version_and_shell_completion_are_there() -> None:
+    assert roundhouse("--version").stdout.startswith("roundhouse 0.")
+    assert "_ROUNDHOUSE_COMPLETE" in roundhouse("--show-completion", "bash").stdout
+
+
+@pytest.mark.parametrize("command", ["export r --iteration 1 --output /proc/x", "gym init mine --directory /proc/x"])
+def test_a_place_that_cannot_be_written_is_an_error_of_its_option(command: str, tmp_path: Path) -> None:
+    """It was a traceback."""
+    write_run(str(tmp_path / "store"), iterations=1)
+    store = ["--store", str(tmp_path / "store")] if command.startswith("export") else []
+    error = CliRunner().invoke(app, [*command.split(), *store]).exception
+    assert isinstance(error, ConfigError), error
+    assert "/proc/x" in str(error)
+    assert "cannot be written" in str(error)
+
+
+def test_an_export_says_that_it_made_its_directory(tmp_path: Path) -> None:
+    write_run(str(tmp_path / "store"), iterations=1)
+    command = ["export", "r", "--iteration", "1", "--output", str(tmp_path / "new"), "--store", str(tmp_path / "store")]
+    assert f"made the directory {tmp_path / 'new'}" in CliRunner().invoke(app, command).stdout
+    assert "made the directory" not in CliRunner().invoke(app, command).stdout
 
 
 def test_a_missing_argument_is_told_without_a_traceback() -> None:

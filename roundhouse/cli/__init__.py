@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from roundhouse import __version__
 from roundhouse.cli import (
     activity,
     alerts,
@@ -25,15 +27,21 @@ from roundhouse.cli import (
     training,
     view,
 )
-from roundhouse.cli.options import error_console
+from roundhouse.cli.options import error_console, out
 from roundhouse.errors import RoundhouseError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        out(f"roundhouse {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Reinforcement learning as a durable workflow.",
 )
@@ -55,6 +63,15 @@ app.add_typer(gym_data.export_app)
 app.add_typer(query.app)
 app.add_typer(view.app)
 app.add_typer(simulation.app)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STATE, DEFAULT_STORE, StateOption, StoreOption, console, out
+from roundhouse.cli.options import DEFAULT_STORE, StateOfStoreOption, StoreOption, console, out, state_of
 from roundhouse.cli.prefect import find_prefect
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def runs_approve(
     refuse: Annotated[bool, typer.Option("--refuse", help="Do not promote it.")] = False,
     comment: Annotated[str, typer.Option(help="Why; kept with the answer.")] = "",
     store: StoreOption = DEFAULT_STORE,
-    state: StateOption = DEFAULT_STATE,
+    state: StateOfStoreOption = None,
 ) -> None:
     """Approve the promotion of a version, or refuse it. The first answer counts."""
     from roundhouse.stages.approval import answer
@@ -34,7 +34,7 @@ def runs_approve(
     if version is None:
         return _show_waiting(run)
     given = answer(run, version, not refuse, comment)
-    if find_prefect(state):
+    if find_prefect(state_of(store, state)):
         from flows.approval import carry_out
 
         carry_out(run, version, given)

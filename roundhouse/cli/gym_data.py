@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from roundhouse.cli.gym_sources import OpenPlace, Place, open_place
-from roundhouse.cli.options import DEFAULT_STORE, StoreOption, console, out
+from roundhouse.cli.options import DEFAULT_STORE, NewStoreOption, StoreOption, console, out, written
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ def collate(
         if instance.type == "responses_api_agents"
         for entry in instance.fields.datasets or ()
     ]
-    for file in collate_datasets(datasets, output_dir, roots, mode=mode, overwrite=overwrite):
-        out(f"{file.rows:>8} rows  {file.path}  {file.metrics_path.name}")
+    with written("--output-dir", output_dir):
+        for file in collate_datasets(datasets, output_dir, roots, mode=mode, overwrite=overwrite):
+            out(f"{file.rows:>8} rows  {file.path}  {file.metrics_path.name}")
 
 
 @app.command("import")
@@ -128,7 +129,7 @@ def import_file(
     file: Annotated[Path, typer.Argument(help="Rollouts file; inputs and failures beside it are read, too.")],
     name: Annotated[str, typer.Option(help="Name of the dataset.")],
     version: Annotated[str, typer.Option(help="Version of the dataset.")] = "v000001",
-    store: StoreOption = DEFAULT_STORE,
+    store: NewStoreOption = DEFAULT_STORE,
     policy_version: Annotated[int, typer.Option(help="Version of the weights that made foreign rollouts.", min=0)] = 0,
 ) -> None:
     """Import rollouts of NeMo Gym as a Parquet dataset that validation and training read."""
@@ -166,8 +167,10 @@ def export(
         raise StoreError(
             f"{path} in {store} is not there, or not complete. Give a run and its --iteration, or a dataset's <name>/<version>."
         )
-    written = export_rollouts(reference, output, agent=agent)
-    out(f"{written.rollouts} rollouts, {written.failures} failures\n{written.files.rollouts}")
+    new = "" if output.is_dir() else f"made the directory {output}\n"
+    with written("--output", output):
+        exported = export_rollouts(reference, output, agent=agent)
+    out(f"{new}{exported.rollouts} rollouts, {exported.failures} failures\n{exported.files.rollouts}")
 
 
 def materialization(

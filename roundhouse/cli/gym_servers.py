@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundhouse.cli.options import JsonOption, console, error_console, out
+from roundhouse.cli.options import JsonOption, console, error_console, out, written
 
 if TYPE_CHECKING:
     from roundhouse.gym.nemo.resolve import Resolution
@@ -168,8 +168,9 @@ def init(
     """Write a new environment: its class, its test, example rows, a configuration."""
     from roundhouse.gym.nemo.scaffold import write_environment
 
-    for path in write_environment(name, directory):
-        out(str(path))
+    with written("--directory", directory):
+        for path in write_environment(name, directory):
+            out(str(path))
 
 
 def _roots(search_dirs: list[Path] | None, root: Path | None) -> SearchRoots:

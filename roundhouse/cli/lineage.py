@@ -23,8 +23,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @app.command("why")
 def why(
-    run_id: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run.")] = None,
-    version: Annotated[int | None, typer.Argument(metavar="[VERSION]", help="A policy version of it.", min=0)] = None,
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="A run.")] = None,
+    version: Annotated[int | None, typer.Argument(metavar="VERSION", help="A policy version of it.", min=0)] = None,
     row: Annotated[str | None, typer.Option("--row", help="A task_id: which checkpoints it went into.")] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,

@@ -79,7 +79,7 @@ def train_offline(
 
 @datasets_app.command("list")
 def datasets_list(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this dataset.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this dataset.")] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,13 +115,13 @@ def datasets_retain(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Delete old versions of a dataset; never one that a run of this store trains from, nor the newest."""
-    from roundhouse.errors import ConfigError
+    from roundhouse.errors import StoreError
     from roundhouse.stages.datasets import dataset_names, retain_versions
 
     if keep_last is None and keep_days is None:
         raise typer.BadParameter("say what to keep: --keep-last, --keep-days or both.")
     if name not in (there := dataset_names(store)):
-        raise ConfigError(f"No dataset {name!r}. There are: {', '.join(there) or 'none'}.")
+        raise StoreError(f"No dataset {name!r}. There are: {', '.join(there) or 'none'}.")
     gone = retain_versions(store, name, keep_last, keep_days, dry_run=not delete)
     for uri in gone:
         out(uri)
@@ -132,15 +132,15 @@ def dataset_facts(store: str, name: str | None = None) -> list[dict[str, Any]]:
     """What a person wants to know of each version.
 
     Raises:
-        ConfigError: there is no such dataset.
+        StoreError: there is no such dataset.
     """
-    from roundhouse.errors import ConfigError
+    from roundhouse.errors import StoreError
     from roundhouse.stages.datasets import dataset_names, dataset_versions, users_of_datasets
     from roundhouse.store.stage import read_manifest
 
     names = dataset_names(store)
     if name is not None and name not in names:
-        raise ConfigError(f"No dataset {name!r}. There are: {', '.join(names) or 'none'}.")
+        raise StoreError(f"No dataset {name!r}. There are: {', '.join(names) or 'none'}.")
     users = users_of_datasets(store)
     facts = []
     for each in names if name is None else [name]:

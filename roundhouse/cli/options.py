@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
 
     from roundhouse.config.models import RunConfig
 
+DEFAULT_STATE = Path(".roundhouse")
+DEFAULT_STORE = ".roundhouse/store"
+STORE_VARIABLE = "ROUNDHOUSE_STORE"
+
 ConfigPath = Annotated[Path, typer.Argument(help="Run configuration (YAML).")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a key: --set train.optimizer.learning_rate=1e-4")
@@ -20,15 +27,34 @@ Overrides = Annotated[
 StateOption = Annotated[
     Path, typer.Option("--state", help="Directory of local state (infra.state of a configuration).")
 ]
-StoreOption = Annotated[str, typer.Option("--store", help="The store: a path, file:// or s3:// URI.")]
+StateOfStoreOption = Annotated[
+    Path | None,
+    typer.Option("--state", help="Directory of local state; left out: that of the store, else .roundhouse."),
+]
+
+
+def _there(context: typer.Context, store: str) -> str:
+    """Refuse a directory that is not there: it would look like an empty store. A bucket is not asked."""
+    from roundhouse.errors import StoreError
+    from roundhouse.store.location import Location
+
+    if not context.resilient_parsing and (place := Location(store)).is_local and not place.local_path.is_dir():
+        raise StoreError(
+            f"No store at {place.local_path}. Name one with --store or {STORE_VARIABLE}; without either it is "
+            f"{DEFAULT_STORE} in the working directory, where `roundhouse train` makes it."
+        )
+    return store
+
+
+_STORE_HELP = "The store: a path, file:// or s3:// URI."
+StoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, callback=_there, help=_STORE_HELP)]
+NewStoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, help=_STORE_HELP)]
+"""Of a command that may make it, or that only looks beside it for the local services."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for a program.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
 TrustStore = Annotated[
     bool, typer.Option("--trust-store", help="Execute the classes, files and images that the store's run.json names.")
 ]
-
-DEFAULT_STATE = Path(".roundhouse")
-DEFAULT_STORE = ".roundhouse/store"
 
 
 def load(path: Path, overrides: list[str] | None) -> RunConfig:
@@ -48,6 +74,34 @@ def accept_code(config: RunConfig, overrides: list[str] | None, trust_store: boo
     asked = f"The store's configuration of run {config.run_id!r} names code:\n{said}\nExecute it?"
     if not (sys.stdin.isatty() and typer.confirm(asked, err=True)):
         refuse_unnamed_code(config, named)
+
+
+def state_of(store: str, state: Path | None) -> Path:
+    """The directory of local state: the one that was named, else the one that holds the store and its services."""
+    from roundhouse.store.location import Location
+
+    if state is not None:
+        return state
+    place = Location(store)
+    beside = place.local_path.parent if place.is_local else DEFAULT_STATE
+    return beside if (beside / "services").is_dir() else DEFAULT_STATE
+
+
+@contextlib.contextmanager
+def written(option: str, path: Path) -> Iterator[None]:
+    """A block that writes to the path of an option.
+
+    Raises:
+        ConfigError: it cannot be written; what a full disk raises is left as it is.
+    """
+    from roundhouse.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"{option} {path}: {error.filename} cannot be written ({error.strerror}).") from error
 
 
 def console() -> Console:

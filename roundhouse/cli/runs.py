@@ -8,17 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from roundhouse.cli.options import (
-    DEFAULT_STATE,
     DEFAULT_STORE,
     DryRun,
     JsonOption,
+    NewStoreOption,
     Overrides,
-    StateOption,
+    StateOfStoreOption,
     StoreOption,
     TrustStore,
     accept_code,
     console,
     out,
+    state_of,
 )
 from roundhouse.cli.prefect import at_prefect, find_prefect
 from roundhouse.cli.training import links, train_run
@@ -29,10 +30,14 @@ app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store; fork 
 @app.command("list")
 def runs_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """All runs of a store."""
+    from roundhouse.errors import StoreError
     from roundhouse.stages.report import summarize
+    from roundhouse.store.location import Location
     from roundhouse.store.run import load_run, run_ids
 
-    summaries = [summarize(load_run(store, run_id)) for run_id in run_ids(store)]
+    if not (there := run_ids(store)):
+        raise StoreError(f"No run is in {Location(store).uri}.")
+    summaries = [summarize(load_run(store, run_id)) for run_id in there]
     if as_json:
         out(json.dumps(summaries, indent=1))
         return
@@ -87,7 +92,7 @@ def runs_resume(
         from roundhouse.cli.decisions import raise_limits
 
         raise_limits(store, run_id, budget, comment)
-    if not (overrides or dry_run) and find_prefect(DEFAULT_STATE):
+    if not (overrides or dry_run) and find_prefect(state_of(store, None)):
         from flows.controls import resume
 
         if (flow_run := resume(run_id)) is not None:
@@ -122,27 +127,27 @@ def runs_track(run_id: str, store: StoreOption = DEFAULT_STORE) -> None:
 
 
 @app.command("pause")
-def runs_pause(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
+def runs_pause(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateOfStoreOption = None) -> None:
     """Let a run that a deployment started stop at the next border of a stage."""
-    at_prefect(state)
+    at_prefect(state_of(store, state))
     from flows.controls import pause
 
     out(f"{run_id}: flow run {pause(run_id)} stops at the next border. Go on: roundhouse runs resume {run_id}")
 
 
 @app.command("cancel")
-def runs_cancel(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
+def runs_cancel(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateOfStoreOption = None) -> None:
     """End all processes of a run that a deployment started; it stays resumable."""
-    at_prefect(state)
+    at_prefect(state_of(store, state))
     from flows.controls import cancel
 
     out(f"{run_id}: flow run {cancel(run_id)} is being cancelled. Go on: roundhouse runs retry {run_id}")
 
 
 @app.command("retry")
-def runs_retry(run_id: str, state: StateOption = DEFAULT_STATE) -> None:
+def runs_retry(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateOfStoreOption = None) -> None:
     """Run a failed, crashed or cancelled flow run again; it goes on at the stage where it was."""
-    at_prefect(state)
+    at_prefect(state_of(store, state))
     from flows.controls import retry
 
     out(f"{run_id}: flow run {retry(run_id)} runs again")

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STATE, DEFAULT_STORE, JsonOption, StateOption, StoreOption, console, out
+from roundhouse.cli.options import (
+    DEFAULT_STATE,
+    DEFAULT_STORE,
+    JsonOption,
+    StateOfStoreOption,
+    StateOption,
+    StoreOption,
+    console,
+    out,
+    state_of,
+)
 from roundhouse.cli.prefect import at_prefect
 
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ def schedule_collect(
         list[str] | None, typer.Option("--set", help="Override a key of the run's configuration.")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
-    state: StateOption = DEFAULT_STATE,
+    state: StateOfStoreOption = None,
 ) -> None:
     """Collect rollouts of a run's checkpoint by a cron expression into datasets/<name>/<moment>."""
     from pydantic import ValidationError
@@ -63,7 +73,7 @@ def schedule_collect(
             f"{named}{'must be ' + in_words(first['ctx']['pattern']) if mismatch else first['msg']}"
         ) from None
     form.resolve()  # an unknown run or override is told now, not at two in the morning
-    at_prefect(state)
+    at_prefect(state_of(store, state))
     from flows.schedules import add_schedule
 
     made = add_schedule(form, cron, timezone)

@@ -16,7 +16,7 @@ app = typer.Typer()
 @app.command()
 def view(
     run_id: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="The run to begin with; the newest when left out.")
+        str | None, typer.Argument(metavar="RUN", help="The run to begin with; the newest when left out.")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     port: Annotated[int, typer.Option(help="Port on this machine; 0 takes a free one.", min=0, max=65535)] = 0,

@@ -1,8 +1,8 @@
 """From a YAML file and `--set` overrides to a `RunConfig`, or to an error that says what to change.
 
 Invariant: what comes out is complete and typed; nothing that the file or the command line said was ignored.
-Precedence: defaults < file < overrides, the later the stronger. `${VAR}` and `${VAR:-default}` in the file are taken from
-the environment; `${CONFIG_DIR}` is the file's own directory.
+Precedence: defaults < file < overrides, the later the stronger; the default of `store` is ROUNDHOUSE_STORE, where that is set.
+`${VAR}` and `${VAR:-default}` in the file are taken from the environment; `${CONFIG_DIR}` is the file's own directory.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
     tree = read_yaml(file, lambda text: _expand_variables(text, file)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}, not a mapping of keys.")
+    if store := os.environ.get("ROUNDHOUSE_STORE"):
+        tree.setdefault("store", store)
     for override in overrides:
         apply_override(tree, override)
     return parse_config(tree, origin=str(file))

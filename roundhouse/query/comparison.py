@@ -50,7 +50,8 @@ def compare_runs(store: str, a: str, b: str, metrics: list[str] | None = None) -
         metrics: names of metrics; the usual ones when left out.
 
     Raises:
-        QueryError: a run is not there, or neither has a metric of that name.
+        StoreError: a run is not there.
+        QueryError: neither has a metric of that name.
     """
     identities = [identity_of(store, run_id) for run_id in (a, b)]
     flat = [flatten(identity["config"]) for identity in identities]

@@ -18,6 +18,7 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.query.parts import datasets_stages, runs_stages
 from roundhouse.query.tables import TABLES, build_dataset_table, build_table
 from roundhouse.store.location import Location
+from roundhouse.store.run import no_such_run
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -115,7 +116,7 @@ def load_tables(
         return {}
     there = (Location(store) / "runs").names()
     if missing := sorted(set(runs or ()) - set(there)):
-        raise QueryError(f"No run {missing[0]!r} in {Location(store).uri}. Runs there: {', '.join(there) or 'none'}.")
+        raise no_such_run(store, missing[0])
     chosen = there if runs is None else runs
     kinds = {name: TABLES[name].stages for name in names}
     stages = []

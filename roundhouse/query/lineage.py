@@ -14,9 +14,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from roundhouse.errors import StoreError
 from roundhouse.query.database import QueryError, run_query
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
+from roundhouse.store.run import no_such_run, run_exists
 
 _USED = """
 WITH used AS (
@@ -110,7 +112,7 @@ def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
     """Rows, prompts, policy versions, seeds and code behind a checkpoint.
 
     Raises:
-        QueryError: there is no such run, or it has not trained this version.
+        StoreError: there is no such run, or it has not trained this version.
     """
     segments = segments_of(store, run_id, version)
     found = TrainedOn(run_id, version, _checkpoint(store, run_id, version), segments)
@@ -131,10 +133,10 @@ def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
             _add_row(by_row, row, prompts.get(row["row"]))
     found.rows = [by_row[name] for name in sorted(by_row)]
     if not found.iterations and version > 0 and not any(segment.note for segment in segments):
-        raise QueryError(_not_trained(store, run_id, version))
+        raise StoreError(_not_trained(store, run_id, version))
     missing = version > 0 and found.iterations and found.iterations[-1]["iteration"] != version
     if missing:
-        raise QueryError(_not_trained(store, run_id, version))
+        raise StoreError(_not_trained(store, run_id, version))
     return found
 
 
@@ -202,15 +204,12 @@ def identity_of(store: str, run_id: str) -> dict[str, Any]:
     """The run's run.json.
 
     Raises:
-        QueryError: there is no such run.
+        StoreError: there is no such run, or its run.json is damaged.
     """
-    runs = Location(store) / "runs"
     try:
-        return read_identity(runs / run_id)
+        return read_identity(Location(store) / f"runs/{run_id}")
     except NotFound:
-        raise QueryError(
-            f"No run {run_id!r} in {Location(store).uri}. Runs there: {', '.join(runs.names()) or 'none'}."
-        ) from None
+        raise no_such_run(store, run_id) from None
 
 
 def prompt_of(task: str | None) -> str | None:
@@ -273,10 +272,7 @@ def _checkpoint(store: str, run_id: str, version: int) -> str | None:
 
 
 def _is_same(store: str, run_id: str, uid: str) -> bool:
-    try:
-        return identity_of(store, run_id)["uid"] == uid
-    except QueryError:
-        return False
+    return run_exists(store, run_id) and identity_of(store, run_id)["uid"] == uid
 
 
 def _newest_versions(store: str, runs: list[str]) -> dict[str, int]:

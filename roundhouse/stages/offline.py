@@ -55,7 +55,8 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
     """Fix what the run trains from, and judge how fresh it is.
 
     Raises:
-        ConfigError: there is no such dataset, or it cannot fit the run.
+        StoreError: there is no such dataset.
+        ConfigError: it cannot fit the run.
         StaleData: it is too old, and `offline.on_stale` is refuse.
     """
     stage = run.stage(run.first_version, KIND)
@@ -121,7 +122,7 @@ def find_datasets(store: str, names: Sequence[str]) -> list[Reference]:
     """The complete versions that these names mean, each once, in the order of the names and then of their completion.
 
     Raises:
-        ConfigError: a name means none; what there is gets listed.
+        StoreError: a name means none; what there is gets listed.
     """
     found: dict[str, Reference] = {}
     for name in names:
@@ -205,7 +206,7 @@ def _versions_of(store: str, name: str) -> list[Reference]:
     if not chosen:
         labels = [found.uri.rsplit("/", 1)[-1] for found in versions]
         there = f"complete versions of it: {', '.join(labels)}" if labels else _datasets_there(store)
-        raise ConfigError(f"offline.datasets: {name!r} is not in {Location(store).uri}; {there}.")
+        raise StoreError(f"offline.datasets: {name!r} is not in {Location(store).uri}; {there}.")
     return chosen
 
 

@@ -224,6 +224,12 @@ def _opened(location: Location, config: RunConfig, identity: dict[str, Any]) -> 
     return Run(location, config, identity["uid"], identity["created_at"], code_version(), parent)
 
 
+def no_such_run(store: str, run_id: str) -> StoreError:
+    """The error of a run that is not there; it lists those that are."""
+    there = ", ".join(run_ids(store)) or "none"
+    return StoreError(f"No run {run_id!r} in {Location(store).uri}. Runs there: {there}.")
+
+
 def no_such_version(run: Run, version: int | None) -> StoreError:
     """The error of a version that has no checkpoint; it lists those that have one."""
     there = ", ".join(map(str, run.checkpoint_versions())) or "none"
@@ -244,8 +250,7 @@ def load_run(store: str, run_id: str) -> Run:
     try:
         identity = read_identity(location)
     except NotFound:
-        there = ", ".join(run_ids(store)) or "none"
-        raise StoreError(f"No run {run_id!r} in {root.uri}. Runs there: {there}.") from None
+        raise no_such_run(store, run_id) from None
     return _opened(
         location, parse_config(identity["config"], origin=f"{location.uri}/run.json", recorded=True), identity
     )

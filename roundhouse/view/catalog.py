@@ -17,7 +17,7 @@ from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest, model_location
 from roundhouse.view.dataset_versions import PREFIX, is_dataset, numbered
-from roundhouse.view.scope import Scope, ViewError
+from roundhouse.view.scope import Missing, Scope
 
 FRESH_SECONDS = 3.0
 """An unfinished stage is listed again after this time."""
@@ -50,23 +50,23 @@ class Catalog:
         """The versions of `datasets/<name>` by their numbers.
 
         Raises:
-            ViewError: there is no such dataset.
+            Missing: there is no such dataset.
         """
         if dataset not in (known := self.datasets()):
-            raise ViewError(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
+            raise Missing(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
         return numbered((self.root / dataset).names())
 
     def iterations(self, run_id: str) -> list[int]:
         """Numbers of the run's iterations, complete or not.
 
         Raises:
-            ViewError: there is no such run.
+            Missing: there is no such run.
         """
         if is_dataset(run_id):
             return list(self.versions(run_id))
         known = self.run_ids()
         if run_id not in known:
-            raise ViewError(f"No run {run_id!r} in {self.root.uri}. Runs there: {', '.join(known) or 'none'}.")
+            raise Missing(f"No run {run_id!r} in {self.root.uri}. Runs there: {', '.join(known) or 'none'}.")
         return sorted(int(name) for name in (self.root / f"runs/{run_id}/iterations").names() if name.isdecimal())
 
     def stages(self, scope: Scope) -> list[StageFiles]:
@@ -142,7 +142,7 @@ class Catalog:
     def _list_dataset(self, scope: Scope) -> list[StageFiles]:
         versions = self.versions(scope.run_id)
         if scope.iteration is not None and scope.iteration not in versions:
-            raise ViewError(
+            raise Missing(
                 f"{scope.run_id} has no version {scope.iteration}; there are: {', '.join(versions.values())}."
             )
         chosen = versions if scope.iteration is None else {scope.iteration: versions[scope.iteration]}
@@ -178,7 +178,7 @@ class Catalog:
         else:
             if scope.iteration not in (there := self.iterations(scope.run_id)):
                 span = f"{there[0]} to {there[-1]}" if there else "none"
-                raise ViewError(f"Run {scope.run_id!r} has no iteration {scope.iteration}; there are: {span}.")
+                raise Missing(f"Run {scope.run_id!r} has no iteration {scope.iteration}; there are: {span}.")
             directory = f"runs/{scope.run_id}/iterations/{scope.iteration:06d}"
             found = []
             for stage in scope.stages:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from roundhouse.errors import RoundhouseError
+from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.view.dataset_versions import is_dataset
 
 ROLLOUT_STAGES = ("collect", "evaluate")
@@ -16,6 +16,10 @@ ROLLOUT_STAGES = ("collect", "evaluate")
 
 class ViewError(RoundhouseError):
     """A request that cannot be answered; the text says what there is instead."""
+
+
+class Missing(ViewError, StoreError):
+    """The store has no such run, dataset, version or iteration."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from flows.orphans import settle_orphans
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule, schedules
 from roundhouse.config.forms import CollectForm
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.datasets import Draw, collected_moments, dataset_stage
 from roundhouse.store.run import open_run
 from tests.flows.served import Served
@@ -104,7 +104,7 @@ def test_what_is_no_schedule_is_refused_by_name(form: CollectForm) -> None:
         add_schedule(form, "0 2 * * *", "Mars/Olympus")
     with pytest.raises(ConfigError, match=r"No schedule collects into 'nothing'. There are: none"):
         remove_schedule("nothing")
-    with pytest.raises(ConfigError, match="no deployment has started one"):
+    with pytest.raises(StoreError, match="no deployment has started one"):
         pause("source")
 
 

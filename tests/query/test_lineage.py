@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
+from roundhouse.errors import StoreError
 from roundhouse.query.comparison import compare_runs
 from roundhouse.query.database import QueryError
 from roundhouse.query.lineage import Segment, prompt_of, row_history, segments_of, trained_on
@@ -93,9 +94,9 @@ def test_a_row_is_followed_into_versions_and_forks(store: str) -> None:
 
 
 def test_what_is_not_there_is_told(store: str) -> None:
-    with pytest.raises(QueryError, match="has not trained a version 9; its newest is 3"):
+    with pytest.raises(StoreError, match="has not trained a version 9; its newest is 3"):
         trained_on(store, "base", 9)
-    with pytest.raises(QueryError, match="Runs there: base, other, wide"):
+    with pytest.raises(StoreError, match="Runs there: base, other, wide"):
         trained_on(store, "none", 1)
     with pytest.raises(QueryError, match='No iteration collected the row "it\'s"'):
         row_history(store, "it's")

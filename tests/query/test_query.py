@@ -77,7 +77,7 @@ def test_parts_that_no_manifest_names_are_not_data(tmp_path: Path) -> None:
 
 def test_only_the_runs_asked_for_are_read(local: str) -> None:
     assert rows(local, "SELECT DISTINCT run_id FROM rollouts", runs=["b"]) == [{"run_id": "b"}]
-    with pytest.raises(QueryError, match=r"No run 'c'.*Runs there: a, b"):
+    with pytest.raises(StoreError, match=r"No run 'c'.*Runs there: a, b"):
         rows(local, "SELECT 1 FROM rollouts", runs=["c"])
 
 
