@@ -43,16 +43,19 @@ class Page:
     """Clicked when the page is there."""
 
 
-def pages(prefect: str, mlflow: str, run_id: str) -> list[Page]:
+def pages(running: services.Services, run_id: str) -> list[Page]:
     """The pages of a run."""
     from mlflow import MlflowClient
 
-    api = f"{prefect}/api"
+    prefect, mlflow = running.prefect_ui_url, running.mlflow_url
+    api = httpx.Client(
+        base_url=f"{prefect}/api", auth=httpx.BasicAuth(*running.prefect_auth_string.split(":")), timeout=60
+    )
     wanted = {"flow_runs": {"name": {"any_": [f"train {run_id}"]}}, "sort": "START_TIME_DESC", "limit": 1}
-    train = httpx.post(f"{api}/flow_runs/filter", json=wanted, timeout=60).raise_for_status().json()[0]
+    train = api.post("flow_runs/filter", json=wanted).raise_for_status().json()[0]
     last = {"flow_runs": {"parent_flow_run_id": {"any_": [train["id"]]}}, "sort": "START_TIME_DESC", "limit": 1}
-    iteration = httpx.post(f"{api}/flow_runs/filter", json=last, timeout=60).raise_for_status().json()[0]
-    count = httpx.post(f"{api}/flow_runs/count", json={"flow_runs": last["flow_runs"]}, timeout=60).json()
+    iteration = api.post("flow_runs/filter", json=last).raise_for_status().json()[0]
+    count = api.post("flow_runs/count", json={"flow_runs": last["flow_runs"]}).json()
     sys.stdout.write(f"{run_id}: {count} iterations in Prefect\n")
     client = MlflowClient(mlflow)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -71,10 +74,11 @@ def pages(prefect: str, mlflow: str, run_id: str) -> list[Page]:
     ]
 
 
-def opened(browser: Any, page: Page) -> tuple[float, float]:
+def opened(browser: Any, page: Page, auth: str) -> tuple[float, float]:
     """Seconds until it is seen, MB fetched."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.set_default_timeout(PATIENCE_MS)
+    tab.add_init_script(f"localStorage.setItem('prefect-password', btoa('{auth}'))")
     fetched = 0
     session = tab.context.new_cdp_session(tab)
     session.send("Network.enable")
@@ -112,8 +116,8 @@ def main() -> None:
     try:
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-            for page in pages(running.prefect_ui_url, running.mlflow_url, given.run):
-                tries = [opened(browser, page) for _ in range(given.repeats)]
+            for page in pages(running, given.run):
+                tries = [opened(browser, page, running.prefect_auth_string) for _ in range(given.repeats)]
                 seconds, fetched = statistics.median(each[0] for each in tries), max(each[1] for each in tries)
                 sys.stdout.write(f"{page.name:<32} {seconds:6.2f} s   {fetched:7.2f} MB\n")
                 results.append({"case": page.name, "value": round(seconds, 3), "unit": "s"})

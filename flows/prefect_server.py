@@ -32,6 +32,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+SIGN_IN = """<!doctype html><title>Prefect</title><body><script>
+const kept = btoa(location.hash.slice(1));
+fetch("/api/admin/version", {headers: {Authorization: `Basic ${kept}`}}).then((reply) => {
+  if (!reply.ok) throw new Error();
+  localStorage.setItem("prefect-password", kept);
+  location.replace("/");
+}).catch(() => { document.body.textContent = "This link is of another server: roundhouse up names the file to open."; });
+</script>"""
+"""Stores what Prefect's page asks for as its password where that page looks for it. Browsers send no fragment to a server."""
 LOOK_SECONDS = 0.5
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 0.2
 AGAIN_SECONDS = 10.0
@@ -113,13 +122,17 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 def wrap_server() -> None:
-    """Prefect's server of this process is made with `AsksAgain` around it, and `SameOrigin` around both."""
+    """Prefect's server of this process is made with a page to sign in, `AsksAgain` around it, and `SameOrigin` around both."""
     from prefect.server.api import server
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
 
     create = server.create_app
 
     def create_app(*args: Any, **kwargs: Any) -> SameOrigin:
-        return SameOrigin(AsksAgain(create(*args, **kwargs)), LOOPBACK)
+        app = create(*args, **kwargs)
+        app.router.routes.insert(0, Route("/sign-in", lambda request: HTMLResponse(SIGN_IN)))
+        return SameOrigin(AsksAgain(app), LOOPBACK)
 
     server.create_app = create_app  # type: ignore[assignment]
 

@@ -124,8 +124,11 @@ class RunView(logging.Handler):
     def _on_services(self, text: str) -> None:
         self.activity(f"services: {text}")
 
-    def _on_pages(self, prefect: str, mlflow: str | None = None) -> None:
-        self.say(f"  Prefect     {prefect}" + (f"\n  MLflow      {mlflow}" if mlflow else ""))
+    def _on_pages(self, prefect: str = "", prefect_sign_in: str = "", mlflow: str = "") -> None:
+        if prefect:
+            self.say(f"  Prefect     {prefect}\n              to sign in, open {escape(prefect_sign_in)}")
+        if mlflow:
+            self.say(f"  MLflow      {mlflow}")
 
     def _on_warm_start(self, step: int, steps: int, loss: float) -> None:
         self.activity("making the starting policy", step, steps, f"loss {loss:.3f}")

@@ -28,7 +28,7 @@ from PIL import Image
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from playwright.sync_api import sync_playwright
 
-from roundhouse.infra.services import status
+from roundhouse.infra.services import Services, status
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 SIZE = {"width": 1280, "height": 800}
@@ -39,8 +39,12 @@ RETRY_SECONDS = 600.0
 class Guide:
     """A browser in front of the two pages."""
 
-    def __init__(self, browser: Any, prefect: str, mlflow: str, directory: Path) -> None:
-        self._browser, self.prefect, self.mlflow, self._directory = browser, prefect, mlflow, directory
+    def __init__(self, browser: Any, services: Services, directory: Path) -> None:
+        self._browser, self.prefect, self.mlflow = browser, services.prefect_ui_url, services.mlflow_url
+        self._auth, self._directory = services.prefect_auth_string, directory
+        self.api = httpx.Client(
+            base_url=f"{self.prefect}/api", auth=httpx.BasicAuth(*self._auth.split(":")), timeout=60
+        )
 
     def shoot(
         self, name: str, url: str, ready: str, act: Callable[[Any], None] | None = None, height: int = 800
@@ -48,6 +52,7 @@ class Guide:
         """Open the address, wait for a text, do something, take the picture."""
         page = self._browser.new_page(viewport=SIZE | {"height": height}, color_scheme="light")
         page.set_default_timeout(PATIENCE_MS)
+        page.add_init_script(f"localStorage.setItem('prefect-password', btoa('{self._auth}'))")
         page.goto(url, wait_until="domcontentloaded")
         try:
             page.get_by_text(ready).first.wait_for()
@@ -64,7 +69,7 @@ class Guide:
 
     def call(self, path: str, **body: Any) -> Any:
         """Prefect's API."""
-        reply = httpx.post(f"{self.prefect}/api/{path}", json=body, timeout=60)
+        reply = self.api.post(path, json=body)
         return reply.raise_for_status().json()
 
     def newest_flow_run(self, run_id: str, flow: str) -> dict[str, Any]:
@@ -80,7 +85,7 @@ class Guide:
         return dict(found[0])
 
     def deployment(self, name: str) -> str:
-        reply = httpx.get(f"{self.prefect}/api/deployments/name/{name}/{name}", timeout=60)
+        reply = self.api.get(f"deployments/name/{name}/{name}")
         return str(reply.raise_for_status().json()["id"])
 
 
@@ -132,7 +137,7 @@ def resume(guide: Guide, run_id: str) -> None:
 
 
 def _state(guide: Guide, flow_run: str) -> str:
-    return str(httpx.get(f"{guide.prefect}/api/flow_runs/{flow_run}", timeout=60).json()["state"]["type"])
+    return str(guide.api.get(f"flow_runs/{flow_run}").json()["state"]["type"])
 
 
 def inspect(guide: Guide, run_id: str) -> None:
@@ -180,7 +185,7 @@ def main() -> None:
     given.to.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        guide = Guide(browser, services.prefect_ui_url, services.mlflow_url, given.to)
+        guide = Guide(browser, services, given.to)
         parts: dict[str, Callable[[], None]] = {
             "start": lambda: start(guide),
             "run": lambda: run(guide, given.run),

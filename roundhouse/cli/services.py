@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ def up(
 ) -> None:
     """Start Prefect, MLflow and the deployments, so that the Prefect page can run them, and leave all running."""
     from roundhouse.infra import services
+    from roundhouse.infra.state import PREFECT_AUTH_FILE
 
     terminal = console()
     started = services.up(
@@ -31,9 +33,15 @@ def up(
             f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False, markup=False
         ),
     )
-    for name, value in started.environment().items():
-        if name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
-            terminal.print(f"export {name}={value}", highlight=False, soft_wrap=True)
+    variables = started.environment()
+    password = f"cat {shlex.quote(str(state.expanduser() / 'services' / PREFECT_AUTH_FILE))}"
+    for line in (
+        f"export PREFECT_API_URL={variables['PREFECT_API_URL']}",
+        f'export PREFECT_API_AUTH_STRING="$({password})"',
+        f"export MLFLOW_TRACKING_URI={variables['MLFLOW_TRACKING_URI']}",
+        f"To sign in to the Prefect page, open {started.prefect_sign_in_url}, or paste what this prints: {password}",
+    ):
+        terminal.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()

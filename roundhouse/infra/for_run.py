@@ -51,7 +51,9 @@ def services_of(config: RunConfig) -> Iterator[Services]:
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
         os.environ.update(services.environment() | own_tracking)
         _quiet_libraries()
-        pages = {"prefect": services.prefect_ui_url} if "prefect" in wanted else {}
+        pages: dict[str, str] = {}
+        if "prefect" in wanted:
+            pages = {"prefect": services.prefect_ui_url, "prefect_sign_in": services.prefect_sign_in_url}
         pages |= {"mlflow": services.mlflow_url} if services.is_coming("mlflow") else {}
         announce("pages", **pages)
         yield services

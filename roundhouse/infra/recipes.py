@@ -9,7 +9,9 @@ The settings, each with its measured reason, are from runs of Prefect 3.7, MLflo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import html
 import os
 import secrets
 import shutil
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from roundhouse.generation.serve_head import REPLICA_PORTS, head_environment
 from roundhouse.infra.ports import LOOPBACK
-from roundhouse.infra.state import StateDirectory
+from roundhouse.infra.state import PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE, StateDirectory
 
 RAY_SESSIONS_KEPT = 3
 RAY_OBJECT_STORE_BYTES = 100 * 2**20
@@ -66,6 +68,8 @@ class Recipe:
 
 def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     url = f"http://{LOOPBACK}:{ports['http']}"
+    to = html.escape(f"{url}/sign-in#{prefect_auth_string(state)}")
+    _write_privately(state.path / PREFECT_SIGN_IN_FILE, f'<meta http-equiv="refresh" content="0; url={to}">')
     command = [sys.executable, "-m", "flows.prefect_server", "server", "start"]
     return Launch(
         [*command, "--host", LOOPBACK, "--port", str(ports["http"])],
@@ -73,6 +77,7 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
         "/api/health",
         {
             **prefect_client(state, ports["http"]),
+            "PREFECT_SERVER_API_AUTH_STRING": prefect_auth_string(state),
             # Without it the memo store goes to the home directory, whatever PREFECT_HOME says.
             "PREFECT_SERVER_MEMO_STORE_PATH": str(state.path / "prefect" / "memo.toml"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -89,9 +94,15 @@ def prefect_client(state: StateDirectory, port: int) -> dict[str, str]:
     """Environment of a Prefect client of this server."""
     return {
         "PREFECT_API_URL": f"http://{LOOPBACK}:{port}/api",
+        "PREFECT_API_AUTH_STRING": prefect_auth_string(state),
         "PREFECT_HOME": str(state.path / "prefect"),
         "DO_NOT_TRACK": "1",
     }
+
+
+def prefect_auth_string(state: StateDirectory) -> str:
+    """What Prefect's API and page of this state directory ask for: `user:password`."""
+    return _secret(state.path / PREFECT_AUTH_FILE, "roundhouse:")
 
 
 def _mlflow(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
@@ -168,12 +179,24 @@ def ray_client(state: StateDirectory, gcs_port: int) -> dict[str, str]:
 
 def ray_token(state: StateDirectory) -> str:
     """The secret of this cluster, made at first use; readable by the owner alone."""
-    path = state.path / "ray_token"
+    return _secret(state.path / "ray_token")
+
+
+def _secret(path: Path, prefix: str = "") -> str:
+    """What the file says; made at first use, by one of several processes."""
     if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
+        made = path.with_name(f"{path.name}.{os.getpid()}")
+        _write_privately(made, f"{prefix}{secrets.token_hex(32)}\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)
+        made.unlink()
     return path.read_text().strip()
+
+
+def _write_privately(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def ray_base_directory() -> Path:

@@ -21,9 +21,9 @@ from roundhouse.config.models import KubernetesInfra, RunConfig
 from roundhouse.errors import InfraError
 from roundhouse.infra import requests
 from roundhouse.infra.ports import LOOPBACK
-from roundhouse.infra.recipes import RECIPES, prefect_client, ray_client, ray_token, with_no_proxy
+from roundhouse.infra.recipes import RECIPES, prefect_auth_string, prefect_client, ray_client, ray_token, with_no_proxy
 from roundhouse.infra.requests import Progress, Request
-from roundhouse.infra.state import Holder, ServiceRecord, StateDirectory
+from roundhouse.infra.state import PREFECT_SIGN_IN_FILE, Holder, ServiceRecord, StateDirectory
 
 DEFAULT_STATE_DIRECTORY = Path(".roundhouse/services")
 DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
@@ -48,6 +48,16 @@ class Services:
     @property
     def prefect_ui_url(self) -> str:
         return self._ready("prefect").url
+
+    @property
+    def prefect_auth_string(self) -> str:
+        """`user:password` for Prefect's API; what its page asks for as a password."""
+        return prefect_auth_string(self.state)
+
+    @property
+    def prefect_sign_in_url(self) -> str:
+        """A file that signs a person in to Prefect's page: to be opened in a browser of this machine."""
+        return (self.state.path / PREFECT_SIGN_IN_FILE).as_uri()
 
     @property
     def mlflow_url(self) -> str:

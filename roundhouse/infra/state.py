@@ -8,6 +8,8 @@ rests on a process number that may belong to somebody else by now.
     <state>/services.json    what runs: process, ports, addresses, log, status; ports stay on record after a stop
     <state>/engine.json      the run whose turn it is with the engine of these services
     <state>/handover.json    environment of the newest request, readable by the owner alone, removed once taken over
+    <state>/ray_token        secrets of Ray's cluster and of Prefect's API, readable by the owner alone
+    <state>/prefect_auth_string, prefect.html: the second opens Prefect's page with the first
     <state>/logs/            one log a service, and the supervisor's
     <state>/{prefect,mlflow,ray}/  their data
 """
@@ -27,6 +29,7 @@ from typing import Any, Literal, TextIO
 from roundhouse.errors import InfraError
 from roundhouse.infra.identity import birth, is_alive
 
+PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE = "prefect_auth_string", "prefect.html"
 Status = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
 
 

@@ -101,7 +101,8 @@ class Place:
         return self._ask("/flow_runs/filter", flow_runs={"tags": {"all_": [f"run:{run_id}"]}})
 
     def _ask(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        with httpx.Client(base_url=self.variables["PREFECT_API_URL"], timeout=30) as client:
+        auth = httpx.BasicAuth(*self.variables["PREFECT_API_AUTH_STRING"].split(":"))
+        with httpx.Client(base_url=self.variables["PREFECT_API_URL"], auth=auth, timeout=30) as client:
             return client.post(path, json=body | {"limit": 200}).raise_for_status().json()
 
 

@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from roundhouse.config.loading import load_config
+from roundhouse.infra import services
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
@@ -207,8 +208,12 @@ def test_mlflow_has_traces_of_evaluated_rollouts_and_a_version_of_each_evaluated
 def test_prefect_shows_named_runs_and_artifacts(story: Story) -> None:
     import httpx
 
+    auth = httpx.BasicAuth(*services.status(story.directory / "state/services").prefect_auth_string.split(":"))
+
     def ask(what: str, body: dict) -> list[dict]:
-        return httpx.post(f"{story.prefect_api}/{what}/filter", json=body, timeout=30).raise_for_status().json()
+        return (
+            httpx.post(f"{story.prefect_api}/{what}/filter", json=body, auth=auth, timeout=30).raise_for_status().json()
+        )
 
     flow_runs = {each["name"]: each for each in ask("flow_runs", {"limit": 50})}
     assert flow_runs["story iteration 0004"]["state_type"] == "COMPLETED"

@@ -30,9 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def prefect_client(served: Served) -> Iterator[Served]:
     """Prefect's client in this process talks to the server."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
+    with served.at_prefect():
         yield served
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import subprocess
@@ -49,6 +50,25 @@ class Served:
     def store(self) -> str:
         return str(self.directory / "store")
 
+    @property
+    def auth(self) -> httpx.BasicAuth:
+        """For Prefect's API."""
+        return httpx.BasicAuth(*self.services.prefect_auth_string.split(":"))
+
+    def sign_in(self, page: Any) -> None:
+        """Leave in the browser what Prefect's page keeps of a person who has signed in."""
+        kept = base64.b64encode(self.services.prefect_auth_string.encode()).decode()
+        page.add_init_script(f"localStorage.setItem('prefect-password', '{kept}')")
+
+    @contextlib.contextmanager
+    def at_prefect(self) -> Iterator[None]:
+        """Prefect's client in this process talks to the server."""
+        from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+        variables = self.services.environment()
+        with temporary_settings({each: variables[each.name] for each in (PREFECT_API_URL, PREFECT_API_AUTH_STRING)}):
+            yield
+
     def run(self, run_id: str) -> Run:
         return load_run(self.store, run_id)
 
@@ -58,7 +78,9 @@ class Served:
         url = f"{self.services.prefect_ui_url}/api/{path}"
         for _ in range(20):
             try:
-                reply = httpx.request(method, url, json=(items or body) if method == "POST" else None, timeout=60)
+                reply = httpx.request(
+                    method, url, json=(items or body) if method == "POST" else None, auth=self.auth, timeout=60
+                )
             except httpx.ReadTimeout:
                 if method != "GET":
                     raise

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -76,15 +75,6 @@ class Story:
         return [each["alert"] for each in self.told]
 
 
-@contextmanager
-def at_prefect(served: Served) -> Iterator[None]:
-    """Prefect's client in this process talks to the server."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
-        yield
-
-
 @pytest.fixture(scope="module")
 def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A URL, and the JSON bodies that were sent to it."""
@@ -109,7 +99,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def story(served: Served, webhook: tuple[str, list[dict[str, Any]]]) -> Story:
     url, bodies = webhook
     told = Story(served, bodies)
-    with at_prefect(served):
+    with served.at_prefect():
         told.shipped = {each.name: [action.type for action in each.actions] for each in installed()}
         install(url)
     directory = served.directory / "fading"
@@ -185,7 +175,7 @@ def _stall(told: Story) -> None:
     def stalls() -> None:
         at_border("collect", lambda run, iteration: threading.Event().wait(60))(run, 1)
 
-    with at_prefect(told.served), pytest.raises(Stalled):
+    with told.served.at_prefect(), pytest.raises(Stalled):
         stalls()
 
 
@@ -202,7 +192,7 @@ def _raise_the_budget(told: Story, flow_run: str) -> None:
     told.versions_at_budget.append(served.run(RUN).latest_checkpoint().policy_version)
     command = [sys.executable, "-c", "from roundhouse.cli import main; main()", "runs", "resume", RUN]
     command += ["--store", served.store, "--budget", "generated_tokens=1e6", "--comment", "all of it"]
-    environment = os.environ | {"PREFECT_API_URL": f"{served.services.prefect_ui_url}/api", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | served.services.environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=served.directory)
     assert "goes on" in done.stdout, done
 
@@ -221,10 +211,10 @@ def _approve(told: Story, flow_run: str) -> None:
     told.questions = asked()
     url = f"{served.services.prefect_ui_url}/runs/flow-run/{told.questions[0]['id']}"
     until(lambda: _inputs(served, told.questions[0]["id"]) >= 2, "the form in Prefect")
-    told.page = _say_yes(url, comment="seen by eye", name="Grace")
+    told.page = _say_yes(served, url, comment="seen by eye", name="Grace")
 
 
-def _say_yes(url: str, comment: str, name: str) -> str:
+def _say_yes(served: Served, url: str, comment: str, name: str) -> str:
     """Resume the flow run as a person does, in its page; what the form said."""
     from playwright.sync_api import sync_playwright
 
@@ -234,6 +224,7 @@ def _say_yes(url: str, comment: str, name: str) -> str:
         )
         page = browser.new_page(viewport={"width": 1280, "height": 1200})
         page.set_default_timeout(PAGE_SECONDS)
+        served.sign_in(page)
         page.goto(url, wait_until="domcontentloaded")
         page.get_by_role("button", name="Resume").first.click()
         form = page.get_by_role("dialog")

@@ -28,6 +28,8 @@ SHOWN = (
 
 def test_a_run_is_started_from_the_form(page: Any, served: Served) -> None:
     deployment = served.deployment("train")["id"]
+    page.goto(served.services.prefect_sign_in_url)  # the browser keeps the password
+    page.wait_for_url(f"{served.services.prefect_ui_url}/dashboard")
     page.goto(
         f"{served.services.prefect_ui_url}/deployments/deployment/{deployment}/run", wait_until="domcontentloaded"
     )

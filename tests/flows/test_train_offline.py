@@ -26,13 +26,11 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.fixture(scope="module")
 def learnt(served: Served) -> Run:
     """The offline run."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     served.wait(served.start("train", preset="small", run_id="taught", iterations=1), "COMPLETED")
     night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
     run, older = served.run("taught"), Draw.of_moment(night - timedelta(days=1))
     run.begin(dataset_stage(run, "lessons", older.label(0), older), policy_version=0).commit()
-    with temporary_settings({PREFECT_API_URL: f"{served.services.prefect_ui_url}/api"}):
+    with served.at_prefect():
         kept = {"name": "lessons", "keep_last": 1}
         form = CollectForm(run_id="taught", store=served.store, checkpoint="promoted", tasks=3, **kept)
         add_schedule(form, "0 0 * * *")

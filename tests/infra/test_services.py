@@ -42,14 +42,18 @@ def api_url(running: Services) -> str:
 pytestmark = pytest.mark.timeout(TIME_LIMIT + 60)
 
 
-def test_every_service_answers_and_ray_only_those_who_have_its_token(running: Services) -> None:
+def test_every_service_answers_and_ray_and_prefect_only_those_who_have_their_secret(running: Services) -> None:
     assert httpx.get(f"{api_url(running)}/health").json() is True
     assert httpx.get(running.prefect_ui_url).status_code == 200
-    assert httpx.get(f"{running.prefect_ui_url}/ui-settings").json()["api_url"] in (api_url(running), "/api")
+    assert httpx.get(f"{running.prefect_ui_url}/ui-settings").json()["api_url"] == "/api"
     assert httpx.get(f"{running.mlflow_url}/health").text == "OK"
     applications = f"{running.ray_dashboard_url}/api/serve/applications/"
     assert httpx.get(applications).status_code == 401
     assert httpx.get(applications, headers=token(running)).json()["applications"] == {}
+    kept = f"{api_url(running)}/flow_runs/filter"
+    assert httpx.post(kept, json={}).status_code == 401
+    assert httpx.post(kept, json={}, auth=("roundhouse", "guessed")).status_code == 401
+    assert httpx.post(kept, json={}, auth=httpx.BasicAuth(*running.prefect_auth_string.split(":"))).json() == []
     for record in running.records.values():
         assert record.ready_seconds is not None
         print(f"{record.name} was ready after {record.ready_seconds} s")
@@ -76,7 +80,17 @@ def test_all_data_lies_under_the_state_directory(running: Services) -> None:
     assert (running.state.path / "mlflow" / "mlflow.db").exists()
     assert (running.state.path / "ray" / "session_latest" / "logs").exists()
     assert (running.state.path / "ray").resolve().parent.stat().st_mode & 0o077 == 0
-    assert (running.state.path / "ray_token").stat().st_mode & 0o077 == 0
+    for secret in ("ray_token", "prefect_auth_string", "prefect.html"):
+        assert (running.state.path / secret).stat().st_mode & 0o077 == 0
+
+
+def test_no_secret_of_theirs_is_in_a_log_or_on_a_command_line(running: Services) -> None:
+    shown = "".join(path.read_text(errors="replace") for path in (running.state.path / "logs").iterdir())
+    assert "server start" in shown
+    shown += "".join(" ".join(process.cmdline()) for process in processes.members(running.state))
+    for secret in (running.ray_token, running.prefect_auth_string.partition(":")[2]):
+        assert len(secret) >= 32
+        assert secret not in shown
 
 
 def test_a_process_with_their_environment_reaches_all_of_them(running: Services, tmp_path: Path) -> None:
@@ -84,7 +98,7 @@ def test_a_process_with_their_environment_reaches_all_of_them(running: Services,
 import mlflow, ray
 from prefect.client.orchestration import get_client
 with get_client(sync_client=True) as client:
-    print(client.api_url, client.api_healthcheck())
+    print(client.api_url, client.api_healthcheck(), client.read_flows())
 mlflow.set_experiment("reach")
 with mlflow.start_run() as run:
     mlflow.log_metric("reward", 1.0)
@@ -101,7 +115,7 @@ print(ray.get(ray.remote(num_cpus=0.1)(lambda: "from a worker").remote()))
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert f"{api_url(running)}/ None" in result.stdout
+    assert f"{api_url(running)}/ None []" in result.stdout
     assert "from a worker" in result.stdout
     assert list((running.state.path / "mlflow" / "artifacts").rglob("note.txt"))
     assert list(tmp_path.iterdir()) == []

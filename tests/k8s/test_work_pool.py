@@ -143,8 +143,6 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
     plane: ControlPlane, template: JobTemplate, worker_python: Path, tmp_path: Path
 ) -> None:
     """Deployed, asked for, made by the worker as service account roundhouse-worker, ended by the pod's own command."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     from flows.work_pool import deploy
     from roundhouse.config.deployments import read_deployments
     from tests.flows.served import serving, until
@@ -157,7 +155,7 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
         entry = {"name": "here", "entrypoint": "flows.deployments.train", "work_pool": pool}
         (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [entry]}))
         api = f"{served.services.prefect_ui_url}/api"
-        with temporary_settings({PREFECT_API_URL: api}):
+        with served.at_prefect():
             list(deploy(read_deployments(tmp_path / "prefect.yaml", template), template))
         places = {
             "ROUNDHOUSE_PRESETS": str(served.directory / "presets"),
@@ -165,9 +163,10 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
             "TMPDIR": str(tmp_path),
         }
         places |= {"ROUNDHOUSE_STATE": str(served.directory / "state"), "PREFECT_HOME": str(tmp_path / "prefect")}
+        auth = {"PREFECT_API_AUTH_STRING": served.services.prefect_auth_string}
         kubelet = Kubelet(stand.admin, stand.namespace, selector="app.kubernetes.io/component=flow")
-        kubelet.behave = lambda pod: run_container(kubelet, pod, places)
-        with worker(worker_python, plane, token, api, stand.namespace, tmp_path):
+        kubelet.behave = lambda pod: run_container(kubelet, pod, places | auth)
+        with worker(worker_python, plane, token, {"PREFECT_API_URL": api} | auth, stand.namespace, tmp_path):
             deployment = served.call("GET", "deployments/name/train/here")["id"]
             asked = {"parameters": {"settings": settings}, "state": {"type": "SCHEDULED"}}
             flow_run = served.call("POST", f"deployments/{deployment}/create_flow_run", **asked)["id"]
@@ -201,7 +200,7 @@ def install(stand: Stand) -> str:
 
 @contextmanager
 def worker(
-    python: Path, plane: ControlPlane, token: str, api: str, namespace: str, directory: Path
+    python: Path, plane: ControlPlane, token: str, api: dict[str, str], namespace: str, directory: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Prefect's worker as its Deployment starts it, with the token of its account."""
     tree = yaml.safe_load(plane.kubeconfig().read_text())
@@ -210,7 +209,7 @@ def worker(
     [manifest] = yaml.safe_load_all((POOL / "worker.yaml").read_text())
     container = manifest["spec"]["template"]["spec"]["containers"][0]
     given = {item["name"]: item["value"] for item in container["env"]}
-    given |= {"HOME": str(directory), "PREFECT_HOME": str(directory / "worker"), "PREFECT_API_URL": api}
+    given |= {"HOME": str(directory), "PREFECT_HOME": str(directory / "worker")} | api
     given |= {"PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES": namespace}
     given |= {"KUBECONFIG": str(directory / "kubeconfig"), "PREFECT_WORKER_QUERY_SECONDS": "1"}
     arguments = [{"roundhouse": "cluster"}.get(each, each) for each in container["args"]]

@@ -69,7 +69,9 @@ def played(tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator
     watch.start()
     try:
         with stand(directory, iterations=1, tracked=True, store="s3://secrets/store") as built:
-            mlflow = services.status(built.state / "services").mlflow_url
+            running = services.status(built.state / "services")
+            CANARIES["PREFECT_API_AUTH_STRING"] = running.prefect_auth_string
+            mlflow = running.mlflow_url
             os.environ["MLFLOW_TRACKING_URI"] = mlflow.replace("://", f"://me:{CANARIES['MLFLOW_TRACKING_URI']}@")
             judged = {
                 "kind": "custom",
@@ -111,8 +113,13 @@ def test_the_run_used_its_secrets_and_left_none_behind(played: tuple[Stand, Comm
     files = [path for path in built.directory.rglob("*") if path.is_file()]
     kinds = {path.name for path in files}
     assert {"mlflow.db", "prefect.db", "played.log", "engine.log"} <= kinds, kinds
-    # The cluster's own token lies in its file, readable by its owner; ours lie nowhere.
-    assert {str(path): found for path in files if (found := traces(path.read_bytes()))} == {}
+    # What the services ask for lies in files of theirs, readable by their owner; the rest lies nowhere.
+    found = {path: traces(path.read_bytes()) for path in files}
+    own = {
+        built.state / "services" / name: ["PREFECT_API_AUTH_STRING"] for name in ("prefect_auth_string", "prefect.html")
+    }
+    assert {path: names for path, names in found.items() if names} == own
+    assert {path.stat().st_mode & 0o077 for path in own} == {0}
     assert watch.seen > 100
     assert watch.found == set()
     run = load_run("s3://secrets/store", "played")
