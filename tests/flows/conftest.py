@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.flows.served import Served, serving
+from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served, serving
 
-CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--host-resolver-rules=MAP evil.example 127.0.0.1",
 ]
-PAGE_SECONDS = 120_000
-"""Milliseconds; Prefect's page takes long to load on a busy machine."""
 
 
 @pytest.fixture(scope="package")

@@ -27,8 +27,7 @@ from roundhouse.stages.budget import raises
 from roundhouse.store.promoted import Promoted, promoted_version
 from roundhouse.store.stage import read_manifest
 from tasks.options import at_border
-from tests.flows.served import Served, until
-from tests.flows.test_run_form import CHROMIUM, PAGE_SECONDS
+from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served, until
 
 pytestmark = [
     pytest.mark.timeout(1500),
