@@ -11,8 +11,9 @@ next group's.
     sender   seat/n = {"init": …, "update": …}               what vLLM's engine is to be told, in the words of its interface
     both     the group of the backend, one broadcast a batch
 
-The meeting is a key-value store of torch (TCPStore) in the sender's process, its keys below one that only the wish tells. Like
-every group of torch it is neither encrypted nor closed to whoever reaches its port: what came is proved by its digest.
+The meeting is a key-value store of torch (TCPStore) in the sender's process, at the one address that it names to replicas. Like
+every group of torch it is neither encrypted nor closed to whoever reaches its port, who can list its keys, take a seat and read
+the weights: the key keeps meetings apart and is no secret. What came is proved by its digest.
 """
 
 from __future__ import annotations
@@ -111,7 +112,12 @@ class Sender:
         self._seconds, self._batch_bytes = seconds, batch_bytes
         self._key = secrets.token_hex(16)
         limit = timedelta(seconds=seconds)
-        self._store = TCPStore(address, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        # By itself the store would listen on every interface, whatever address it is given.
+        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = listening.getsockname()[1]
+        self._store = TCPStore(
+            address, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         self._left = threading.Event()
         # A daemon: one that is stuck in a broadcast must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)

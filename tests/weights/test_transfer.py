@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -157,6 +158,13 @@ def test_tensors_that_are_not_what_was_described_are_not_sent(ends: tuple[GlooGr
         ends[0].send([Described("a", "float32", (2,))], [("b", torch.zeros(2))])
     with pytest.raises(ValueError, match="a came where a was described"):
         ends[0].send([Described("a", "float32", (2,))], [("a", torch.zeros(3))])
+
+
+def test_the_meeting_is_at_the_address_that_replicas_are_told_and_at_no_other(tmp_path: Path) -> None:
+    way = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS).way("float32")
+    socket.create_connection((way.address, way.port), timeout=SECONDS).close()
+    with pytest.raises(ConnectionRefusedError):  # by another address of this machine
+        socket.create_connection(("127.0.0.2", way.port), timeout=SECONDS)
 
 
 def test_a_way_names_those_that_it_is_for(tmp_path: Path) -> None:
