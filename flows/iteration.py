@@ -42,6 +42,6 @@ def iteration(config: WholeConfig, k: int) -> Reference:
 
 
 def is_evaluated(config: RunConfig, k: int) -> bool:
-    """Whether version k is evaluated: the last always, others every `evaluation.every`."""
+    """Whether version k is evaluated: the last, and others every `evaluation.every`; none where that is null."""
     every = config.evaluation.every
-    return k == config.iterations or (every > 0 and k % every == 0)
+    return every is not None and (k == config.iterations or (every > 0 and k % every == 0))

@@ -35,7 +35,7 @@ def terms_of(run: Run) -> Terms:
         groups=config.rollout.tasks,
         group_size=config.rollout.group_size,
         iterations=config.iterations,
-        validate_every=config.evaluation.every,
+        validate_every=config.evaluation.every or 0,
         first_version=run.first_version,
         evaluates_first=False,
     )

@@ -35,6 +35,7 @@ from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnviro
 from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
 from roundhouse.config.section import PositiveInt, Section, is_recorded
+from roundhouse.config.train_service import ProcessService
 from roundhouse.config.training import OptimizerConfig, TrainConfig
 
 __all__ = [
@@ -127,6 +128,8 @@ class RunConfig(Section):
         refuse_unfit_refits(self)
         refuse_unfit_placement(self)
         self._reachable_store()
+        if not is_recorded(info):
+            self._trainer_gpus()
         self._distributed()
         return self
 
@@ -187,6 +190,16 @@ class RunConfig(Section):
                 f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
                 f"({self.infra.engine.ray_service}) both name an engine. Unset one."
             )
+
+    def _trainer_gpus(self) -> None:
+        infra, service = self.infra, self.train.service
+        if isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService):
+            gpus, processes = infra.trainer.gpus, service.processes
+            if gpus > processes:
+                raise ValueError(
+                    f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
+                    f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
+                )
 
     def _distributed(self) -> None:
         rollout, distribution = self.rollout, self.rollout.distribution

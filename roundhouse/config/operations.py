@@ -13,8 +13,9 @@ from roundhouse.config.section import PositiveInt, Section
 class EvaluationConfig(Section):
     """Held-out evaluation: before training, every N iterations, and at the end."""
 
-    every: Annotated[int, Field(ge=0)] = 10
-    """Iterations between evaluations; 0 evaluates only before and after."""
+    every: Annotated[int, Field(ge=0)] | None = 10
+    """Iterations between evaluations; 0 evaluates the last version only, null none. With null and `before_training: false` a
+    run needs no held-out tasks."""
     tasks: PositiveInt = 128
     """Held-out tasks; all there are when fewer."""
     samples: PositiveInt = 1

@@ -6,12 +6,12 @@ writes the same weights, bit for bit.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.secrets import VariableName
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
 
 TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
 
@@ -40,9 +40,18 @@ class RayService(Section):
     """Cluster to join; unset joins the one this process is in, else starts a local one."""
     cpus: PositiveFloat = 1
     gpus: Annotated[float, Field(ge=0)] = 0
-    """Reserved for the actor."""
+    """Reserved for the actor: 1, or a part of one that it shares. It trains on one GPU."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one verb, the wait for free resources included."""
+
+    @model_validator(mode="after")
+    def _one_gpu(self, info: ValidationInfo) -> Self:
+        if self.gpus > 1 and not is_recorded(info):
+            raise ValueError(
+                f"train.service.gpus is {self.gpus:g}, but the actor trains on one GPU: the others would be reserved and "
+                f"idle. Set it to 1, or train.service to {{kind: process, processes: {self.gpus:.0f}}}, which shares the work."
+            )
+        return self
 
 
 class RemoteService(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.gym.collector import plan_rollouts
 from roundhouse.gym.sessions import open_environment
@@ -37,10 +38,7 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     checkpoint = run.checkpoint(version).reference()
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
     if not rows:
-        raise ConfigError(
-            f"environment.kind is {config.environment.kind} and has no held-out task, so there is nothing to evaluate on. Name "
-            "a file of rows that are not trained on in environment.heldout_tasks, or raise the environment's held-out share."
-        )
+        raise no_heldout_task(config)
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
     collection = open_collection(run, stage, version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
@@ -52,6 +50,17 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
         counts=ledger.counts(),
         metrics=evaluation_metrics(collected.rollouts),
         details={"failures": ledger.failures},
+    )
+
+
+def no_heldout_task(config: RunConfig) -> ConfigError:
+    """That there is nothing to evaluate on."""
+    environment = config.environment
+    keys = [key for key in ("heldout_tasks", "heldout_data", "heldout_fraction") if hasattr(environment, key)]
+    where = f"Set environment.{keys[0]}" if keys else "Give some from the environment's tasks('heldout')"
+    return ConfigError(
+        f"environment.kind is {environment.kind} and has no held-out task, so there is nothing to evaluate on. {where}, or "
+        "train without evaluation: evaluation: {every: null, before_training: false}."
     )
 
 

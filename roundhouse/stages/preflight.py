@@ -6,14 +6,18 @@ with the key or option at fault; what only a service can know is left to it.
 
 from __future__ import annotations
 
-from roundhouse.config.environments import CustomEnvironment
+import os
+from pathlib import Path
+
+from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
 from roundhouse.config.models import PretrainedPolicy, RunConfig
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.environments import class_of, load_any
+from roundhouse.gym.environments import class_of
 from roundhouse.gym.sessions import open_environment
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.policy.warm_start import refuse_without_demonstrations
+from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.promoted import version_named
@@ -21,7 +25,7 @@ from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids
 
 
 def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
-    """Refuse a run whose environment, starting policy or datasets cannot be had.
+    """Refuse a run whose store, environment, held-out tasks, starting policy or datasets cannot be had.
 
     Args:
         remote: look into buckets, too. A dry run asks nothing outside this machine.
@@ -29,12 +33,10 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
     Raises:
         ConfigError: names the key and the remedy.
     """
-    if isinstance(config.environment, CustomEnvironment):
-        load_any(config.environment)
-    if isinstance(config.environment, AgentEnvironment | RemoteEnvironment):
-        rows = (config.environment.train_tasks, config.environment.heldout_tasks or "")
-        if remote or not any("://" in uri for uri in rows):
-            open_environment(config.environment)  # reads them
+    if Location(config.store).is_local:
+        _writable(Location(config.store).local_path)
+    if not _has_tasks(config, remote) and _evaluates(config):
+        raise no_heldout_task(config)
     reachable = remote or Location(config.store).is_local
     if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
         return  # it has what it begins with
@@ -69,6 +71,34 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
     begins = version == run.first_version and run.latest_checkpoint() is None
     if version is not None and not begins and run.checkpoint(version).reference() is None:
         raise no_such_version(run, version)
+
+
+def _writable(directory: Path) -> None:
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is no directory"
+        raise ConfigError(f"store is {directory}, but {there} {why}. Set store to a place that can be written to.")
+
+
+def _evaluates(config: RunConfig) -> bool:
+    evaluation, offline = config.evaluation, config.offline
+    return (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
+
+
+def _has_tasks(config: RunConfig, remote: bool) -> bool:
+    """Whether there are held-out tasks. Reads the files of rows and makes the class of a custom environment."""
+    environment = config.environment
+    if isinstance(environment, CustomEnvironment):
+        return any(True for _ in open_environment(environment).tasks("heldout"))
+    if isinstance(environment, AgentEnvironment | RemoteEnvironment):
+        rows = (environment.train_tasks, environment.heldout_tasks)
+    elif isinstance(environment, WorkerEnvironment):
+        rows = (environment.train_data, environment.heldout_data)
+    else:
+        return getattr(environment, "heldout_fraction", 1) > 0
+    if remote or not any("://" in (uri or "") for uri in rows):
+        return any(True for _ in open_environment(environment).tasks("heldout"))
+    return rows[1] is not None
 
 
 def _starting_policy(config: RunConfig, remote: bool) -> None:

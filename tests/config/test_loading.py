@@ -11,6 +11,7 @@ from roundhouse.config import forms
 from roundhouse.config.loading import config_digest, config_yaml, differences, load_config, parse_config
 from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.config.patterns import in_words
+from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import ConfigError
 
 
@@ -251,3 +252,20 @@ def test_a_run_that_a_store_holds_stays_readable() -> None:
     assert parse_config({"run_id": "a", **recorded}, recorded=True).generation.engine_args == {"load_format": "pt"}
     with pytest.raises(ConfigError):
         parse_config({"run_id": "a", **recorded})
+
+
+# GPUs that nothing would use ------------------------------------------------------------------------------------------
+
+
+def test_gpus_that_no_trainer_would_use_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.service\.gpus is 8, but the actor trains on one GPU.*processes: 8"):
+        parse_config({"run_id": "a", "train": {"service": {"kind": "ray", "gpus": 8}}})
+    on_kubernetes = {
+        "run_id": "a",
+        "store": "s3://bucket/x",
+        "infra": {"kind": "kubernetes", "trainer": {"gpus": 8}},
+        "train": {"service": {"kind": "process", "processes": 2}},
+    }
+    with pytest.raises(ConfigError, match=r"infra\.trainer\.gpus is 8, but train\.service\.processes is 2"):
+        parse_config(on_kubernetes)
+    assert parse_config(on_kubernetes, recorded=True).train.service == ProcessService(processes=2)

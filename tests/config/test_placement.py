@@ -42,11 +42,11 @@ from roundhouse.config.placement import placement
             {
                 "store": "s3://b/s",
                 "infra": {"kind": "kubernetes", "engine": {"ray_service": "eng"}, "trainer": {"pods": 2, "gpus": 4}},
-                "train": {"service": {"kind": "process"}},
+                "train": {"service": {"kind": "process", "processes": 4}},
             },
             [
                 "engine:    1 replica in RayService eng",
-                "a Job a step in namespace roundhouse: 2 pods of 1 process, 8 GPU",
+                "a Job a step in namespace roundhouse: 2 pods of 4 processes, 8 GPU",
             ],
         ),
     ],

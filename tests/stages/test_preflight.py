@@ -10,7 +10,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from flows.iteration import is_evaluated
 from roundhouse.cli import app
+from roundhouse.config.loading import load_config
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.store.run import run_ids
 from tests.query.stores import write_run
@@ -42,10 +44,31 @@ def missing_target(directory: Path) -> dict[str, Any]:
 def class_without_demonstrations(directory: Path) -> dict[str, Any]:
     (directory / "mine.py").write_text(
         "from roundhouse.gym.environment import Environment\nclass Mine(Environment):\n    name = 'mine'\n"
-        "    def tasks(self, split): return []\n    async def seed_session(self, row): return {}\n"
+        "    def tasks(self, split): return [{'task_id': split}]\n    async def seed_session(self, row): return {}\n"
         "    def verify(self, session, row, response): return 0.0\n"
     )
     return {"environment": {"kind": "custom", "target": str(directory / "mine.py:Mine")}}
+
+
+def file_for_a_store(directory: Path) -> dict[str, Any]:
+    (directory / "file").touch()
+    return {"store": str(directory / "file" / "store")}
+
+
+def missing_worker_data(directory: Path) -> dict[str, Any]:
+    return {"environment": {"kind": "worker", "worker": "mock", "train_data": str(directory / "none.jsonl")}}
+
+
+def no_heldout_rows(directory: Path) -> dict[str, Any]:
+    (directory / "rows.jsonl").write_text('{"prompt": "p"}\n')
+    return {"environment": {"kind": "worker", "worker": "mock", "train_data": str(directory / "rows.jsonl")}}
+
+
+def no_heldout_share(_: Path) -> dict[str, Any]:
+    return {
+        "environment": {"kind": "sort", "heldout_fraction": 0},
+        "evaluation": {"every": 0, "before_training": False},
+    }
 
 
 def rows_of_two_agents(directory: Path) -> dict[str, Any]:
@@ -68,6 +91,10 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
         (class_without_demonstrations, "the environment mine has no demonstrations to start on"),
         (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays the rows"),
         (unknown_dataset, "nightly"),
+        (file_for_a_store, "store is {directory}/file/store, but {directory}/file is no directory"),
+        (missing_worker_data, "environment.train_data is '{directory}/none.jsonl', which cannot be read"),
+        (no_heldout_rows, "no held-out task, so there is nothing to evaluate on. Set environment.heldout_data"),
+        (no_heldout_share, "Set environment.heldout_fraction, or train without evaluation"),
     ],
     ids=lambda fault: getattr(fault, "__name__", ""),
 )
@@ -110,3 +137,12 @@ def test_offline_training_from_an_unknown_dataset_leaves_no_run(dry_run: bool, t
     )
     assert "nightly" in str(error)
     assert run_ids(run.config.store) == ["r"]
+
+
+def test_a_run_without_evaluation_needs_no_heldout_task(tmp_path: Path) -> None:
+    path = config(tmp_path, **no_heldout_share(tmp_path))
+    done = CliRunner().invoke(app, ["train", path, "--dry-run", "--set", "evaluation.every=null"])
+    assert done.exit_code == 0, done.exception
+    without = load_config(path, ["evaluation.every=null"])
+    assert not any(is_evaluated(without, k) for k in range(1, without.iterations + 1))
+    assert is_evaluated(load_config(path), without.iterations)
