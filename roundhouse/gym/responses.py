@@ -217,9 +217,10 @@ def items_from_chat(messages: Iterable[Message], id_prefix: str = "msg") -> list
 
 def split_thinking(text: str) -> tuple[list[str], str]:
     """The think blocks of a text, and the text without them. A block that never closes stays in the text."""
-    if "</think>" not in text:
-        return [], text
-    return _THINKING.findall(text), _THINKING.sub("", text)
+    # Up to the last end, every beginning has one. After it, the pattern would look for one to the end of the text from each
+    # beginning: half a minute for a policy that repeats <think>.
+    closed, end, rest = text.rpartition("</think>")
+    return _THINKING.findall(closed + end), _THINKING.sub("", closed + end) + rest
 
 
 def assistant_items(message: Message, item_id: str, *, reasoning: bool = True) -> list[Item]:

@@ -84,7 +84,9 @@ class AnswerTag(Evaluator):
 
     def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
         truth = str(data["ground_truth"]).strip()
-        given = _ANSWER.findall(evaluation_target.final_answer)
+        # From a beginning after the last end, the pattern would look for one to the end of the text.
+        closed, end, _ = evaluation_target.final_answer.rpartition("</answer>")
+        given = _ANSWER.findall(closed + end)
         right = bool(given) and given[-1].strip() == truth
         return EvaluationRunResult(float(right), truth, {"answered": float(bool(given))})
 

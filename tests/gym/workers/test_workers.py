@@ -1,6 +1,7 @@
 """Workers through the rollout engine: the same collector, limits and records as for every environment."""
 
 import json
+import time
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -22,7 +23,7 @@ from roundhouse.gym.workers import (
     TraceRolloutWorker,
 )
 from roundhouse.gym.workers.client import WorkerClient
-from roundhouse.gym.workers.evaluation import AnswerTag
+from roundhouse.gym.workers.evaluation import AnswerTag, BaseEvaluationTarget
 from roundhouse.gym.workers.mock import hash_reward
 from roundhouse.trajectories.records import FailureKind, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
@@ -407,3 +408,12 @@ async def test_two_rollouts_have_a_worker_each() -> None:
         )
     assert len(made) == 2
     assert made[0].llm is not made[1].llm
+
+
+@pytest.mark.parametrize(("before", "reward"), [("", 0.0), ("<answer>3</answer><answer> 4 </answer>", 1.0)])
+def test_an_answer_that_repeats_the_opening_tag_is_judged_at_once(before: str, reward: float) -> None:
+    """16,000 of them took half a minute, with the interpreter's lock held."""
+    begun = time.thread_time()
+    judged = AnswerTag().evaluate({"ground_truth": "4"}, BaseEvaluationTarget(before + "<answer>" * 16_000))
+    assert judged.reward == reward
+    assert time.thread_time() - begun < 1
