@@ -75,6 +75,10 @@ LearningRate = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(gt=0, le=4)]
 
 
+Override = Annotated[str, Field(pattern=rf"^({'|'.join(RunConfig.model_fields)})(\.[^.=\s]+)*=")]
+"""As far as a schema can say it: the page refuses a section that there is not, and a text without `=`."""
+
+
 class Form(BaseModel):
     """Base of all forms."""
 
@@ -83,7 +87,7 @@ class Form(BaseModel):
     KEYS: ClassVar[dict[str, str]] = {}
     """Field -> key of the configuration."""
 
-    overrides: list[str] = Field(
+    overrides: list[Override] = Field(
         default=[],
         description="Any other key of the configuration, as key.path=value: train.algorithm.kl_coefficient=0.01. "
         "All keys with their values: roundhouse train FILE --dry-run.",
@@ -189,7 +193,7 @@ class CollectForm(RunForm):
     KEYS: ClassVar[dict[str, str]] = {"tasks": "rollout.tasks", "group_size": "rollout.group_size"}
 
     name: DatasetName = "offline"
-    """Of the dataset: <store>/datasets/<name>/<version>."""
+    """Of the dataset, whose versions lie in the store as datasets/NAME/VERSION."""
     checkpoint: Literal["newest", "promoted"] = "newest"
     """Which of the run's checkpoints plays: the newest, or the one that evaluations promoted."""
     version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: as checkpoint says.")
@@ -233,7 +237,7 @@ class TrainOfflineForm(RunForm):
     datasets: list[DatasetChoice] = Field(
         default=["offline"],
         min_length=1,
-        description="Of the same store: nightly is its newest version, nightly@all every version, nightly@<version> one. "
+        description="Of the same store: nightly is its newest version, nightly@all every version, nightly@VERSION one. "
         "Or the path or URI of a version's directory.",
     )
     method: Literal["grpo", "rejection", "distillation"] = "grpo"

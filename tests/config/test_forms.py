@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.algorithms import GRPO, CrossEntropy
 from roundhouse.config.forms import (
+    ApproveForm,
     CollectForm,
     EvaluateForm,
     ForkForm,
@@ -19,7 +22,7 @@ from roundhouse.config.forms import (
     preset_names,
     presets_directory,
 )
-from roundhouse.config.loading import load_config, parse_config
+from roundhouse.config.loading import flatten, load_config, parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.run import Run, open_run
 
@@ -77,6 +80,40 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         TrainForm(overrides=["rollout.typo=1"]).resolve()
     with pytest.raises(StoreError, match="No run 'none'"):
         EvaluateForm(run_id="none", store=str(tmp_path)).resolve()
+
+
+@pytest.mark.parametrize("form", [TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm, ApproveForm])
+def test_no_text_of_a_form_has_angle_brackets_which_the_page_takes_for_html(form: type[BaseModel]) -> None:
+    texts = re.findall(r"<[A-Za-z/][^>]*>", json.dumps([each.get("description") for each in _objects(form)]))
+    assert texts == []
+
+
+def _objects(form: type[BaseModel]) -> list[dict[str, Any]]:
+    schema = form.model_json_schema()
+    return [schema, *schema["properties"].values()]
+
+
+@pytest.mark.parametrize("override", ["trian.updates=2", "train.updates", "updates 2", "=3", " train.updates=2"])
+def test_the_schema_refuses_an_override_of_no_section_before_there_is_a_flow_run(override: str) -> None:
+    schema = TrainForm.model_json_schema()
+    validator = jsonschema.Draft202012Validator(schema)
+    assert [error.json_path for error in validator.iter_errors({"overrides": [override]})] == ["$.overrides[0]"]
+    every = [f"{key}=1" for key in flatten(parse_config({"run_id": "r"}).model_dump(mode="json"))]
+    assert len(every) > 100
+    assert list(validator.iter_errors({"overrides": every})) == []
+
+
+def test_a_flow_run_with_a_bad_override_fails_before_anything_is_started_or_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import deployments
+
+    monkeypatch.setenv("ROUNDHOUSE_PRESETS", str(presets_directory().resolve()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deployments, "services_of", lambda config: pytest.fail("services were started"))
+    with pytest.raises(ConfigError, match=r"train\.optimzer: unknown key\. Did you mean 'optimizer'"):
+        deployments.train.fn(TrainForm(overrides=["train.optimzer.learning_rate=1e-3"]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_form_of_an_existing_run_starts_from_the_runs_own_configuration(tmp_path: Path) -> None:
