@@ -1,21 +1,22 @@
-"""CPU milliseconds and rollouts a second: Roundhouse's collector and servers, and NeMo Gym's, on one instant engine.
+"""CPU milliseconds and rollouts a second: `roundhouse gym collect` and its servers, and NeMo Gym's command and servers, on one
+instant engine.
 
     python benchmarks/gym/rollouts.py                                         Roundhouse alone
     python benchmarks/gym/rollouts.py --peer-head http://127.0.0.1:11000 --peer-gym <its bin/gym> --engine-port 9100
 
 The peer is a running `gym env start` of example_single_tool_call with its model server pointed at `--engine-port` (how to
-start it: docs/nemo-gym.md); its servers, agent and collector are used as they are. Both sides play the same rows: one turn, or
-three with two tool calls in between, and write what they collected to disk. CPU counts the collector and every server that
-took part, and leaves the engine out. A peer that is not given is reported as skipped.
+start it: docs/nemo-gym.md); its servers, agent and collector are used as they are. Both sides are the commands that a person
+types: they read the same task rows (one turn, or three with two tool calls in between) and write what they write, JSON lines of
+inputs and rollouts, and aggregate metrics. CPU counts the command and every server that took part, and leaves the engine out. A
+peer that is not given is reported as skipped.
 
 Cases run in turn, `--repeats` times, so that a noisy machine is noisy for all; the table gives medians, and the last line is
-JSON. The peer's command spends seconds on imports: its collector is charged with the difference of a long and a short run.
+JSON. A command spends CPU on imports: each is charged with the difference of a long and a short run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -34,18 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.parquet as pq
 
-from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
-from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.gym.collector import collect, plan_rollouts
 from roundhouse.gym.environment import Environment, Verdict, task_row, tool
-from roundhouse.gym.remote import RemoteEnvironmentClient
-from roundhouse.gym.sessions import EnvironmentClient, LocalEnvironmentClient
-from roundhouse.trajectories.records import Status
-from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 HERE = Path(__file__).resolve().parent
+ROUNDHOUSE = (sys.executable, "-c", "from roundhouse.cli import main; main()")
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
 PEER_AGENT = "example_single_tool_call_simple_agent"
 PEER_RESOURCES = "example_single_tool_call"
 SHORT = 64
@@ -119,63 +114,21 @@ Play = Callable[[str, int], Sample]
 """Plays so many rollouts of a kind."""
 
 
-def ours(client: Callable[[], EnvironmentClient], engine: str, pids: list[int], concurrency: int) -> Play:
-    """Our collector over an environment client; `pids` are the servers that it talks to, the engine not among them."""
-
-    def run(kind: str, count: int) -> Sample:
-        config = RolloutConfig(concurrency=concurrency, max_tokens=100_000, max_turns=32)
-        sampling = Sampling(max_new_tokens=4096)
-        specs = plan_rollouts(rows(kind, count), 1, seed=0, iteration=1)
-
-        async def work() -> list[Any]:
-            async with (
-                HttpPolicyClient(engine, GenerationConfig()) as policy,
-                client() as environment,
-            ):
-                return await collect(specs, policy, environment, config, sampling)
-
-        servers, cpu, wall = cpu_of(pids), time.process_time(), time.perf_counter()
-        rollouts = asyncio.run(work())
-        with tempfile.TemporaryDirectory() as directory:
-            pq.write_table(rollouts_table(rollouts), f"{directory}/rollouts.parquet")
-            pq.write_table(turns_table(rollouts), f"{directory}/turns.parquet")
-        cpu, wall = time.process_time() - cpu + cpu_of(pids) - servers, time.perf_counter() - wall
-        bad = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
-        if bad or len(rollouts) != count:
-            raise SystemExit(f"{len(bad)} of {len(rollouts)} rollouts did not complete: {bad[:1]}")
-        return Sample(cpu, wall, count)
-
-    return run
-
-
-def theirs(gym: str, pids: list[int], concurrency: int) -> Play:
-    """The peer's own collector, agent, resources server and model server."""
+def typed(command: Callable[[Path, Path], list[str]], pids: list[int]) -> Play:
+    """A command that reads task rows and writes rollouts; `pids` are the servers that it needs, the engine not among them."""
 
     def once(kind: str, count: int) -> tuple[float, float]:
         with tempfile.TemporaryDirectory() as directory:
             source, output = Path(directory, "rows.jsonl"), Path(directory, "rollouts.jsonl")
             source.write_text("".join(json.dumps(row) + "\n" for row in rows(kind, count)))
-            command = [
-                gym,
-                "eval",
-                "run",
-                "--no-serve",
-                "--agent",
-                PEER_AGENT,
-                "--input",
-                str(source),
-                "--output",
-                str(output),
-            ]
-            servers, before = cpu_of(pids), _children_cpu()
-            begun = time.perf_counter()
-            subprocess.run(
-                [*command, "--concurrency", str(concurrency)], check=True, capture_output=True, cwd=directory
-            )
+            servers, before, begun = cpu_of(pids), _children_cpu(), time.perf_counter()
+            ended = subprocess.run(command(source, output), env=ENVIRONMENT, capture_output=True, cwd=directory)
             wall = time.perf_counter() - begun
-            collected = sum(1 for _ in output.open())
-            if collected != count:
-                raise SystemExit(f"The peer collected {collected} of {count} rollouts.")
+            if ended.returncode:
+                raise SystemExit(f"The command failed: {ended.stderr.decode()[-2000:]}")
+            rewards = [json.loads(line)["reward"] for line in output.open()]
+            if rewards != [1.0] * count:
+                raise SystemExit(f"{len(rewards)} of {count} rollouts were collected, with rewards {set(rewards)}.")
             return _children_cpu() - before + cpu_of(pids) - servers, wall
 
     def run(kind: str, count: int) -> Sample:
@@ -183,6 +136,55 @@ def theirs(gym: str, pids: list[int], concurrency: int) -> Play:
         return Sample(long[0] - short[0], long[1] - short[1], count)
 
     return run
+
+
+def ours(concurrency: int, *place: str) -> Callable[[Path, Path], list[str]]:
+    """`roundhouse gym collect` from a place."""
+    base = (
+        [*ROUNDHOUSE, "gym", "collect", "--agent", PEER_AGENT] if "--head" in place else [*ROUNDHOUSE, "gym", "collect"]
+    )
+
+    def command(source: Path, output: Path) -> list[str]:
+        return [*base, "-i", str(source), "-o", str(output), "--concurrency", str(concurrency), *place]
+
+    return command
+
+
+def theirs(gym: str, concurrency: int) -> Callable[[Path, Path], list[str]]:
+    """The peer's own collector."""
+    base = [gym, "eval", "run", "--no-serve", "--agent", PEER_AGENT, "--concurrency", str(concurrency)]
+    return lambda source, output: [*base, "--input", str(source), "--output", str(output)]
+
+
+@contextlib.contextmanager
+def started(engine: str) -> Iterator[tuple[str, list[int]]]:
+    """`roundhouse gym start` with an agent, a resources and a model server of ours: the head's URL, and the servers' pids."""
+    reference = {"type": "resources_servers", "name": "weather"}
+    model = {"type": "responses_api_models", "name": "policy_model"}
+    tree = {
+        "weather": {
+            "resources_servers": {
+                "roundhouse_environment": {"environment": {"kind": "custom", "target": "rollouts:Weather"}}
+            }
+        },
+        PEER_AGENT: {
+            "responses_api_agents": {"roundhouse_agent": {"resources_server": reference, "model_server": model}}
+        },
+        "policy_model": {"responses_api_models": {"roundhouse_model": {"base_url": [f"{engine}/v1"]}}},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "servers.json").write_text(json.dumps(tree))  # JSON is YAML
+        command = [*ROUNDHOUSE, "gym", "start", "servers.json", "--no-ray", "--head-port", "0", "--json"]
+        process = subprocess.Popen(
+            command, env=ENVIRONMENT, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline())
+            yield ready["head"], [server["pid"] for server in ready["servers"]]
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _children_cpu() -> float:
@@ -193,8 +195,7 @@ def _children_cpu() -> float:
 @contextlib.contextmanager
 def served(*command: str) -> Iterator[int]:
     """A process that is stopped at the end; its pid."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen([sys.executable, *command], env=environment)
+    process = subprocess.Popen([sys.executable, *command], env=ENVIRONMENT)
     try:
         yield process.pid
     finally:
@@ -266,25 +267,34 @@ def main() -> None:
         wait_for(f"{engine}/v1/models")
         wait_for(resources)
 
-        def case(name: str, client: Callable[[], EnvironmentClient], pids: list[int]) -> Case:
-            return Case(name, ours(client, engine, pids, options.concurrency))
+        head, own_pids = stack.enter_context(started(engine))
+        in_process = ["--environment", "rollouts:Weather", "--engine-url", engine]
+        rows_file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".jsonl"))
+        rows_file.write(json.dumps(rows("turns=1", 1)[0]) + "\n")
+        rows_file.flush()
+
+        def remote(url: str) -> list[str]:
+            parameters = json.dumps({"url": url, "train_tasks": rows_file.name})
+            return ["--environment", "remote", "--parameters", parameters, "--engine-url", engine]
+
+        def case(name: str, pids: list[int], *place: str) -> Case:
+            return Case(name, typed(ours(options.concurrency, *place), pids))
 
         cases = [
-            case("environment in process", lambda: LocalEnvironmentClient(Weather()), []),
-            case("our resources server", lambda: RemoteEnvironmentClient(resources, name="weather"), [pid]),
+            case("gym collect, environment in process", [], *in_process),
+            case("gym collect, our resources server", [pid], *remote(resources)),
+            case("gym collect, our agent and servers", own_pids, "--head", head),
         ]
         peer = None
         if options.peer_head and options.peer_gym:
             found = instances(options.peer_head)
             theirs_ = next(entry for entry in found if entry["process_name"] == PEER_RESOURCES)
-            url = theirs_["url"]
-            cases.append(case("the peer's resources server", lambda: RemoteEnvironmentClient(url), [theirs_["pid"]]))
+            cases.append(case("gym collect, the peer's resources server", [theirs_["pid"]], *remote(theirs_["url"])))
             peer = Case(
-                "the peer's whole", theirs(options.peer_gym, [entry["pid"] for entry in found], options.concurrency)
+                "the peer's whole",
+                typed(theirs(options.peer_gym, options.concurrency), [entry["pid"] for entry in found]),
             )
             cases.append(peer)
-        for case_ in cases[:2]:
-            case_.run(options.kinds[0], SHORT)  # warm up
         for _ in range(options.repeats):
             for kind in options.kinds:
                 for case_ in cases:
