@@ -1,4 +1,4 @@
-"""`roundhouse gym collect | profile | collate | import` and `roundhouse export`: NeMo Gym's files on the command line."""
+"""`roundhouse gym collect | reverify | profile | collate | import` and `roundhouse export`: NeMo Gym's files."""
 
 from __future__ import annotations
 
@@ -73,6 +73,59 @@ def collect(
             f"{summary.outage} Run the command again with --resume.", highlight=False, markup=False, soft_wrap=True
         )
     out(f"{files.rollouts}")
+
+
+@app.command()
+def reverify(
+    rollouts: Annotated[Path, typer.Option(help="Rollouts file to judge anew.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Rollouts file to write.")],
+    inputs: Annotated[Path | None, typer.Option(help="Materialized inputs, if not beside the rollouts.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Base URL of a head server that knows the resources servers.")
+    ] = None,
+    resources_url: Annotated[str | None, typer.Option(help="Base URL of one resources server for all rows.")] = None,
+    judge_failed_only: Annotated[
+        bool, typer.Option("--judge-failed-only", help="Keep what was judged; judge the rows whose judge failed.")
+    ] = False,
+    append: Annotated[bool, typer.Option("--append", help="Add recovered rows to an output that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output lacks.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Judge by servers that are not stateless, into unsafe_….")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(help="Rollouts to judge.", min=1)] = None,
+    concurrency: Annotated[int, typer.Option(help="Rollouts in flight; 0: all at once.", min=0)] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds for one verdict.", min=0.001)] = 600.0,
+    disable_aggregation: Annotated[bool, typer.Option("--disable-aggregation", help="No aggregate metrics.")] = False,
+) -> None:
+    """Judge stored rollouts anew, by the verifiers that run now; the policy is not asked."""
+    import asyncio
+
+    from roundhouse.gym.exchange.agent_servers import EVERY
+    from roundhouse.gym.exchange.collection import collect as collect_rows
+    from roundhouse.gym.exchange.files import CollectionFiles
+    from roundhouse.gym.exchange.reverify import Reverification, Verifiers, begin, verifiers_of_head
+
+    if (head is None) == (resources_url is None):
+        raise ConfigError("Name one place of the verifiers: --head or --resources-url.")
+    files = CollectionFiles(rollouts)
+    asked = Reverification(
+        inputs or files.materialized_inputs, files, output, limit, judge_failed_only, append, overwrite, resume, force
+    )
+
+    async def work() -> Summary:
+        if resources_url is not None:
+            verifiers = Verifiers({EVERY: resources_url}, timeout, key="--resources-url")
+        else:
+            verifiers = await verifiers_of_head(head or "", timeout)
+        async with verifiers:
+            written, left = await begin(asked, verifiers)
+            return await collect_rows(
+                written, left, verifiers, concurrency=concurrency or None, aggregate=not disable_aggregation
+            )
+
+    summary = asyncio.run(work())
+    out(f"{summary.line()}\n{summary.files.rollouts}")
 
 
 @app.command()
