@@ -3,7 +3,7 @@
 #
 #   REGISTRY=registry.example.org/team VERSION=0.1.0 PUSH=1    where they go
 #   PYTHON_IMAGE=python@sha256:…                               another base, such as one by its digest
-#   BUILDER=docker|podman|buildah                              unset: the first of them that is here
+#   BUILDER=docker|podman|buildah                              unset: the first of them that works here
 #   BUILD_ARGS="--network host --volume …"                     more arguments of `build`, such as a mirror's pip.conf
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,8 +12,10 @@ shift || true
 roles=("${@:-gym flow trainer engine}")
 version=${VERSION:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 prefix=${REGISTRY:+$REGISTRY/}roundhouse
-for builder in ${BUILDER:-docker podman buildah}; do command -v "$builder" >/dev/null && break; done
-command -v "$builder" >/dev/null || { echo "build.sh: none of ${BUILDER:-docker, podman and buildah} is here" >&2; exit 2; }
+# that the client is here says nothing of docker's daemon, or of user namespaces for podman
+for builder in ${BUILDER:-docker podman buildah}; do "$builder" info >/dev/null 2>&1 && break; done
+"$builder" info >/dev/null 2>&1 ||
+    { echo "build.sh: none of ${BUILDER:-docker, podman and buildah} works here: see what \`$builder info\` says" >&2; exit 2; }
 
 # docker and podman try an image as a pod runs it; buildah can neither make the root read-only nor take the network away
 try() {

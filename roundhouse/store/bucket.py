@@ -38,6 +38,11 @@ class StoreUnavailable(StoreError, InfraError):
     """The bucket did not answer in time. Nothing is damaged; the same work may succeed later."""
 
 
+def endpoint() -> str:
+    """Where buckets are looked for."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS's own endpoint"
+
+
 def open_bucket() -> Any:
     """A file system of fsspec for `s3://`; credentials, region and endpoint come from the environment."""
     filesystem = fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False, config_kwargs=_CONNECTIONS)
@@ -62,7 +67,9 @@ def answered(request: Callable[[float], Result]) -> Result:
             return request(limit)
         except Exception as error:
             if not may_pass(error):
-                raise _as_os_error(error) from error
+                if (told := _as_os_error(error)) is error:
+                    raise  # with its own cause, which holds S3's answer
+                raise told from error
             spent = time.monotonic() - begun
             if spent + pause > patience:
                 raise StoreUnavailable(

@@ -43,6 +43,10 @@ class NotFound(StoreError):
     """There is no such object."""
 
 
+class NoBucket(StoreError):
+    """The store's bucket is not there, so nothing in it can be told missing."""
+
+
 class Location:
     """A directory by URI: a local path, file:///path or s3://bucket/prefix.
 
@@ -230,6 +234,11 @@ class Location:
         except StoreError:
             raise
         except FileNotFoundError as error:
+            if bucket.code_of(error) == "NoSuchBucket":
+                name = self._root.split("/", 1)[0]
+                raise NoBucket(
+                    f"cannot {verb} {place}: there is no bucket {name!r} at {bucket.endpoint()}. Create it, or correct `store`."
+                ) from error
             raise NotFound(f"cannot {verb} {place}: it does not exist") from error
         except FileExistsError as error:
             raise AlreadyExists(f"cannot {verb} {place}: it exists already") from error

@@ -5,6 +5,7 @@ No image is built here. `images/install.sh` and `images/smoke.sh`, which do the 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,24 @@ def test_an_unknown_role_or_device_is_refused_with_the_known_ones(arguments: lis
     )
     assert done.returncode == 2
     assert "there are" in done.stderr
+
+
+def test_a_builder_whose_client_is_here_and_does_not_work_is_passed_over(tmp_path: Path) -> None:
+    """Docker's client without a daemon, as on many clusters' jump hosts; buildah beside it works."""
+    called = tmp_path / "called"
+    for name, code in (("docker", 1), ("podman", 1), ("buildah", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $1" >>{called}\nexit {code}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / "images/build.sh", "cpu", "gym"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls = called.read_text().splitlines()
+    assert calls[:4] == ["docker info", "podman info", "buildah info", "buildah info"]
+    assert "buildah build" in calls
+    (tmp_path / "buildah").write_text("#!/bin/sh\nexit 1\n")
+    done = subprocess.run([ROOT / "images/build.sh", "cpu", "gym"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "none of docker, podman and buildah works here" in done.stderr
 
 
 def test_the_gym_image_starts_here_too() -> None:

@@ -123,6 +123,18 @@ def test_no_policy_believes_a_label_of_any_namespace_and_code_of_a_policy_cannot
 
 
 @with_kubectl
+def test_every_pod_asks_for_the_disk_that_it_fills() -> None:
+    """A scheduler that is not told places pods of 500 Gi on nodes without them, and the node evicts others."""
+    specs = [spec for overlay in OVERLAYS for item in rendered(overlay) for _, spec in pod_specs(item)]
+    specs += [spec for item in [*train_manifests(), shard_manifest()] for _, spec in pod_specs(item)]
+    for spec in specs:
+        main = spec["containers"][0]
+        assert "ephemeral-storage" in main["resources"]["requests"], main["name"]
+    [trainer] = [spec["containers"][0] for _, spec in pod_specs(train_manifests(scratch="500Gi")[-1])]
+    assert trainer["resources"]["requests"]["ephemeral-storage"] == "500Gi"
+
+
+@with_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_one_thing_starts_runs_the_job_or_the_work_pools_worker(overlay: str, tmp_path: Path) -> None:
     def starters(items: list[Object]) -> set[tuple[str, str]]:

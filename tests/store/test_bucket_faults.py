@@ -24,7 +24,7 @@ from roundhouse.generation import weights
 from roundhouse.generation.engine import WeightsRefused
 from roundhouse.store.bucket import FIRST_PAUSE, LONGEST_PAUSE, StoreUnavailable, pauses
 from roundhouse.store.garbage import find_garbage
-from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.location import AlreadyExists, Location, NoBucket, NotFound
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_table
@@ -288,6 +288,15 @@ def test_of_two_processes_that_write_one_stage_one_wins_and_nothing_is_mixed(sto
     winner = json.loads(place.read(MANIFEST))
     held = [place.read(entry["path"]).decode() for entry in winner["files"]]
     assert held == [f"{winner['details']['mark']} {part}" for part in range(3)]
+
+
+def test_a_bucket_that_is_not_there_is_called_a_missing_bucket(s3_server: str) -> None:
+    place = Location("s3://rh-nowhere/store/runs/base")
+    for act in (lambda: place.create("run.json", b"{}"), lambda: place.read("run.json")):
+        with pytest.raises(
+            NoBucket, match=rf"there is no bucket 'rh-nowhere' at {s3_server}\. Create it, or correct `store`"
+        ):
+            act()
 
 
 def test_a_read_of_what_is_not_there_is_not_repeated(planted: Endpoint, store: str) -> None:

@@ -169,7 +169,12 @@ def container(
         "args": list(arguments),
         "env": [{"name": name, "value": value} for name, value in sorted(variables.items())],
         "resources": {
-            "requests": {"cpu": settings.cpu, "memory": settings.memory, **(devices or {})},
+            "requests": {
+                "cpu": settings.cpu,
+                "memory": settings.memory,
+                "ephemeral-storage": settings.scratch,  # else a node without that disk is chosen, and evicts the pod later
+                **(devices or {}),
+            },
             "limits": {"memory": settings.memory, **(devices or {})},
         },
         "securityContext": {
