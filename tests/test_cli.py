@@ -23,8 +23,11 @@ from roundhouse.errors import (
     TooFewSequences,
 )
 from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.health.errors import ErrorReporter
+from roundhouse.health.heartbeat import Heartbeat
 from roundhouse.stages.budget import BudgetReached
-from roundhouse.store.run import open_run
+from roundhouse.store import lease
+from roundhouse.store.run import open_run, run_ids
 from tests.query.stores import write_run
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
@@ -221,3 +224,68 @@ def test_doctor_reports_for_programs(tmp_path: Path) -> None:
     assert done.returncode == int(any(finding["status"] == "fail" for finding in findings))
     assert {"name", "status", "detail", "remedy"} <= findings[0].keys()
     assert {finding["status"] for finding in findings} <= {"ok", "warn", "fail"}
+
+
+def test_runs_are_listed_with_state_and_age_in_the_order_asked_for(tmp_path: Path) -> None:
+    """Crashed, running and never started runs all looked like `0/30 – –`."""
+    store = str(tmp_path / "store")
+    open_run(parse_config({"run_id": "b-new", "store": store}))
+    runs = {}
+    for run_id in ("failed", "crashed", "stopped", "live"):
+        run = runs[run_id] = open_run(parse_config({"run_id": run_id, "store": store, "iterations": 1}))
+        reporter = ErrorReporter()
+        if run_id == "failed":
+            reporter.report_exception("collect", "iteration 1", InfraError("gone"))
+        with Heartbeat(run.location, reporter, 60.0):
+            pass
+    beat = runs["crashed"].location.read("health.json").replace(b'"ended": true', b'"ended": false')
+    runs["crashed"].location.write("health.json", beat)
+    done = write_run(store, "done", iterations=1)
+    done.write_summary({"iterations": 30})
+    with lease.driving(runs["live"].location):
+        listed = json.loads(CliRunner().invoke(app, ["runs", "list", "--json", "--store", store]).stdout)
+        shown = CliRunner().invoke(app, ["runs", "list", "--sort", "run", "--store", store]).stdout
+    states = {run["run_id"]: run["state"] for run in listed}
+    assert (states["b-new"], states["failed"], states["crashed"]) == ("not started", "failed", "crashed")
+    assert (states["stopped"], states["live"], states["done"]) == ("stopped", "running", "finished")
+    assert [run["run_id"] for run in listed] == ["done", "live", "stopped", "crashed", "failed", "b-new"]
+    assert [line.split()[0] for line in shown.splitlines()[1:]] == sorted(states)
+    assert "not started" in shown
+
+
+def test_a_run_that_is_shown_names_no_plot_that_is_not_there_and_the_checkpoints_that_are(tmp_path: Path) -> None:
+    run = write_run(str(tmp_path / "store"), iterations=2)
+    shown = CliRunner().invoke(app, ["runs", "show", "r", "--store", run.config.store]).stdout
+    assert "learning-curve.png" not in shown
+    assert "checkpoints   0, 1, 2" in shown
+    run.location.write("learning-curve.png", b"")
+    assert "learning-curve.png" in CliRunner().invoke(app, ["runs", "show", "r", "--store", run.config.store]).stdout
+
+
+def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    run = write_run(store, iterations=2, infra={"state": str(tmp_path / "state")})
+    write_run(store, "other", iterations=1)
+    engine = tmp_path / f"state/cache/engine-{run.uid}"
+    engine.mkdir(parents=True)
+    command = ["runs", "delete", "r", "--store", store]
+    assert CliRunner().invoke(app, command, input="n\n").exit_code == 1
+    code = "import sys\nfrom roundhouse.store import lease\nfrom roundhouse.store.location import Location\n"
+    code += (
+        f"with lease.driving(Location({run.location.uri!r})):\n    print('driving', flush=True)\n    sys.stdin.read()"
+    )
+    quick = os.environ | {"ROUNDHOUSE_STORE_LEASE_SECONDS": "3"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=quick
+    ) as driver:
+        assert driver.stdout is not None
+        driver.stdout.readline()
+        error = CliRunner().invoke(app, [*command, "--yes"]).exception
+        assert isinstance(error, lease.RunDriven)
+        assert str(driver.pid) in str(error)
+        assert run.checkpoint_versions() == [0, 1, 2]
+        driver.communicate(b"")
+    assert CliRunner().invoke(app, command, input="y\n").exit_code == 0
+    assert run_ids(store) == ["other"]
+    assert not engine.exists()
+    assert not (tmp_path / "store/runs/r").exists()

@@ -55,7 +55,8 @@ def show(beat: Beat, errors: int) -> None:
         f"process {beat.pid} on {beat.host}: {STATES[beat.state(now)]} (heartbeat {age:.0f} s ago)", highlight=False
     )
     health = beat.health
-    terminal.print(f"health: [{COLORS[health.status]}]{health.status}[/], {escape(health.message)}", highlight=False)
+    when = "health" if beat.state(now) in ("working", "idle") else "health at the last heartbeat"
+    terminal.print(f"{when}: [{COLORS[health.status]}]{health.status}[/], {escape(health.message)}", highlight=False)
     for name, count in beat.counts.items():
         terminal.print(f"  {count:>5} {name}{_oldest(beat, name)}", highlight=False, markup=False)
     for error in beat.errors[-errors:] if errors else []:

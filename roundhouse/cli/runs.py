@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import math
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,32 +27,67 @@ from roundhouse.cli.options import (
 from roundhouse.cli.prefect import at_prefect, find_prefect
 from roundhouse.cli.training import links, train_run
 
-app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store; fork and resume them.")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from roundhouse.store.run import Run
+
+app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store; fork, resume and delete them.")
+
+
+class Order(StrEnum):
+    """Of the runs in a list."""
+
+    age = "age"
+    run = "run"
+    state = "state"
+    reward = "reward"
+
+
+_COLORS = {
+    "running": "green",
+    "failed": "red",
+    "crashed": "red",
+    "stopped": "yellow",
+    "not started": "dim",
+    "finished": "default",
+}
+_KEYS: dict[Order, Callable[[dict[str, Any]], Any]] = {
+    Order.age: lambda facts: -facts["created_at"],
+    Order.run: lambda facts: facts["run_id"],
+    Order.state: lambda facts: (list(_COLORS).index(facts["state"]), -facts["created_at"]),
+    Order.reward: lambda facts: -max((each["reward_mean"] for each in facts["evaluation"]["all"]), default=-math.inf),
+}
 
 
 @app.command("list")
-def runs_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """All runs of a store."""
+def runs_list(
+    store: StoreOption = DEFAULT_STORE,
+    sort: Annotated[Order, typer.Option(help="The newest first, or by name, state or held-out reward.")] = Order.age,
+    as_json: JsonOption = False,
+) -> None:
+    """All runs of a store, with what became of them."""
     from roundhouse.errors import StoreError
-    from roundhouse.stages.report import summarize
     from roundhouse.store.location import Location
     from roundhouse.store.run import load_run, run_ids
 
     if not (there := run_ids(store)):
         raise StoreError(f"No run is in {Location(store).uri}.")
-    summaries = [summarize(load_run(store, run_id)) for run_id in there]
+    found = sorted((_facts(load_run(store, run_id)) for run_id in there), key=_KEYS[sort])
     if as_json:
-        out(json.dumps(summaries, indent=1))
+        out(json.dumps(found, indent=1))
         return
     from rich.table import Table
 
-    table = Table("run", "environment", "iterations", "held-out before", "after", box=None)
-    for summary in summaries:
-        evaluation = summary["evaluation"]
+    table = Table("run", "state", "age", "environment", "iterations", "held-out before", "after", box=None)
+    for facts in found:
+        evaluation = facts["evaluation"]
         table.add_row(
-            summary["run_id"],
-            summary["environment"],
-            f"{summary['iterations']}/{summary['iterations_wanted']}",
+            facts["run_id"],
+            f"[{_COLORS[facts['state']]}]{facts['state']}[/]",
+            _age(time.time() - facts["created_at"]),
+            facts["environment"],
+            f"{facts['iterations']}/{facts['iterations_wanted']}",
             _reward(evaluation["before"]),
             _reward(evaluation["after"]),
         )
@@ -58,18 +96,60 @@ def runs_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -
 
 @app.command("show")
 def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """One run: evaluations, seconds by stage, ledger."""
-    from roundhouse.stages.report import summarize
+    """One run: state, evaluations, seconds by stage, ledger, checkpoints."""
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
-    summary = summarize(run)
+    facts = _facts(run)
     if as_json:
-        out(json.dumps(summary, indent=1))
+        out(json.dumps(facts, indent=1))
         return
     from roundhouse.console import print_summary
 
-    print_summary(console(), summary, links(run), [])
+    age = _age(time.time() - facts["created_at"])
+    out(
+        f"{run_id}: {facts['state']}, begun {age} ago, {facts['iterations']} of {facts['iterations_wanted']} iterations"
+    )
+    checkpoints = {"checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none"}
+    print_summary(console(), facts, links(run) | checkpoints, [])
+
+
+@app.command("delete")
+def runs_delete(
+    run_id: str,
+    store: StoreOption = DEFAULT_STORE,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete a run from the store: iterations, checkpoints, record. Not while a process drives it.
+
+    Forks of it keep their own checkpoints, and datasets that were collected with it stay.
+    """
+    from roundhouse.stages.deletion import delete_run
+    from roundhouse.store.run import load_run
+
+    run = load_run(store, run_id)
+    if not yes:
+        made = f"{len(run.checkpoint_versions())} checkpoints"
+        typer.confirm(f"Delete run {run_id!r} with {made} in {run.location.uri}?", abort=True, err=True)
+    delete_run(run)
+    out(f"{run_id}: deleted. What Prefect and MLflow show of it stays; delete it in their pages.")
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """The run's summary as it is now, its state, and the checkpoints that are there."""
+    from roundhouse.health.run_state import state_of as run_state
+    from roundhouse.stages.report import summarize
+
+    summary = summarize(run)
+    now = {"state": run_state(run), "created_at": run.created_at}
+    return summary | now | {"checkpoints": run.checkpoint_versions()}
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 @app.command("resume")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 app = typer.Typer()
+PLOT = "learning-curve.png"
 
 
 @app.command()
@@ -214,7 +215,9 @@ def links(run: Run) -> dict[str, str]:
     from roundhouse.infra import services
 
     place = run.location.uri.removeprefix("file://")
-    links = {"store": place, "plot": f"{place}/learning-curve.png"}
+    links = {"store": place}
+    if run.location.exists(PLOT):
+        links["plot"] = f"{place}/{PLOT}"
     if run.parent is not None:
         links |= {
             "parent": f"run {run.parent.run_id}, version {run.parent.version}, {run.parent.checkpoint.digest[:12]}…"
