@@ -35,9 +35,9 @@ def query(
     as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV; lists and maps as JSON.")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="List the tables and their columns.")] = False,
     limit: Annotated[int, typer.Option(help="Rows shown on a terminal; JSON and CSV have all.", min=1)] = 100,
-    timeout: Annotated[float, typer.Option(help="Seconds that the query may take.", min=0.1)] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that the query may take.", min=0.1, max=1e6)] = 300.0,
     memory: Annotated[
-        float, typer.Option(help="GiB that the query may hold, such as groups and sorted rows.", min=0.1)
+        float, typer.Option(help="GiB that the query may hold, such as groups and sorted rows.", min=0.1, max=1e6)
     ] = 4.0,
 ) -> None:
     """Ask the runs of a store in SQL (DuckDB): rollouts, turns, sequences, quarantine, columns, iterations, stages,

@@ -148,6 +148,12 @@ def test_the_command_ends_in_time_also_where_the_statement_does_not_heed_it(tmp_
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
 
 
+@pytest.mark.parametrize("option", ["--timeout", "--memory"])
+def test_limits_of_a_query_are_finite(local: str, option: str) -> None:
+    refused = CliRunner().invoke(app, ["query", "SELECT 1", "--store", local, option, "inf"])
+    assert (refused.exit_code, option in refused.output) == (2, True)
+
+
 def test_a_query_holds_no_more_memory_than_it_may(local: str) -> None:
     with pytest.raises(QueryError, match=r"Out of Memory.*raise --memory"):
         run_query(local, "SELECT count(*) FROM (SELECT DISTINCT hash(range) FROM range(10000000))", memory_gib=0.05)

@@ -3,8 +3,8 @@
 Invariants: no statement of a policy is planned or run in this process, nor on its event loop; a session holds nothing but the
 image of its database, of at most 64 KiB. How a statement ends is the statement's doing (`sql_child` has the limits), except
 where this machine gives the locked process no CPU time, or something outside kills it: that is an infrastructure failure, as in
-`sandbox`. The locked processes start with the first statement, one for each core at most, and serve all databases in turn: a
-statement of them costs 0.3 ms of CPU time, one in a process of its own would cost 30 ms.
+`sandbox`. The locked processes start with the first statement, one for each core and no more than eight, and serve all
+databases in turn: a statement costs 0.3 ms of CPU time there, and would cost 30 ms in a process of its own.
 
     database = Database(image_of(SCHEMA, {"people": [("Ada", "Oslo", 36)]}))
     await database.run("SELECT name FROM people")   ->   Result(["name"], [("Ada",)])
@@ -83,7 +83,7 @@ def image_of(schema: str, tables: Mapping[str, Sequence[tuple[Any, ...]]]) -> by
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="sql")
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="sql")
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

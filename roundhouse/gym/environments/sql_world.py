@@ -165,11 +165,13 @@ async def same_tables(database: Database, wanted: Mapping[str, Counter[tuple[Any
     return True
 
 
+@functools.lru_cache(maxsize=256)
 def found(world: int, statement: str) -> Counter[tuple[Any, ...]]:
     """The rows that a statement of ours returns in a world."""
     return Counter(execute(world_image(world), statement, writable=False)[0].rows)
 
 
+@functools.lru_cache(maxsize=256)
 def changed(world: int, statement: str) -> dict[str, Counter[tuple[Any, ...]]]:
     """The rows of a world's tables after a statement of ours."""
     _, image = execute(world_image(world), statement, writable=True)
