@@ -124,6 +124,8 @@ class Engine:
 
 
 class Policy:
+    samples_as_wanted_only = False
+
     def __init__(self) -> None:
         self.engine = Engine()
 
