@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Collection
 from typing import Any
 
 from roundhouse.bodies import Application, refuse
@@ -29,14 +30,16 @@ VARIABLE = "ROUNDHOUSE_ALLOWED_HOSTS"
 class SameOrigin:
     """An ASGI application that only its own pages and programs reach."""
 
-    def __init__(self, app: Application, host: str) -> None:
+    def __init__(self, app: Application, host: str, names: Collection[str] = ()) -> None:
         """
         Args:
             host: the address or name that the server listens on.
+            names: more that it answers to.
         """
         self._app = app
         self._is_local = is_loopback(host)
         self._listed = {name.strip().lower() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
+        self._names = frozenset(names)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket") or (refusal := self._refusal(scope)) is None:
@@ -65,7 +68,7 @@ class SameOrigin:
         return None
 
     def _answers_to(self, name: str) -> bool:
-        if name in self._listed or (self._is_local and is_loopback(name)):
+        if name in self._names or name in self._listed or (self._is_local and is_loopback(name)):
             return True
         return not self._is_local and (not self._listed or _is_address(name) or name == "localhost")
 

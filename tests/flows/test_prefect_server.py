@@ -159,6 +159,13 @@ from prefect.server.api.server import create_app
 app = create_app(ephemeral=True)
 assert isinstance(app, prefect_server.SameOrigin)
 assert isinstance(app._app, prefect_server.AsksAgain)
+assert create_app(ephemeral=True) is app
+import asyncio
+from prefect.server.api.clients import OrchestrationClient
+async def ask():
+    async with OrchestrationClient() as client:
+        return (await client._http_client.get("/admin/version")).status_code
+assert asyncio.run(ask()) == 200  # as the server's automations ask it
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
