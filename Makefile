@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-pages bench-async bench-overlap bench-delta bench-refit reference format lock clean
+.PHONY: help setup quickstart up down test test-long check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-pages bench-async bench-overlap bench-delta bench-refit reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ down: setup ## end them and everything they started
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
 test: setup ## the test suite (PYTEST_ARGS="tests/infra -k port")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: setup ## what takes its time by nature: every benchmark and make target, printed one by one (PYTEST_ARGS="-k soak")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest -m long -v $(PYTEST_ARGS)
 
 check: setup ## lint, formatting, types
 	$(BIN)/ruff check .
@@ -52,16 +55,16 @@ bench-journal: setup ## CPU of the journal of unfinished rollouts (BENCH_ARGS="-
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/journal.py $(BENCH_ARGS)
 
 bench-train: setup ## seconds and tokens of a training step: packed, padded, naive
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/train_step.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
 bench-trl: setup ## the training part of a step against TRL's GRPOTrainer (PEER_PYTHON=: where it is)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/against_trl.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/against_trl.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(BENCH_ARGS)
 
 bench-mfu: setup ## share of the machine's peak in forward and backward, memory of a long row (on CPU: a tiny model)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/mfu.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/mfu.py $(BENCH_ARGS)
 
 bench-packing: setup ## how full the bins, how equal the ranks, beside TRL, SkyRL and verl (PEER_PYTHON=: where they are)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/packing.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/packing.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(BENCH_ARGS)
 
 bench-validate: setup ## false alarms and CPU of the proofs between collection and training (BENCH_ARGS="--rollouts 4096")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/validate.py $(BENCH_ARGS)

@@ -125,7 +125,7 @@ def main() -> None:
     finally:
         services.down(state)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    sys.stdout.write(json.dumps({"benchmark": "pages", "results": results, "machine": machine}) + "\n")
+    sys.stdout.write(json.dumps({"bench": "pages", "results": results, "machine": machine}) + "\n")
 
 
 if __name__ == "__main__":

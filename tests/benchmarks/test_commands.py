@@ -1,0 +1,125 @@
+"""Every benchmark still runs: each with its smallest arguments, through `make` where it has a target.
+
+What a benchmark measures here says nothing (the machine is busy, the cases are tiny). What is held is that the command that the
+documentation names starts, goes through all of its parts against the library as it is, and ends with its line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+BY_MAKE = {
+    "soak": "--iterations 3 --minutes 5",
+    "bench-restart": "--repeats 1 --stages collect train",
+    "bench-gym": "--rollouts 20 --concurrency 8 --repeats 1 --kinds turns=1",
+    "bench-journal": "--rollouts 20 --repeats 1",
+    "bench-train": "--quick",
+    "bench-packing": "--repeats 1",
+    "bench-mfu": "--tokens 512 --long 1024 --repeats 1",
+    "bench-trl": "--repeats 1",
+    "bench-validate": "--rollouts 256 --batch 64",
+    "bench-view": "--rollouts 2000 --repeats 1 --no-s3",
+    "bench-async": "--iterations 3 --seeds 1",
+    "bench-overlap": "--iterations 2 --median 0.5",
+    "bench-delta": "--hidden 64 --layers 2 --steps 1 --groups 1",
+    "bench-refit": "--refits 3 --callers 2 --hidden 64 --layers 2 --repeats 1 --backend transformers",
+}
+BY_SCRIPT = {
+    "gym/shards.py": "--rollouts 32 --concurrency 8 --repeats 1 --shards 1 2",
+    "learning_curves.py": "--algorithms grpo --seeds 0 --iterations 1 --output {tmp}/curves --work {tmp}/work "
+    "--set policy.steps=20 evaluation.tasks=4 rollout.tasks=4",
+}
+NEEDS_A_STATE = {"bench-pages"}
+"""It opens the pages of a run that is there, and is run on the soak's."""
+NEEDS_A_CLUSTER = {"kubernetes_jobs.py", "kubernetes_shards.py"}
+PARTS = {
+    "soak_engine.py",
+    "timed_engine.py",
+    "gym/instant_engine.py",
+    "restart_timed.py",
+    "trl_peer.py",
+    "refit_load.py",
+}
+"""Started or imported by the others."""
+
+
+def scripts() -> set[str]:
+    """Benchmarks that can be started, relative to benchmarks/."""
+    found = BENCHMARKS.rglob("*.py")
+    return {str(path.relative_to(BENCHMARKS)) for path in found if '__name__ == "__main__"' in path.read_text()}
+
+
+def targets() -> dict[str, str]:
+    """Make's bench targets and soak, with the script each starts."""
+    recipes = re.findall(r"^(soak|bench-[a-z]+):.*\n\t.*?(?:-m (benchmarks\.\w+)|benchmarks/(\S+\.py))", MAKEFILE, re.M)
+    return {target: path or module.removeprefix("benchmarks.") + ".py" for target, module, path in recipes}
+
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def test_each_benchmark_is_run_here_or_says_what_it_needs() -> None:
+    by_make = {script for target, script in targets().items() if target in BY_MAKE.keys() | NEEDS_A_STATE}
+    assert set(targets()) == BY_MAKE.keys() | NEEDS_A_STATE
+    assert scripts() - by_make == BY_SCRIPT.keys() | NEEDS_A_CLUSTER | PARTS & scripts()
+
+
+def test_each_target_of_make_is_declared_phony() -> None:
+    declared = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M).group(1).split())
+    assert declared == set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
+
+
+def _ends_with_json(command: list[str], tmp_path: Path) -> dict:
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert lines, said
+    assert lines[-1].startswith("{"), said
+    report = json.loads(lines[-1])
+    assert report["results"], said
+    # 1 may be the verdict of a limit in seconds, which a busy machine misses; make says so as 2.
+    assert done.returncode in (0, 1, 2), said
+    return report
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", [name for name in BY_MAKE if name != "soak"])
+def test_a_target_of_make_runs(target: str, tmp_path: Path) -> None:
+    _ends_with_json(["make", "-s", "-o", "setup", target, f"BENCH_ARGS={BY_MAKE[target]}"], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", BY_SCRIPT)
+def test_a_script_without_a_target_runs(script: str, tmp_path: Path) -> None:
+    _ends_with_json(
+        [sys.executable, str(BENCHMARKS / script), *BY_SCRIPT[script].format(tmp=tmp_path).split()], tmp_path
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_soak_runs_and_its_pages_open(tmp_path: Path) -> None:
+    """The one after the other: `bench-pages` opens the run that the soak left."""
+    kept = tmp_path / "soak"
+    arguments = f"{BY_MAKE['soak']} --directory {kept}"
+    report = _ends_with_json(["make", "-s", "-o", "setup", "soak", f"BENCH_ARGS={arguments}"], tmp_path)
+    assert report["failed"] == 0
+    assert {"case": "iterations", "value": 3, "unit": ""} in report["results"]
+    if shutil.which("chromium") is None:
+        pytest.skip("the soak ran; there is no chromium to open its pages with")
+    arguments = f"--state {kept}/state --run soak --repeats 1"
+    _ends_with_json(["make", "-s", "-o", "setup", "bench-pages", f"BENCH_ARGS={arguments}"], tmp_path)
