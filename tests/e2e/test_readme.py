@@ -1,0 +1,80 @@
+"""README's commands do what they say: `make quickstart`, then each line under "Commands", in a fresh directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECTION = re.search(r"^## Commands\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+assert SECTION is not None
+LINES = [line.partition("  #")[0].strip() for line in re.findall(r"^    (roundhouse .*)$", SECTION[1], re.MULTILINE)]
+SERVES = "roundhouse view"
+"""The one that runs until Ctrl-C."""
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The repository's files in a directory of their own, with this environment's packages."""
+    directory = tmp_path_factory.mktemp("fresh") / "roundhouse"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, directory / name)
+    (directory / ".venv").symlink_to(ROOT / ".venv")
+    yield directory
+    run(directory, "roundhouse down")
+
+
+def environment(directory: Path) -> dict[str, str]:
+    commands = f"{directory / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": commands, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
+
+
+def run(directory: Path, command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        shlex.split(command), cwd=directory, env=environment(directory), capture_output=True, text=True, check=False
+    )
+
+
+def serves_until_interrupted(directory: Path, command: str) -> None:
+    process = subprocess.Popen(
+        shlex.split(command), cwd=directory, env=environment(directory), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+", line)))
+        assert httpx.get(address, timeout=30, follow_redirects=True).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_the_quickstart_learns_and_every_command_after_it_works(fresh: Path) -> None:
+    done = run(fresh, "make -o setup quickstart")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    before, after = map(float, re.search(r"Held-out reward (\S+) → (\S+)", done.stdout).groups())
+    assert after > before + 0.3
+    assert len(LINES) >= 15
+    for line in LINES:
+        if line.startswith(SERVES):
+            serves_until_interrupted(fresh, line)
+            continue
+        done = run(fresh, line)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr, line
