@@ -217,6 +217,12 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
         )
     ledger = ", ".join(f"{count} {name}" for name, count in summary["ledger"].items() if count)
     console.print(f"{summary['iterations']} iterations in {summary['wall_seconds']:.0f} s · rollouts: {ledger}")
+    start = summary.get("seconds_before_first_stage")
+    if start is not None and start["total"]:
+        console.print(
+            f"before the first stage: {start['total']:.0f} s (starting policy {start['starting_policy']:.0f} s; else services "
+            "and engine)"
+        )
     stages = " · ".join(f"{kind} {seconds:.0f} s" for kind, seconds in summary["stage_seconds"].items())
     console.print(f"by stage: {stages}")
     overhead = summary["overhead_seconds_per_iteration"].get("overhead/total")

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -289,3 +290,18 @@ def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(tmp
     assert run_ids(store) == ["other"]
     assert not engine.exists()
     assert not (tmp_path / "store/runs/r").exists()
+
+
+def test_the_summary_says_how_long_the_start_took_and_the_starting_policy_of_it(tmp_path: Path) -> None:
+    """Three iterations "in 783 s" had stages of 37 s, and no line for the rest."""
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store")}))
+    identity = json.loads(run.location.read("run.json")) | {"created_at": time.time() - 100}
+    run.location.write("run.json", json.dumps(identity).encode())
+    policy = run.begin(run.checkpoint(0), policy_version=0)
+    policy.write_bytes("model.safetensors", b"weights")
+    run.point_to(policy.commit(details={"warm_start": {"seconds": 60.0}}))
+    run.begin(run.stage(0, "evaluate"), policy_version=0).commit(metrics={"evaluation/reward_mean": 0.25})
+    shown = CliRunner().invoke(app, ["runs", "show", "r", "--store", run.config.store]).stdout
+    said = re.search(r"before the first stage: (\d+) s \(starting policy 60 s; else services", shown)
+    assert said is not None, shown
+    assert int(said[1]) >= 100

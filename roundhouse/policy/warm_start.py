@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environment import Environment
 from roundhouse.gym.gymnasium import GymnasiumEnvironment
 from roundhouse.gym.responses import chat_tools
+from roundhouse.policy import warm_start_cache
 from roundhouse.policy.model import make_model
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.trajectories.tokens import derive_seed
@@ -62,6 +63,9 @@ class WarmStartReport:
     final_loss: float
     """Mean over the last tenth of the steps, in nats a token. Not near 0: the demonstrations' wrong guesses are random."""
     seconds: float
+    """Of its making; nothing of it was spent where it is `reused`."""
+    reused: bool = False
+    """Copied from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,12 @@ def make_starting_policy(
     directory: Path,
     *,
     on_progress: OnProgress | None = None,
+    cache: Path | None = None,
 ) -> WarmStartReport:
     """Write a complete Hugging Face model directory. `config.seed`, where set, takes precedence over `seed`.
+
+    Args:
+        cache: directory of warm starts that were made before; one that is the same is copied.
 
     Raises:
         ConfigError: the environment has no demonstrations.
@@ -92,13 +100,17 @@ def make_starting_policy(
         )
     started = time.monotonic()
     seed = seed if config.seed is None else config.seed
-    tokenizer, texts = _tokenizer_and_texts(config, environment, seed)
+    texts = _texts(config, environment, seed)
+    entry = None if cache is None else cache / warm_start_cache.digest_of(config, seed, texts)
+    if entry is not None and (known := warm_start_cache.take(entry, directory)) is not None:
+        return WarmStartReport(**{**known, "reused": True})
+    tokenizer = train_tokenizer(texts[:MIN_DEMONSTRATIONS])
     model = make_model(config, tokenizer, derive_seed(seed, "weights"))
     examples = encode(tokenizer, texts)
     losses, trained_tokens = _train(model, examples, config, derive_seed(seed, "batches"), on_progress)
     _write(model, tokenizer, directory)
     tail = losses[-max(1, len(losses) // 10) :]
-    return WarmStartReport(
+    report = WarmStartReport(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocabulary=len(tokenizer),
         demonstrations=len(examples),
@@ -108,6 +120,9 @@ def make_starting_policy(
         final_loss=sum(tail) / len(tail),
         seconds=time.monotonic() - started,
     )
+    if entry is not None:
+        warm_start_cache.keep(directory, asdict(report), entry)
+    return report
 
 
 def write_engine_files(
@@ -115,7 +130,7 @@ def write_engine_files(
 ) -> None:
     """Write what an engine needs to start before the policy is trained: its config and tokenizer, as they will be."""
     seed = seed if config.seed is None else config.seed
-    tokenizer, _ = _tokenizer_and_texts(config, environment, seed)
+    tokenizer = train_tokenizer(_texts(config, environment, seed)[:MIN_DEMONSTRATIONS])
     model = make_model(config, tokenizer, derive_seed(seed, "weights"))
     model.config.architectures = [type(model).__name__]  # save_pretrained of a model would set it
     model.config.save_pretrained(directory)
@@ -141,14 +156,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Exa
     return examples
 
 
-def _tokenizer_and_texts(
-    config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int
-) -> tuple[PreTrainedTokenizerFast, list[str]]:
-    """The tokenizer, and the demonstrations as rendered text."""
+def _texts(config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int) -> list[str]:
+    """The demonstrations as rendered text; the tokenizer is trained on the first of them."""
     tools = chat_tools(environment.tool_schemas())
     blank = blank_tokenizer()
-    texts = [render(blank, conversation, tools) for conversation in _demonstrations(config, environment, seed)]
-    return train_tokenizer(texts[:MIN_DEMONSTRATIONS]), texts
+    return [render(blank, conversation, tools) for conversation in _demonstrations(config, environment, seed)]
 
 
 def _demonstrations(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
@@ -106,7 +107,7 @@ def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
 
 
 def checkpoint_cache(config: RunConfig) -> Path:
-    """Where checkpoints of a remote store are kept on this machine."""
+    """Where checkpoints of a remote store, and warm starts, are kept on this machine."""
     return Path(config.infra.state) / "cache"
 
 
@@ -132,5 +133,12 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
         announce("warm_start", step=step, steps=steps, loss=loss)
 
     seed = _policy_seed(run, policy)
-    report = make_starting_policy(policy, load_any(run.config.environment), seed, directory, on_progress=on_progress)
-    return {"warm_start": {name: getattr(report, name) for name in report.__dataclass_fields__}}
+    report = make_starting_policy(
+        policy,
+        load_any(run.config.environment),
+        seed,
+        directory,
+        on_progress=on_progress,
+        cache=checkpoint_cache(run.config) / "warm-starts",
+    )
+    return {"warm_start": asdict(report)}

@@ -151,6 +151,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "reward_by_iteration": [_mean_reward(by_iteration[k]) for k in trained],
         "skipped": [k for k in trained if "train/skipped" in by_iteration[k]["train"].metrics],
         "wall_seconds": 0.0 if finished is None else finished - run.created_at,
+        "seconds_before_first_stage": _start_seconds(run, by_iteration.values()),
         "stage_seconds": _stage_totals(by_iteration.values()),
         "overhead_seconds_per_iteration": _median_overhead(by_iteration.values()),
         "mismatch": {
@@ -185,6 +186,18 @@ def _metric(manifests: dict[str, Manifest], kind: str, name: str) -> float:
 def _evaluation(version: int, manifest: Manifest) -> dict[str, Any]:
     own = {name.removeprefix("evaluation/"): value for name, value in manifest.metrics.items()}
     return {"version": version, **own, "ledger": {name: manifest.counts.get(name, 0) for name in LEDGER}}
+
+
+def _start_seconds(run: Run, iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
+    """From the creation of the run to its first stage: in all, and of it the making of the starting policy (0 where it was
+    copied from the cache). What is left is services, and the engine, which loads meanwhile."""
+    began = min((m.started_at for ms in iterations for kind, m in ms.items() if kind != "checkpoint"), default=None)
+    policy = run.checkpoint(0).reference() if run.parent is None else None
+    made = {} if policy is None else read_manifest(policy).details.get("warm_start", {})
+    return {
+        "total": 0.0 if began is None else round(max(0.0, began - run.created_at), 3),
+        "starting_policy": 0.0 if made.get("reused") else round(made.get("seconds", 0.0), 3),
+    }
 
 
 def _stage_totals(iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:

@@ -1,7 +1,9 @@
 import hashlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.gym.environment import Environment
 from roundhouse.gym.environments import Calculator, GuessNumber, Sort
 from roundhouse.gym.responses import chat_tools
+from roundhouse.policy import warm_start_cache
 from roundhouse.policy.tokenizer import blank_tokenizer, render, train_tokenizer
-from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, encode, make_starting_policy
+from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, WarmStartReport, encode, make_starting_policy
 
 SMALL = WarmStartPolicy(steps=4, batch_size=8)
 
@@ -153,3 +156,51 @@ def test_an_environment_without_demonstrations_is_refused_with_the_remedy(tmp_pa
 def test_no_more_demonstrations_are_made_than_training_can_use(tmp_path: Path) -> None:
     report = make_starting_policy(SMALL, Calculator(), 0, tmp_path / "policy")
     assert report.demonstrations == MIN_DEMONSTRATIONS
+
+
+def test_a_warm_start_that_was_made_before_is_copied_and_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    """The warm start of the same policy was trained anew for every run."""
+    steps: list[int] = []
+
+    def make(name: str, seed: int = 5, config: WarmStartPolicy = SMALL, environment: Any = None) -> WarmStartReport:
+        steps.clear()
+        return make_starting_policy(
+            config,
+            environment or Calculator(),
+            seed,
+            tmp_path / name,
+            on_progress=lambda step, *_: steps.append(step),
+            cache=tmp_path / "cache",
+        )
+
+    first = make("first")
+    assert not first.reused
+    again = make("again")
+    assert (again.reused, steps, again.steps) == (True, [], first.steps)
+    assert digests(tmp_path / "again") == digests(tmp_path / "first")
+    assert not make("seed", seed=6).reused
+    assert not make("recipe", config=SMALL.model_copy(update={"learning_rate": 1e-4})).reused
+    assert not make("demonstrations", environment=Sort(digits=3)).reused
+
+
+def test_a_damaged_or_half_written_warm_start_is_made_again(tmp_path: Path) -> None:
+    make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a", cache=tmp_path / "cache")
+    [entry] = (tmp_path / "cache").iterdir()
+    (entry / "files/model.safetensors").write_bytes(b"cut")
+    assert not make_starting_policy(SMALL, Calculator(), 5, tmp_path / "b", cache=tmp_path / "cache").reused
+    assert digests(tmp_path / "b") == digests(tmp_path / "a")
+    (entry / "report.json").unlink()
+    assert not make_starting_policy(SMALL, Calculator(), 5, tmp_path / "c", cache=tmp_path / "cache").reused
+    assert make_starting_policy(SMALL, Calculator(), 5, tmp_path / "d", cache=tmp_path / "cache").reused
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [entry.name]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b", "c", "cache", "d"]
+
+
+def test_runs_that_make_the_same_warm_start_at_the_same_time_leave_one_whole_entry(tmp_path: Path) -> None:
+    make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a")
+    entry = tmp_path / "cache/digest"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: warm_start_cache.keep(tmp_path / "a", {"steps": 4}, entry), range(32)))
+    assert [each.name for each in entry.parent.iterdir()] == ["digest"]
+    assert warm_start_cache.take(entry, tmp_path / "b") == {"steps": 4}
+    assert digests(tmp_path / "b") == digests(tmp_path / "a")
