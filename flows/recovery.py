@@ -18,6 +18,7 @@ from roundhouse.health.policy import Course, Past, Step, after_failure
 from roundhouse.health.taxonomy import code_of, kind_of
 from roundhouse.progress import announce
 from roundhouse.stages.skip import Skip, skipped_in_a_row
+from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from tasks.health import reporter_of
@@ -40,6 +41,7 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
         try:
             return tagged(by, f"run:{run.run_id}", f"iteration:{k}")(config, k)
         except Exception as error:
+            refuse_lost(run.location)  # what failed may have failed since another process drives the run
             course = after_failure(error, config.failures, past)
             _tell(run, k, error, course)
             if course.step is Step.STOP:

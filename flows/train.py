@@ -17,6 +17,7 @@ from flows.reruns import is_first_start
 from flows.termination import repeated_terminations
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end
+from roundhouse.store.lease import driving
 from roundhouse.store.run import Run, open_run
 from tasks.evaluate import evaluate, promote
 from tasks.health import heartbeat
@@ -33,6 +34,7 @@ def train(config: WholeConfig) -> dict[str, Any]:
     if (summary := finished_summary(run)) is not None:
         return summary
     with (
+        driving(run.location),
         untagged_tasks(),
         without_heartbeats(),
         repeated_terminations(),

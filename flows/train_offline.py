@@ -18,6 +18,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.refit import awake_at_end
+from roundhouse.store.lease import driving
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from tasks.checkpoint import checkpoint
@@ -42,6 +43,7 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
     if (summary := finished_summary(run)) is not None:
         return summary
     with (
+        driving(run.location),
         untagged_tasks(),
         without_heartbeats(),
         repeated_terminations(),

@@ -24,6 +24,7 @@ from roundhouse.config.failures import stall_seconds
 from roundhouse.health.taxonomy import Kind, code_of, kind_of, severity_of, typed
 from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.progress import announce
+from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from tasks.health import reporter_of
@@ -71,7 +72,13 @@ def at_border(stage: str, function: Callable[P, R]) -> Callable[P, R]:
         about = _about(arguments)
         announce("stage", name=stage, about=about)
         try:
-            return supervised(lambda: function(*args, **kwargs), stage, about, stall_seconds(run.config))
+            return supervised(
+                lambda: function(*args, **kwargs),
+                stage,
+                about,
+                stall_seconds(run.config),
+                refuse=lambda: refuse_lost(run.location),
+            )
         except Exception as error:
             _report(run, stage, about, error)
             if (known := typed(error)) is not error:

@@ -138,6 +138,7 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     from rich.markup import escape
 
     from roundhouse.console import RunView, print_summary
+    from roundhouse.store.lease import driving
     from roundhouse.store.run import open_run
 
     terminal = console()
@@ -157,7 +158,8 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
 
                 return tagged(training_flow(config), f"run:{config.run_id}")(config)
 
-            summary = _with_services(config, work)
+            with driving(run.location):  # known before anything is started; the flow drives under the same lease
+                summary = _with_services(config, work)
     else:
         terminal.print(f"Run {config.run_id} is finished. A new one: --set run_id=<name>", highlight=False)
         if summary.get("mlflow_complete") is False:

@@ -57,8 +57,12 @@ def supervised(
     limit: float,
     activity: Activity = ACTIVITY,
     grace: float = GRACE_SECONDS,
+    refuse: Callable[[], None] = lambda: None,
 ) -> T:
     """The result of `work`, as stage `stage` (about `iteration 3`, say), or its error.
+
+    Args:
+        refuse: called about once a second; what it raises ends the work.
 
     Raises:
         Stalled: nothing in it moved for `limit` seconds.
@@ -68,6 +72,7 @@ def supervised(
         supervision.start()
         try:
             while not supervision.done.wait(max(0.01, min(1.0, limit / 5))):
+                refuse()
                 if activity.is_stalled(token, limit):
                     raise _stalled(stage, about, limit, activity.in_flight(token)[1:], supervision)
         except BaseException:

@@ -107,6 +107,7 @@ def retain(run: Run, newest: int) -> list[int]:
         kept_for_good = version in always or (config.keep_every > 0 and version % config.keep_every == 0)
         if kept_for_good or version > newest - config.keep_last:
             continue
+        run.refuse_lost_lease()
         location = run.checkpoint(version).location
         location.delete(MANIFEST)
         location.delete_tree()

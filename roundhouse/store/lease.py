@@ -11,6 +11,9 @@ No clock is compared with another. A driver that waits sees the record change, t
 unchanged over a time that it measures itself, then it claims the next token. A record that was given back, or whose process on
 this machine is gone, is over at once.
 
+Processes that work for a driver (a training step, shards of a collection, as children or Jobs) commit nothing: what they
+write has names of their own, and counts once the driver commits it. So the next driver may take over a Job under way.
+
 A driver that is stopped exactly between its look and the creation of a manifest still commits that one stage, whole and under
 its old token; the other is handed it, as of any two writers.
 """
@@ -32,6 +35,7 @@ from pydantic import BaseModel, ConfigDict
 
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.identity import birth, boot_id, is_alive
+from roundhouse.progress import announce
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 
 logger = logging.getLogger(__name__)
@@ -193,6 +197,10 @@ class Watch:
         return holder.is_over or self._silent > holder.seconds
 
 
+def _announce(line: str) -> None:
+    announce("waiting", text=line)
+
+
 def holder(run: Location) -> Holder | None:
     """Who drives the run of this directory; None when nobody does, as far as can be told by one look: a driver that was lost on
     another machine is still named."""
@@ -217,7 +225,7 @@ def refuse_lost(run: Location) -> None:
 
 
 @contextlib.contextmanager
-def driving(run: Location, say: Callable[[str], None] = logger.info) -> Iterator[Lease]:
+def driving(run: Location, say: Callable[[str], None] = _announce) -> Iterator[Lease]:
     """Drive the run for the block; within a block of this process for the same run, it is that one's lease.
 
     Args:
@@ -241,7 +249,7 @@ def driving(run: Location, say: Callable[[str], None] = logger.info) -> Iterator
             logger.warning("The lease of %s is not given back and is over by itself: %s", run.uri, error)
 
 
-def take(run: Location, say: Callable[[str], None] = logger.info) -> Lease:
+def take(run: Location, say: Callable[[str], None] = _announce) -> Lease:
     """Claim the next token, once the newest one's record is over.
 
     Raises:

@@ -96,6 +96,8 @@ class Manifest(BaseModel):
     run_id: str
     iteration: int
     attempt: int
+    lease: int | None = None
+    """Token of the driver that committed it (`roundhouse.store.lease`); None where nobody drove the run."""
     provenance: Provenance
     inputs: dict[str, Reference]
     files: list[FileEntry]

@@ -58,4 +58,5 @@ def point_to_promoted(run: Run, version: int, approval: str | None = None) -> No
     current, checkpoint = promoted_version(run), run.checkpoint(version).reference()
     if checkpoint is not None and (current is None or current < version):
         promoted = Promoted(**checkpoint.model_dump(), approval=approval)
+        run.refuse_lost_lease()
         run.location.write(POINTER, promoted.model_dump_json(indent=1).encode())

@@ -4,6 +4,7 @@
     <store>/runs/<run_id>/iterations/000012/<stage>/
     <store>/runs/<run_id>/checkpoints/000012/
     <store>/runs/<run_id>/latest.json
+    <store>/runs/<run_id>/lease/000003.json      who drives it
 
 Iteration k (from 1) refits the engine to version k-1, and its training makes version k. Version 0 is the starting policy.
 
@@ -26,6 +27,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.code_version import code_version
 from roundhouse.store.identity import IDENTITY, read_identity
+from roundhouse.store.lease import fence_of
 from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
@@ -118,8 +120,18 @@ class Run:
                 config_digest=config_digest(self.config),
                 code_version=self.code_version,
                 seed=self.config.seed,
-            )
+            ),
+            fence_of(self.location),
         )
+
+    def refuse_lost_lease(self) -> None:
+        """Before something that other drivers read is replaced or deleted, outside of a stage's commit.
+
+        Raises:
+            LeaseLost: this process drove the run, and another one does now.
+        """
+        if (fence := fence_of(self.location)) is not None:
+            fence.check()
 
     def checkpoint_versions(self) -> list[int]:
         """Versions with a complete checkpoint, ascending."""
@@ -154,10 +166,12 @@ class Run:
 
     def point_to(self, checkpoint: Reference) -> None:
         """Let `latest.json` name this checkpoint."""
+        self.refuse_lost_lease()
         self.location.write("latest.json", checkpoint.model_dump_json(indent=1).encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the finished run's summary."""
+        self.refuse_lost_lease()
         self.location.write("summary.json", (json.dumps(summary, indent=1) + "\n").encode())
 
     def summary(self) -> dict[str, Any] | None:

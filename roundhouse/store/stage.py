@@ -7,9 +7,9 @@ Life cycle:
       attempt-0001.json                                              manifest.json (created, never replaced)
 
 Invariants: data files carry their attempt's number in the name, so attempts never mix unless one adopts another's
-file on purpose; of two writers that commit, one wins and the other is handed the winner's reference; what is read back
-has the digest that was committed. A part of an attempt that was interrupted has no committed digest; it carries
-checksums of its own pages (`read_part`).
+file on purpose; of two writers that commit, one wins and the other is handed the winner's reference; a driver that lost
+its run's lease commits nothing; what is read back has the digest that was committed. A part of an attempt that was
+interrupted has no committed digest; it carries checksums of its own pages (`read_part`).
 
 Clocks: `started_at`, `finished_at` are for people. Nothing is decided by them.
 """
@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
 from roundhouse.store import cpu
+from roundhouse.store.lease import Fence
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance, Reference, sha256
 
@@ -62,8 +63,17 @@ class Stage:
         loaded = _load_manifest(self.location)
         return None if loaded is None else _reference(self.location, *loaded)
 
-    def begin(self, provenance: Provenance) -> Attempt:
-        """Start a new attempt at this stage."""
+    def begin(self, provenance: Provenance, fence: Fence | None = None) -> Attempt:
+        """Start a new attempt at this stage.
+
+        Args:
+            fence: what the run's driver acts under.
+
+        Raises:
+            LeaseLost: another process drives the run.
+        """
+        if fence is not None:
+            fence.check()
         started_at = time.time()
         # Only a first guess: the listing may be late, `create` decides.
         listed = (_ATTEMPT.fullmatch(name) for name in self.location.names())
@@ -76,7 +86,7 @@ class Stage:
                 break
             except AlreadyExists:
                 number += 1
-        return Attempt(self, number, provenance, started_at)
+        return Attempt(self, number, provenance, started_at, fence=fence)
 
     def join(self, provenance: Provenance, number: int, label: str) -> Attempt:
         """Write for attempt `number` as one of its several writers, which commits nothing itself. What comes again under the
@@ -98,7 +108,13 @@ class Attempt:
     """A running attempt; see the module's docstring."""
 
     def __init__(
-        self, stage: Stage, number: int, provenance: Provenance, started_at: float, name: str | None = None
+        self,
+        stage: Stage,
+        number: int,
+        provenance: Provenance,
+        started_at: float,
+        name: str | None = None,
+        fence: Fence | None = None,
     ) -> None:
         self.stage = stage
         self.number = number
@@ -108,6 +124,7 @@ class Attempt:
         self._cpu = cpu.clock()
         self._started_cpu = self._cpu()
         self._provenance = provenance
+        self._fence = fence
         self._files: list[FileEntry] = []
         self._parts: dict[str, int] = {}
 
@@ -160,12 +177,16 @@ class Attempt:
 
         Args:
             directory: where a checkpoint's files lie (`ModelFiles`).
+
+        Raises:
+            LeaseLost: another process drives the run; nothing was committed.
         """
         manifest = Manifest(
             kind=self.stage.kind,
             run_id=self.stage.run_id,
             iteration=self.stage.iteration,
             attempt=self.number,
+            lease=None if self._fence is None else self._fence.token,
             provenance=self._provenance,
             inputs=inputs or {},
             files=self._files,
@@ -182,6 +203,8 @@ class Attempt:
             },
         )
         data = manifest.to_bytes()
+        if self._fence is not None:
+            self._fence.check()
         try:
             self.stage.location.create(MANIFEST, data)
         except AlreadyExists:

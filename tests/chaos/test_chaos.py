@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import s3fs
+import yaml
 
-from roundhouse.store.manifest import model_location
+from roundhouse.infra import services
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.run import load_run
+from roundhouse.store.stage import read_manifest
+from roundhouse.store.verification import verify
 from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand, stand
 from tests.chaos.strikes import Operation, Strike, by_trainer_process, draw_strikes, every_strike, recorded
@@ -18,7 +31,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def ready(tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator[Stand]:
     with stand(tmp_path_factory.mktemp("chaos"), iterations=3, tracked=False) as built:
         yield built
 
@@ -51,6 +64,66 @@ def test_killed_at_seeded_moments_it_ends_in_the_same_bytes(ready: Stand, undist
     assert [
         str(done) for done in trial.done if "unplaced create iterations/000002/validate/manifest.json" in done.where
     ]
+
+
+def test_of_two_drivers_on_one_bucket_one_goes_on_the_other_says_who_has_the_run_and_nothing_published_changes(
+    ready: Stand, s3_server: str
+) -> None:
+    """From two state directories: the second starts beside the first, then while that one is stopped; then the first wakes."""
+    store = f"s3://rh-{uuid.uuid4().hex[:12]}/store"
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=store.split("/")[2])
+    run, elsewhere = Location(f"{store}/runs/two"), ready.directory / "elsewhere"
+    settings = ready.settings | {"run_id": "two", "store": store, "checkpoint": {"keep_last": 1000}}
+
+    def start(name: str, iterations: int, state: Path) -> Any:
+        path = ready.directory / f"{name}.yaml"
+        path.write_text(
+            yaml.safe_dump(settings | {"iterations": iterations, "infra": {"kind": "local", "state": str(state)}})
+        )
+        return ready.train(path, {"ROUNDHOUSE_STORE_LEASE_SECONDS": "12"})
+
+    def log_of(name: str) -> str:
+        return " ".join((ready.directory / f"{name}.log").read_text().split())
+
+    def published() -> dict[str, str]:
+        names = [name for name in run.tree() if not name.startswith(("lease/", "health"))]
+        return {name: hashlib.sha256(run.read(name)).hexdigest() for name in names}
+
+    def until(held: Callable[[], bool], process: Any) -> None:
+        while not held():
+            assert process.poll() is None, log_of("first")
+            time.sleep(0.1)
+
+    first = start("first", 1000, ready.state)
+    try:
+        until(
+            lambda: load_run(store, "two").latest_checkpoint() is not None if run.exists("run.json") else False, first
+        )
+        assert start("refused", 3, elsewhere).wait(120) == 74
+        assert f"process {first.pid} on {socket.gethostname()}" in log_of("refused")
+        assert not elsewhere.exists(), "nothing was started"
+
+        until(lambda: (load_run(store, "two").latest_checkpoint().policy_version or 0) >= 1, first)
+        os.kill(first.pid, signal.SIGSTOP)
+        newest = max(load_run(store, "two").checkpoint_versions())
+        follows = start("second", newest + 2, elsewhere)
+        assert follows.wait(240) == 0, log_of("second")
+        before = published()
+        assert load_run(store, "two").latest_checkpoint().policy_version == newest + 2
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    try:
+        assert first.wait(120) == 74, log_of("first")
+    finally:
+        first.kill()
+        services.down(elsewhere / "services")
+    assert f"now: process {follows.pid} on {socket.gethostname()}" in log_of("first")
+    after = published()
+    assert {name: after.get(name) for name in before} == before
+    assert not [name for name in after.keys() - before.keys() if name.endswith(MANIFEST)]
+    assert verify(store).problems == []
+    tokens = {read_manifest(load_run(store, "two").checkpoint(k).reference()).lease for k in (0, newest + 2)}
+    assert tokens == {1, 2}
 
 
 def test_a_recording_names_the_operations_of_every_kind(ready: Stand, undisturbed: Trial) -> None:

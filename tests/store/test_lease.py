@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +18,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.taxonomy import Kind, kind_of
+from roundhouse.health.watchdog import supervised
 from roundhouse.infra.identity import birth
 from roundhouse.store import lease as leases
 from roundhouse.store.lease import DIRECTORY, Holder, Lease, LeaseLost, RunDriven, Watch, driving, holder, try_to_take
 from roundhouse.store.location import Location
+from roundhouse.store.promoted import point_to_promoted
+from roundhouse.store.run import open_run
+from roundhouse.store.stage import read_manifest
+from roundhouse.store.verification import verify
 
 numbers = itertools.count()
 
@@ -243,3 +251,50 @@ def test_an_impossible_time_is_refused(given: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ROUNDHOUSE_STORE_LEASE_SECONDS", given)
     with pytest.raises(ConfigError, match="ROUNDHOUSE_STORE_LEASE_SECONDS"):
         taken(Location(str(tmp_path)))
+
+
+def test_a_driver_that_lost_its_run_begins_commits_and_moves_nothing(store_uri: str) -> None:
+    run = open_run(parse_config({"run_id": "r", "store": store_uri}))
+    with driving(run.location) as lease:
+        start = run.begin(run.checkpoint(0), policy_version=0).commit()
+        assert read_manifest(start).lease == lease.fence.token == 1
+        attempt = run.begin(run.stage(1, "train"), policy_version=0)
+        attempt.write_bytes("part", b"data")
+        taken(run.location, waited_for(run.location), 2.0)
+        for act in (
+            attempt.commit,
+            lambda: run.begin(run.stage(1, "collect"), policy_version=0),
+            lambda: run.point_to(start),
+            lambda: run.write_summary({}),
+            lambda: point_to_promoted(run, 0),
+        ):
+            with pytest.raises(LeaseLost):
+                act()
+    assert run.stage(1, "train").reference() is None
+    assert not run.location.exists("latest.json")
+    assert verify(store_uri).problems == []
+
+
+def test_a_stage_at_work_is_ended_when_the_lease_is_lost(tmp_path: Path) -> None:
+    run, at_work = empty(str(tmp_path)), threading.Event()
+
+    def work() -> None:
+        at_work.set()
+        while True:
+            time.sleep(0.01)
+
+    def refuse() -> None:
+        leases.refuse_lost(run)
+
+    def lose() -> None:
+        at_work.wait()
+        taken(run, waited_for(run), 2.0)
+        with contextlib.suppress(LeaseLost):
+            lease.check()
+
+    with driving(run) as lease:
+        loses = threading.Thread(target=lose)
+        loses.start()
+        with pytest.raises(LeaseLost, match="Another process drives"):
+            supervised(work, "collect", "iteration 1", 60.0, refuse=refuse)
+        loses.join()
