@@ -5,6 +5,7 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 3
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
@@ -28,8 +29,9 @@ down: setup ## end them and everything they started
 	@exec $(BIN)/roundhouse down
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
-test: setup ## the test suite (PYTEST_ARGS="tests/infra -k port")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Half of the suite is waiting for processes to start, so a worker more than there are cores; a file's tests share their services.
+test: setup ## the test suite, files side by side (TEST_WORKERS=3); some of it in one process: PYTEST_ARGS="tests/infra -k port"
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n $(TEST_WORKERS) --dist loadfile)
 
 test-long: setup ## what takes its time by nature: every benchmark and make target, printed one by one (PYTEST_ARGS="-k soak")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest -m long -v $(PYTEST_ARGS)
