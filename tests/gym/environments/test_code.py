@@ -232,6 +232,11 @@ def test_a_process_that_gets_no_cpu_time_gives_no_verdict_on_its_code() -> None:
     assert _children() == []
 
 
+def test_code_that_never_ends_cannot_keep_all_cores_from_the_rest_of_its_sandbox() -> None:
+    """A hundred endless programs at once on two cores get 0.3 s of CPU time in 15 s: each would be a failure of the machine."""
+    assert Sandbox(concurrency=10_000)._threads._max_workers == os.cpu_count()
+
+
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/there/is/no/such/program"])
 def test_an_interpreter_that_does_not_start_is_a_failure_of_the_machine(
     interpreter: str, monkeypatch: pytest.MonkeyPatch
