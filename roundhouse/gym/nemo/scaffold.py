@@ -1,9 +1,10 @@
 """A new environment, as files to start from (`roundhouse gym init`).
 
-Invariant: what is written works: its test passes, its configuration starts, its example rows are the ones that its class makes.
+Invariant: what is written works: its test passes, its configurations start, its example rows are the ones that its class makes.
 Nothing that exists is overwritten.
 
-    words/environment.py        the class: tasks, a tool, a verifier
+    words/environment.py        the class: tasks, a tool, a verifier, demonstrations for a warm start
+    words/run.yaml              a run on it, for `roundhouse train`
     words/test_environment.py   what its author claims of it
     words/example.jsonl         five task rows
     words/gym.yaml              its server, for `roundhouse gym start`
@@ -34,10 +35,14 @@ Invariant: the reward depends on the row and on the policy's last message alone.
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
+from roundhouse.gym.environments.conversations import Message, calls, returns, says, user
 
 WORDS: dict[Split, tuple[str, ...]] = {
     "train": ("engine", "signal", "tunnel", "whistle", "platform", "carriage", "junction", "steam"),
@@ -46,19 +51,28 @@ WORDS: dict[Split, tuple[str, ...]] = {
 
 
 class $class_name(Environment):
-    """One word a task; the tool spells it."""
+    """One word a task; the tool spells it.
+
+    Args:
+        train, heldout: files of JSON lines, each {"word": …}; WORDS where they are left out. They are keys of
+            `environment.parameters` in run.yaml.
+    """
 
     name = "$name"
+
+    def __init__(self, train: str | None = None, heldout: str | None = None) -> None:
+        files: dict[Split, str | None] = {"train": train, "heldout": heldout}
+        self.words = {split: WORDS[split] if file is None else _read(file) for split, file in files.items()}
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return [
             task_row(
-                f"Say the word {word!r} backwards. Answer with the reversed word alone.",
+                _prompt(word),
                 task_id=f"$name/{split}/{word}",
                 tools=self.tool_schemas(),
                 word=word,
             )
-            for word in WORDS[split]
+            for word in self.words[split]
         ]
 
     @tool("Spell a word, one letter a line.", word="The word.")
@@ -67,6 +81,25 @@ class $class_name(Environment):
 
     async def verify(self, session: None, row: TaskRow, response: dict[str, Any]) -> Verdict:
         return Verdict(reward=float(final_text(response).strip() == row["word"][::-1]))
+
+    def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
+        """Conversations for a policy that is made from nothing (`policy.kind: warm_start`); a pretrained one needs none."""
+        rng = random.Random(seed)
+        shown = []
+        for _ in range(count):
+            word = rng.choice(self.words[split])
+            answer = word[::-1] if rng.random() < good_fraction else word
+            spelt = [calls("spell", "call_1", word=word), returns("call_1", "\\n".join(word))]
+            shown.append([user(_prompt(word)), *spelt, says(answer)])
+        return shown
+
+
+def _prompt(word: str) -> str:
+    return f"Say the word {word!r} backwards. Answer with the reversed word alone."
+
+
+def _read(file: str) -> tuple[str, ...]:
+    return tuple(json.loads(line)["word"] for line in Path(file).read_text().splitlines() if line.strip())
 '''
 
 _TEST = '''"""What holds for $title."""
@@ -128,10 +161,32 @@ policy_model:
       model: $${policy_model_name}
 """
 
+_RUN = """# roundhouse train $name/run.yaml
+run_id: $name
+iterations: 10
+
+policy: {kind: warm_start} # or {kind: pretrained, path: <Hugging Face directory>}
+
+environment:
+  kind: custom
+  target: $${CONFIG_DIR}/environment.py:$class_name
+  # parameters: {train: $${CONFIG_DIR}/train.jsonl, heldout: $${CONFIG_DIR}/heldout.jsonl} # your own data
+
+generation:
+  max_model_len: 256
+  sampling: {temperature: 1.0, max_new_tokens: 32}
+
+rollout: {tasks: 8, group_size: 8, max_turns: 3}
+train:
+  updates: 4
+  optimizer: {learning_rate: 3.0e-4, warmup_steps: 3}
+evaluation: {every: 5, tasks: 4, samples: 8}
+"""
+
 _README = """# $title
 
-Test: `pytest $name`. Train: set `environment: {kind: custom, target: "$name.environment:$class_name"}` in a run's configuration
-(with this directory's parent on `PYTHONPATH`). Serve: `roundhouse gym start $name/gym.yaml ++policy_base_url=<engine>/v1`.
+Test: `pytest $name`. Train: `roundhouse train $name/run.yaml`. Your own data: JSON lines, named in `environment.parameters`
+there. Serve: `roundhouse gym start $name/gym.yaml ++policy_base_url=<engine>/v1`.
 """
 
 
@@ -159,6 +214,7 @@ def write_environment(name: str, directory: Path) -> list[Path]:
         "environment.py": _ENVIRONMENT,
         "test_environment.py": _TEST,
         "gym.yaml": _GYM,
+        "run.yaml": _RUN,
         "README.md": _README,
     }
     for file_name, text in texts.items():

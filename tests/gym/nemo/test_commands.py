@@ -1,5 +1,6 @@
 """The commands of foreign servers, their virtual environments, replacements, and the command line."""
 
+import asyncio
 import json
 import os
 import stat
@@ -11,13 +12,19 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from roundhouse.cli import app as roundhouse
 from roundhouse.cli.gym import app
+from roundhouse.config.loading import load_config
 from roundhouse.errors import ConfigError, InfraError
+from roundhouse.gym.environments import load
 from roundhouse.gym.nemo.commands import Foreign, commands
 from roundhouse.gym.nemo.resolve import Resolution, resolve
 from roundhouse.gym.nemo.scaffold import write_environment
 from roundhouse.gym.nemo.sources import SearchRoots
+from roundhouse.gym.nemo.trial import attempt
 from roundhouse.gym.nemo.venvs import install, install_steps
+from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.policy.warm_start import make_starting_policy
 
 WEATHER = """
 weather:
@@ -212,6 +219,28 @@ def test_a_new_environment_passes_its_test_and_its_configuration_is_valid(tmp_pa
     assert "3 passed" in tested.stdout
     valid = CliRunner().invoke(app, ["validate", "word_reversal/gym.yaml", "++policy_base_url=http://127.0.0.1:1/v1"])
     assert valid.exit_code == 0, valid.stdout
+
+
+def test_a_new_environment_can_be_trained_as_it_stands_from_any_directory_and_on_own_data(tmp_path, monkeypatch):
+    """It had no run, no demonstrations for a warm start, and needed PYTHONPATH."""
+    write_environment("word_reversal", tmp_path / "there")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run_yaml = tmp_path / "there/word_reversal/run.yaml"
+    told = CliRunner().invoke(roundhouse, ["train", str(run_yaml), "--dry-run"])
+    assert told.exit_code == 0, told.exception
+    config = load_config(run_yaml, ["policy.steps=2"])
+    environment = load(config.environment)
+    for shown in environment.demonstrations("train", 20, 1.0, seed=0):
+        row = next(row for row in environment.tasks("train") if row["responses_create_params"]["input"] == shown[:1])
+        assert asyncio.run(attempt(LocalEnvironmentClient(environment), row, shown[-1]["content"])).reward == 1.0
+    report = make_starting_policy(config.policy, environment, 0, tmp_path / "policy")
+    assert report.steps == 2
+    for split in ("train", "heldout"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"word": f"my{split}"}) + "\n")
+    files = ", ".join(f"{split}: {tmp_path / split}.jsonl" for split in ("train", "heldout"))
+    own = load(load_config(run_yaml, [f"environment.parameters={{{files}}}"]).environment)
+    assert [row["word"] for row in own.tasks("heldout")] == ["myheldout"]
 
 
 @pytest.mark.parametrize("name", ["Words", "1st", "a-b", "class", ""])
