@@ -132,7 +132,7 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
     The leading rank writes, all ranks take part.
     """
     changed = ranks.size > 1 or hasattr(model, "peft_config")
-    weights = merged(model) if changed else None
+    weights = merged(model, ranks) if changed else None
     if not ranks.leads:
         return
     directory.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.parallel import Ranks, full
+from roundhouse.training.parallel import Ranks, full, whole_on_leader
 
 ADAPTER_FILE, ADAPTER_CONFIG, BASE_FILE = "adapter_model.safetensors", "adapter_config.json", "base.safetensors"
 _NAME = "default"
@@ -60,8 +60,9 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
         _restore(model, trainer_state)
 
 
-def merged(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Every weight whole, by the names of a model without adapters; of tied ones the first. Collective where it is sharded."""
+def merged(model: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Every weight whole, by the names of a model without adapters; of tied ones the first. Empty but on the leading rank: all
+    take part, and hold one weight at a time."""
     adapted, held = _adapted(model), model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, value in held.items():
@@ -70,15 +71,16 @@ def merged(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name in first.values():
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner not in adapted:
-            if ".lora_" not in name:
-                weights[name] = full(held[name].detach()).cpu()
+            if ".lora_" not in name and (whole := whole_on_leader(held[name], ranks)) is not None:
+                weights[name] = whole
             continue
         weight = full(held[name].detach())
         if leaf == "weight":
             layer = adapted[owner]
             low, high = (full(part[_NAME].weight.detach()) for part in (layer.lora_A, layer.lora_B))
             weight = weight + layer.scaling[_NAME] * (high @ low)
-        weights[f"{owner}.{leaf}"] = weight.cpu()
+        if ranks.leads:
+            weights[f"{owner}.{leaf}"] = weight.cpu()
     return weights
 
 
@@ -87,12 +89,17 @@ def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
     adapted = _adapted(model)
     if not adapted:
         return
-    frozen, trained = {}, {}
+    frozen: dict[str, torch.Tensor] = {}
+    trained: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            trained[_PREFIX + name.replace(f".{_NAME}.", ".")] = full(parameter.detach()).cpu().contiguous()
+            kept, key = trained, _PREFIX + name.replace(f".{_NAME}.", ".")
         elif name.endswith(".base_layer.weight"):
-            frozen[name.replace(".base_layer.", ".")] = full(parameter.detach()).cpu().contiguous()
+            kept, key = frozen, name.replace(".base_layer.", ".")
+        else:
+            continue
+        if (whole := whole_on_leader(parameter, ranks)) is not None:
+            kept[key] = whole
     if ranks.leads:
         save_file(trained, state / ADAPTER_FILE)
         save_file(frozen, state / BASE_FILE)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import DataError
-from roundhouse.training.parallel import Ranks, full, sharded_like
+from roundhouse.training.parallel import Ranks, sharded_like, whole_on_leader
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -45,38 +45,48 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
     """Write every state tensor whole as `<kind>/<parameter name>`; the leading rank writes, all ranks take part."""
     tensors = {
-        f"{kind}/{name}": full(value.detach()).cpu().contiguous()
+        f"{kind}/{name}": whole
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
+        if (whole := whole_on_leader(value, ranks)) is not None
     }
     if ranks.leads:
         save_file(tensors, directory / OPTIMIZER_FILE)
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Put a saved state back, in place, each rank its part.
+    """Put a saved state back, in place, each rank its part; of the file a rank holds one tensor at a time.
 
     Raises:
         DataError: the file is missing or damaged, or belongs to another architecture.
     """
-    path = directory / OPTIMIZER_FILE
+    path, parameters = directory / OPTIMIZER_FILE, dict(model.named_parameters())
     try:
-        saved = load_file(path)
+        with safe_open(path, "pt") as saved:
+            for key in saved.keys():  # noqa: SIM118 (no mapping)
+                _put_back(parameters, optimizer, path, key, saved.get_tensor(key))
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"The optimizer state {path} cannot be read: {error}. Resume from an older checkpoint."
         ) from error
-    parameters = dict(model.named_parameters())
-    for key, value in saved.items():
-        kind, _, name = key.partition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (kind != "step" and value.shape != parameter.shape):
-            held = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
-            raise DataError(
-                f"{path} holds {key} of shape {tuple(value.shape)}; the model has {held}: the state belongs to another "
-                "architecture. Use the trainer state that lies beside the model."
-            )
-        one_each = kind == "step"
-        optimizer.state[parameter][kind] = (
-            value.to(parameter.device, copy=True) if one_each else sharded_like(value, parameter)
+
+
+def _put_back(
+    parameters: dict[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    path: Path,
+    key: str,
+    value: torch.Tensor,
+) -> None:
+    kind, _, name = key.partition("/")
+    parameter = parameters.get(name)
+    if parameter is None or (kind != "step" and value.shape != parameter.shape):
+        held = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+        raise DataError(
+            f"{path} holds {key} of shape {tuple(value.shape)}; the model has {held}: the state belongs to another "
+            "architecture. Use the trainer state that lies beside the model."
         )
+    one_each = kind == "step"
+    optimizer.state[parameter][kind] = (
+        value.to(parameter.device, copy=True) if one_each else sharded_like(value, parameter)
+    )

@@ -132,6 +132,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole is None else whole()
 
 
+def whole_on_leader(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor | None:
+    """A tensor whole on the CPU of the leading rank, None on the others, which take part and keep nothing of it."""
+    whole = full(tensor.detach())
+    return whole.cpu().contiguous() if ranks.leads else None
+
+
 def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy of `whole`, laid out over the ranks as the parameter is."""
     mesh = getattr(parameter, "device_mesh", None)
