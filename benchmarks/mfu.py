@@ -4,8 +4,10 @@
 
 On a GPU: a dense model of about 1.5 B parameters (the shape of Qwen2.5-1.5B) in bfloat16, forward and backward of one packed
 row through the train service's own scorer, against the chip's dense bf16 peak; then one row of `--long` tokens with chunked
-logits and recomputed activations, for its peak memory. Without a GPU a tiny model runs on the CPU in float32, and "peak" is
-what a large matrix product reaches on this thread: the machinery is shown to work, the figure says nothing about a GPU.
+logits and recomputed activations, for its peak memory. The weights are bfloat16, as FSDP uses them in a pass: a run on one
+GPU has float32 weights, casts and a float32 residual stream beside them, and every run the optimizer's step and state. Without
+a GPU a tiny model runs on the CPU in float32, and "peak" is what a large matrix product reaches on this thread: the machinery
+is shown to work, the figure says nothing about a GPU.
 
 Model FLOPs of a row: 6 · P for each token and 6 · L · h · n² for the causal attention of each sequence of n tokens (forward
 2 · P and 2 · L · h · n², backward twice that), with P the weights that multiply a token. Recomputation counts for nothing. The
@@ -33,8 +35,14 @@ from roundhouse.training.forward import Scorer
 from roundhouse.training.layers import checkpoint_activations
 from roundhouse.training.packing import Microbatch, build_microbatches
 
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12}
-"""Dense bf16 FLOP/s from the vendor's data sheets, without sparsity, by a part of the device's name."""
+PEAKS = {
+    "B200": 2250e12, "GH200 480GB": 989e12, "H200": 989e12, "H200 NVL": 835e12,
+    "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "A100-SXM4-40GB": 312e12, "A100-SXM4-80GB": 312e12, "A100-PCIE-40GB": 312e12, "A100 80GB PCIe": 312e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A30": 165e12, "A10": 125e12, "A10G": 70e12,
+}  # fmt: skip
+"""Dense bf16 FLOP/s from the vendor's data sheets, without sparsity, by the device's whole name without "NVIDIA". A part of the
+name is not enough: an L40S has twice the peak of an L40, an H100 PCIe three quarters of the one on SXM."""
 
 LARGE: dict[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -109,21 +117,38 @@ def step_seconds(scorer: Scorer, row: Microbatch, repeats: int) -> list[float]:
     return seconds[2:]
 
 
+def known_peak(name: str) -> float | None:
+    """Of the GPU that torch calls so; None where no data sheet was read for it."""
+    return PEAKS.get(name.removeprefix("NVIDIA ").strip())
+
+
 def peak_flops(device: torch.device) -> tuple[float, str]:
     """The machine's peak and where the number comes from."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = [value for part, value in PEAKS.items() if part in name]
-        if known:
-            return known[0], f"data sheet of {name}"
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a = torch.randn(1024, 1024, device=device, dtype=dtype)
+    if device.type != "cuda":
+        return product_flops(1024, device), "a matrix product of 1024 by 1024 on one CPU thread"
+    name = torch.cuda.get_device_name(device)
+    if (peak := known_peak(name)) is not None:
+        return peak, f"data sheet of {name}"
+    return product_flops(
+        8192, device
+    ), f"a bf16 matrix product of 8192 by 8192 on {name}, measured: below its data sheet"
+
+
+def product_flops(size: int, device: torch.device) -> float:
+    """What the fastest of ten matrix products reaches."""
+    on_gpu = device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     seconds = []
     for _ in range(10):
-        begun = time.process_time()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        begun = clock()
         a @ a
-        seconds.append(time.process_time() - begun)
-    return 2 * 1024**3 / min(seconds), "a matrix product of 1024 by 1024 on one CPU thread"
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(clock() - begun)
+    return 2 * size**3 / min(seconds)
 
 
 def memory(device: torch.device) -> float:
