@@ -23,6 +23,9 @@ class EvaluationConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     before_training: bool = True
     """Evaluate the starting policy too: what every later version is compared with."""
+    success_threshold: float = 1.0
+    """A rollout passes (`evaluation/pass_at_*`) when its reward is at least this. 1 is a right answer in full; lower it where
+    rewards are graded and less is a success, but above what a wrong answer can earn by its form."""
     promotion_confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = 0.95
     """After each evaluation, promote the version when it is better than the promoted one beyond noise: when the interval of
     this confidence around the difference, task by task, lies above 0. null promotes nothing."""

@@ -70,6 +70,9 @@ class ValidationConfig(Section):
     or begin a new sequence of the same rollout."""
     min_group_size: PositiveInt = 2
     """Groups with fewer valid rollouts are omitted."""
+    min_group_fraction: Fraction = 0.5
+    """The same as a share of `rollout.group_size`, rounded up: what is left of a group that lost most of its rollouts is a
+    biased sample (long and hard ones fail first), with a baseline as noisy as it is small. Not for offline data."""
     max_quarantine_fraction: Fraction = 0.5
     """The validate stage fails when a larger share was refused."""
     text: bool = True

@@ -17,6 +17,9 @@ import numpy as np
 RESAMPLES = 2000
 """Bootstrap samples: the ends of a 95 % interval then move by about a tenth of the standard error from seed to seed."""
 
+ROUNDING = 1e-9
+"""A reward that misses the threshold by less reaches it: 0.7 + 0.2 + 0.1 is not quite 1."""
+
 Rewards = Mapping[str, Sequence[float]]
 """Rewards of a task's rollouts, by task. Failed rollouts have none and are not in it."""
 
@@ -40,12 +43,13 @@ def pass_at_k(rollouts: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(rollouts - passed, k) / math.comb(rollouts, k)
 
 
-def mean_pass_at_k(rewards: Rewards, k: int) -> float:
-    """Mean of `pass_at_k` over the tasks that have k rollouts; a rollout passes when its reward is above 0."""
+def mean_pass_at_k(rewards: Rewards, k: int, threshold: float = 1.0) -> float:
+    """Mean of `pass_at_k` over the tasks that have k rollouts; a rollout passes when its reward is at least the threshold."""
     enough = [task for task in rewards.values() if len(task) >= k]
     if not enough:
         raise ValueError(f"pass@{k}: no task has {k} rollouts with a reward")
-    return math.fsum(pass_at_k(len(task), sum(reward > 0 for reward in task), k) for task in enough) / len(enough)
+    least = threshold - ROUNDING * max(1.0, abs(threshold))
+    return math.fsum(pass_at_k(len(task), sum(reward >= least for reward in task), k) for task in enough) / len(enough)
 
 
 def reported_ks(rewards: Rewards) -> list[int]:

@@ -48,7 +48,7 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     return collection.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
-        metrics=evaluation_metrics(collected.rollouts),
+        metrics=evaluation_metrics(collected.rollouts, config.evaluation.success_threshold),
         details={"failures": ledger.failures},
     )
 
@@ -64,7 +64,7 @@ def no_heldout_task(config: RunConfig) -> ConfigError:
     )
 
 
-def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def evaluation_metrics(rollouts: Sequence[Rollout], success_threshold: float = 1.0) -> dict[str, float]:
     """Mean held-out reward with its standard error and 95 % interval, pass@k, and the rollouts' own metrics.
 
     Tasks are independent and the samples of one task are one cluster (`roundhouse.stages.estimates`).
@@ -81,7 +81,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "evaluation/reward_low": interval.low,
         "evaluation/reward_high": interval.high,
         "evaluation/tasks": float(len(means)),
-        **{f"evaluation/pass_at_{k}": mean_pass_at_k(rewards, k) for k in reported_ks(rewards)},
+        **{f"evaluation/pass_at_{k}": mean_pass_at_k(rewards, k, success_threshold) for k in reported_ks(rewards)},
     }
 
 

@@ -46,6 +46,7 @@ OPERATIONAL = (
     "evaluation.every",
     "evaluation.before_training",
     "evaluation.promotion_confidence",
+    "evaluation.success_threshold",
     "offline.epochs",
     "offline.evaluate",
     "offline.max_",

@@ -215,7 +215,9 @@ CATALOGUE = (
             Entry("evaluation/reward_high", "tasks", "upper end"),
             Entry("evaluation/tasks", "(count)", "tasks with a reward"),
             Entry(
-                "evaluation/pass_at_*", "tasks", "chance that one of k rollouts has a reward above 0 (arXiv 2107.03374)"
+                "evaluation/pass_at_*",
+                "tasks",
+                "chance that one of k rollouts reaches evaluation.success_threshold (arXiv 2107.03374)",
             ),
             *_under("evaluation/", (*REWARD, *ROLLOUTS)),
             Entry("promotion/promoted", "(state)", "1 when this version became the promoted one"),

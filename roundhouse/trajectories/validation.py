@@ -21,6 +21,7 @@ That the log-probabilities are those of the recorded weights is proved where the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ def validate(
                 batch.accepted[rollout.rollout_id] = (rollout, chains)
     batch.refuse(disagreements([rollout for rollout, _ in batch.accepted.values()]))
     batch.leave_out(left_out or {})
-    batch.omit_small_groups(config.min_group_size)
+    batch.omit_small_groups(max(config.min_group_size, math.ceil(config.min_group_fraction * (terms.group_size or 0))))
     return batch.validated()
 
 

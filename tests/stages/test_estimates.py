@@ -44,6 +44,14 @@ def test_pass_at_1_is_the_mean_of_zero_one_rewards():
     assert mean_pass_at_k(rewards, 2) == pytest.approx(2 / 3)
 
 
+def test_a_wrong_answer_that_earns_something_by_its_form_does_not_pass():
+    rewards = {"a": [0.2, 0.2], "b": [0.7 + 0.2 + 0.1, 0.2]}
+    assert 0.7 + 0.2 + 0.1 < 1, "the right answer's reward, rounded"
+    assert mean_pass_at_k(rewards, 1) == pytest.approx(0.25)
+    assert mean_pass_at_k(rewards, 2) == pytest.approx(0.5)
+    assert mean_pass_at_k(rewards, 1, threshold=0.2) == 1.0
+
+
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(3)
     covered = 0

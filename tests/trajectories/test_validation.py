@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundhouse.config.models import ValidationConfig
+from roundhouse.trajectories.proofs import Terms
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.validation import validate
 from tests.trajectories.rollouts import rollout, turn
@@ -198,3 +199,15 @@ def test_the_ledger_balances_whatever_comes(outcomes: list[tuple[Status, int, bo
     trained = set(result.sequences.column("rollout_id").to_pylist())
     assert len(trained) == result.ledger.completed + result.ledger.truncated
     assert trained.isdisjoint(result.quarantine.column("rollout_id").to_pylist())
+
+
+@pytest.mark.parametrize(("valid", "kept"), [(2, 0), (15, 0), (16, 16), (32, 32)])
+def test_what_is_left_of_a_group_counts_only_if_it_is_half_of_one(valid: int, kept: int) -> None:
+    """However many failed beside it: of 32, two survivors were weighed as a whole group."""
+    for lost in (0, 32 - valid):
+        members = [rollout(sample=i) for i in range(valid)]
+        members += [rollout(sample=valid + i, reward=None, status=Status.FAILED) for i in range(lost)]
+        terms = Terms(vocabulary_size=10, policy_version=0, group_size=32)
+        result = validate(members, CONFIG, vocabulary_size=10, policy_version=0, terms=terms)
+        assert result.sequences.num_rows == kept
+        assert result.reasons.get("small_group", 0) == valid - kept
