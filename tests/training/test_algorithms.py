@@ -117,7 +117,8 @@ def test_gdpo_adds_up_advantages_that_were_normalised_one_component_at_a_time() 
     weighted = advantages(pair, kind="gdpo", weights={"a": 3.0, "b": 1.0}, normalize_batch=False)
     np.testing.assert_allclose(weighted, [2 / math.sqrt(2), -2 / math.sqrt(2)], rtol=1e-4)
     whole = advantages(pair, kind="gdpo", weights={"a": 3.0, "b": 1.0})
-    np.testing.assert_allclose(whole, [1.0, -1.0], rtol=1e-4)  # zero mean, unit std over the two rollouts
+    # zero mean, unit sample deviation over the two rollouts, like each component's over its group
+    np.testing.assert_allclose(whole, [1 / math.sqrt(2), -1 / math.sqrt(2)], rtol=1e-4)
 
 
 def test_gdpo_learns_from_a_group_whose_sum_is_equal_and_parts_are_not() -> None:

@@ -21,7 +21,7 @@ from roundhouse.training.groups import Groups
 
 
 class ComponentRelative(GroupRelative):
-    """The sum of the components' group-relative advantages."""
+    """The sum of the components' group-relative advantages; every deviation has the divisor n − 1."""
 
     def __init__(self, config: GDPO) -> None:
         super().__init__(config)
@@ -37,9 +37,9 @@ class ComponentRelative(GroupRelative):
             return total
         teaching = self.teaches(sequences, groups)
         by_rollout = groups.per_rollout(total)[groups.per_rollout(teaching.astype(float)) > 0]
-        if not len(by_rollout):
+        if len(by_rollout) < 2:
             return total
-        return np.where(teaching, (total - by_rollout.mean()) / (by_rollout.std() + STD_EPSILON), 0.0)
+        return np.where(teaching, (total - by_rollout.mean()) / (by_rollout.std(ddof=1) + STD_EPSILON), 0.0)
 
     def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
         """Where any component has spread: the sum may be equal although its parts are not."""
