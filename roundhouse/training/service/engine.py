@@ -6,6 +6,7 @@ changed. The weights after a verb depend on the weights, the optimizer's state a
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ from roundhouse.training.packing import build_microbatches
 from roundhouse.training.parallel import Ranks, full, shard
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
 
+logger = logging.getLogger(__name__)
+
 
 class TrainEngine:
     """The verbs of `verbs.TrainService` on a model of transformers. It begins with `load_checkpoint`.
@@ -56,6 +59,8 @@ class TrainEngine:
         self.config, self.temperature = config, temperature
         self.ranks = ranks or Ranks()
         self.device = _device(config)
+        if self.device.type == "cuda" and (advice := unfit_for_gpu(config)):
+            logger.warning("On a GPU: %s. See docs/training.md, On a GPU.", "; ".join(advice))
         self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._scorers: dict[Role, Scorer] = {}
         self._dealer: Dealer | None = None
@@ -275,6 +280,18 @@ def _require_same_architecture(held: PreTrainedModel, found: PreTrainedModel, di
             f"The checkpoint in {directory} is of another architecture: {name} is {theirs.get(name, 'absent')}, in the loaded "
             f"model {ours.get(name, 'absent')} ({len(differing)} parameters differ). Start a service for that model."
         )
+
+
+def unfit_for_gpu(config: TrainConfig) -> list[str]:
+    """The settings that fit a CPU's small models and run a GPU out of memory or time: key, value and what to set instead."""
+    found = []
+    if config.dtype == "float32":
+        found.append("train.dtype is float32, which has no fused attention and half the speed; set bfloat16")
+    if config.logits_chunk_tokens == 0:
+        found.append("train.logits_chunk_tokens is 0, so logits of a whole microbatch exist; set 1024")
+    if not config.activation_checkpointing:
+        found.append("train.activation_checkpointing is false, which long sequences need; set true")
+    return found
 
 
 def _device(config: TrainConfig) -> torch.device:

@@ -13,7 +13,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
 from roundhouse.training.algorithm import LossSettings, TokenColumns
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.engine import TrainEngine, unfit_for_gpu
 from roundhouse.training.service.verbs import LossBatch, TokenBatch, token_positions
 from tests.training.tiny import make_model, sequences
 
@@ -125,3 +125,13 @@ def test_without_a_policy_every_verb_says_what_is_missing() -> None:
     ):
         with pytest.raises(DataError, match="call load_checkpoint first"):
             call()
+
+
+def test_defaults_that_do_not_fit_a_gpu_are_named_with_their_remedy() -> None:
+    assert [advice.split(" ")[0] for advice in unfit_for_gpu(TrainConfig())] == [
+        "train.dtype",
+        "train.logits_chunk_tokens",
+        "train.activation_checkpointing",
+    ]
+    recipe = {"dtype": "bfloat16", "logits_chunk_tokens": 1024, "activation_checkpointing": True}
+    assert unfit_for_gpu(TrainConfig.model_validate(recipe)) == []
