@@ -1,0 +1,142 @@
+"""No key of a run's configuration does nothing: each is read by what carries the run out.
+
+The net over all keys is coarse: it looks for a read of the key's name outside `roundhouse.config`, so that a key nobody reads
+is found when its name is its own. What is handed over whole, and so read by no name, is shown by what it changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from roundhouse.config.environments import (
+    CodeEnvironment,
+    CustomEnvironment,
+    EnvironmentConfig,
+    FrozenLakeEnvironment,
+    GuessNumberEnvironment,
+    WorkerEnvironment,
+)
+from roundhouse.config.kubernetes import TrainerPods
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import RunConfig
+from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
+from roundhouse.gym.environments import load_any
+from roundhouse.infra.kubernetes.stage_pod import pod
+from roundhouse.stages.budget import over_budget
+from roundhouse.stages.cost import totals_after
+
+ROOT = Path(__file__).parents[2]
+SHOWN_BY = {
+    "Budget": "tests/config/test_every_key.py",
+    "FailuresConfig.stall_seconds": "tests/health/test_policy.py",
+    "OfflineConfig.min_effective_sample_fraction": "tests/stages/test_offline.py",
+    "OfflineConfig.min_effective_rollout_fraction": "tests/stages/test_offline.py",
+    "PlacementConfig": "tests/config/test_colocation.py",
+    "RunConfig.placement": "tests/config/test_colocation.py",
+    "Distillation.teacher": "tests/training/test_trainer_algorithms.py",
+    "Toleration.effect": "tests/config/test_every_key.py",
+}
+"""Keys that are handed over whole or read inside of `roundhouse.config`, and the tests that set them."""
+
+
+def sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a type speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from sections(field.annotation)
+    for argument in typing.get_args(annotation):
+        yield from sections(argument)
+
+
+SECTIONS = sorted(set(sections(RunConfig)), key=lambda section: section.__name__)
+ELSEWHERE = (AgentEnvironment, CustomEnvironment, RemoteEnvironment, WorkerEnvironment)
+BUILT_IN = [section for section in sections(EnvironmentConfig) if section not in ELSEWHERE]
+
+
+def names_read() -> set[str]:
+    """Attributes that the code outside of `roundhouse.config` reads."""
+    files = [file for folder in ("roundhouse", "flows", "tasks") for file in (ROOT / folder).rglob("*.py")]
+    return {
+        node.attr
+        for file in files
+        if (ROOT / "roundhouse/config") not in file.parents
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def test_every_key_is_read_by_what_carries_the_run_out() -> None:
+    read = names_read()
+    unread = {
+        f"{section.__name__}.{key}"
+        for section in SECTIONS
+        if section not in BUILT_IN
+        for key in section.model_fields
+        if key not in read and section.__name__ not in SHOWN_BY
+    }
+    assert unread <= SHOWN_BY.keys(), "Nobody reads these: delete them, or refuse them with the remedy."
+
+
+@pytest.mark.parametrize("shown", sorted(SHOWN_BY.items()), ids=lambda shown: shown[0])
+def test_what_is_handed_over_whole_is_set_by_a_test(shown: tuple[str, str]) -> None:
+    section, _, key = shown[0].partition(".")
+    [fields] = [each.model_fields for each in SECTIONS if each.__name__ == section]
+    text = (ROOT / shown[1]).read_text()
+    assert [name for name in ([key] if key else fields) if name not in text] == []
+
+
+def test_every_limit_of_a_budget_is_held() -> None:
+    metrics = ("seconds/iteration", "cost/gpu_seconds", "cost/cpu_seconds", "cost/generated_tokens", "cost/money")
+    used = totals_after({}, dict.fromkeys(metrics, 1e9))
+    for limit in ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money"):
+        [line] = over_budget({limit: 1.0}, used)
+        assert f"cost.budget.{limit}=1 are used" in line
+
+
+def test_every_part_of_a_toleration_reaches_the_pod() -> None:
+    taint = {"key": "gpu", "operator": "Equal", "value": "h100", "effect": "NoSchedule"}
+    settings = TrainerPods.model_validate({"tolerations": [taint]})
+    assert pod(settings, {}, "account", [], None)["tolerations"] == [taint]
+
+
+# Built-in environments get their section's keys as arguments --------------------------------------------------------------
+
+FEW: dict[str, Any] = {"problems": 40}
+OTHER: dict[str, Any] = {
+    "heldout_fraction": 0.5, "digits": 5, "upper": 15, "guesses": 5, "problems": 60, "operators": 4, "hops": 5, "entries": 20,
+    "numbers": 4, "largest": 20, "blanks": 8, "most": 30, "worlds": 3, "changes": 0.9, "steps": 5, "constraints": 5, "size": 5,
+    "holes": 2,
+}  # fmt: skip
+NOT_IN_TASKS = {(CodeEnvironment, "concurrency"), (FrozenLakeEnvironment, "steps"), (GuessNumberEnvironment, "guesses")}
+"""How many processes run answers, and when an episode ends."""
+
+
+def tasks(section: type[BaseModel], **keys: Any) -> list[list[Any]]:
+    """Both splits of the environment."""
+    kind = section.model_fields["kind"].annotation
+    few = {key: value for key, value in FEW.items() if key in section.model_fields}
+    tree = {"kind": typing.get_args(kind)[0], **few, **keys}
+    environment = load_any(parse_config({"run_id": "r", "environment": tree}).environment)
+    return [list(environment.tasks(split)) for split in ("train", "heldout")]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        (section, key)
+        for section in BUILT_IN
+        for key in section.model_fields
+        if key != "kind" and (section, key) not in NOT_IN_TASKS
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_every_key_of_a_built_in_environment_changes_its_tasks(section: type[BaseModel], key: str) -> None:
+    assert tasks(section) != tasks(section, **{key: OTHER[key]})
