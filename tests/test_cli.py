@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from roundhouse.cli import app
+from roundhouse.cli import app, cost
 from roundhouse.cli.exit_codes import FINAL, exit_code
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import (
@@ -305,3 +305,15 @@ def test_the_summary_says_how_long_the_start_took_and_the_starting_policy_of_it(
     said = re.search(r"before the first stage: (\d+) s \(starting policy 60 s; else services", shown)
     assert said is not None, shown
     assert int(said[1]) >= 100
+
+
+def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(tmp_path: Path) -> None:
+    """0.00728 CPU hours were 26 s, and "untrained" was not explained."""
+    run = write_run(str(tmp_path / "store"), iterations=1)
+    totals = {"cpu_hours": 0.00728, "wall_hours": 3.0, "generated_tokens": 10.0}
+    totals |= {f"wasted_tokens/{reason}": 1.0 for reason in cost.WHY}
+    run.begin(run.stage(1, "report"), policy_version=1).commit(details={"totals": totals})
+    shown = CliRunner().invoke(app, ["runs", "cost", "r", "--store", run.config.store]).stdout
+    assert "0.00728 (26 s)" in shown
+    assert "3 (3 h)" in shown
+    assert "untrained: no weight" in shown

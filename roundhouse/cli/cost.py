@@ -11,6 +11,14 @@ from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, conso
 
 app = typer.Typer()
 
+WHY = {
+    "failed": "the rollout has no reward",
+    "quarantined": "validation refused the rollout",
+    "omitted": "the group was too small, or more than was wanted",
+    "untrained": "no weight, its group had one reward throughout",
+}
+"""What each reason means, as `roundhouse.stages.cost` counts it."""
+
 
 @app.command("cost")
 def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
@@ -28,15 +36,22 @@ def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
     for name, total in found["totals"].items():
         if total or name in found["budget"]:
             limit = found["budget"].get(name)
-            used.add_row(name.replace("_", " "), f"{total:,.4g}", "" if limit is None else f"{limit:,.10g}")
+            hours = f" ({_duration(total)})" if name.endswith("_hours") else ""
+            used.add_row(name.replace("_", " "), f"{total:,.4g}{hours}", "" if limit is None else f"{limit:,.10g}")
     console().print(used)
     if generated := found["totals"]["generated_tokens"]:
         wasted = Table("not learnt from", "tokens", "share", box=None)
         for reason, tokens in found["wasted_tokens"].items():
-            wasted.add_row(reason, f"{tokens:,.0f}", f"{tokens / generated:.1%}")
+            wasted.add_row(f"{reason}: {WHY[reason]}", f"{tokens:,.0f}", f"{tokens / generated:.1%}")
         console().print(wasted)
     for line in found["over_budget"]:
         console().print(f"[yellow]{escape(line)}[/]: the run waits for it to be raised")
+
+
+def _duration(hours: float) -> str:
+    """0.00728 hours say little: 26 s."""
+    seconds = hours * 3600
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if hours < 2 else f"{hours:.0f} h"
 
 
 def run_cost(run: Any) -> dict[str, Any]:

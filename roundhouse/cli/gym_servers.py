@@ -121,6 +121,11 @@ def validate(
     roots = _roots(search_dirs, root)
     resolution = _resolved(arguments or [], roots, ours)
     problems = list(resolution.problems)
+    if arguments and not resolution.instances and not problems:
+        problems = [
+            "no server is in it. A NeMo Gym configuration has resources_servers, responses_api_agents or responses_api_models; "
+            "one of a run is checked by `roundhouse train FILE --dry-run`"
+        ]
     if not problems:
         problems = commands(resolution, roots, Foreign(python, install))[1]
     if as_json:

@@ -221,6 +221,16 @@ def test_a_new_environment_passes_its_test_and_its_configuration_is_valid(tmp_pa
     assert valid.exit_code == 0, valid.stdout
 
 
+def test_a_file_that_is_no_gym_configuration_is_not_called_valid(tmp_path, monkeypatch):
+    """It was "0 servers, 0 problems" and exit code 0."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("run_id: mine\niterations: 3\n")
+    told = CliRunner().invoke(app, ["validate", "run.yaml"])
+    assert told.exit_code == 1
+    assert "problem: no server is in it." in told.stdout
+    assert "roundhouse train FILE --dry-run" in told.stdout
+
+
 def test_a_new_environment_can_be_trained_as_it_stands_from_any_directory_and_on_own_data(tmp_path, monkeypatch):
     """It had no run, no demonstrations for a warm start, and needed PYTHONPATH."""
     write_environment("word_reversal", tmp_path / "there")
