@@ -105,7 +105,7 @@ def test_a_run_that_cannot_begin_is_refused_before_anything_is_started(
     path = config(tmp_path, **fault(tmp_path))
     before = set(tmp_path.iterdir())
     error = refused("train", path, *(["--dry-run"] if dry_run else []))
-    assert isinstance(error, ConfigError)
+    assert isinstance(error, StoreError if fault is unknown_dataset else ConfigError)
     assert said.format(directory=tmp_path) in str(error)
     assert set(tmp_path.iterdir()) - {tmp_path / "__pycache__"} == before
 
