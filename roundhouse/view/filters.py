@@ -25,6 +25,14 @@ _EQUAL = {
     "reason": "reason",
     "code": "failure_code",
 }
+_LEARNING = {
+    "trained": "advantage <> 0",
+    "collapsed": "(iteration, group_id) IN "
+    "(SELECT iteration, group_id FROM rollouts GROUP BY ALL HAVING max(abs(advantage)) = 0)",
+    "refused": "reason IS NOT NULL",
+}
+"""What became of a rollout: it moved the policy; it could not, since its group's rewards were all the same (a collapsed
+group); or validation kept it from training."""
 _RANGES = {"reward": "reward", "tokens": "generated_tokens", "turns": "turns"}
 LARGEST_PAGE = 500
 
@@ -47,8 +55,8 @@ class Filters:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Filters:
-        """`environment`, `status`, `group`, `reason`, `code` (several with commas), `reward_min`, `reward_max`, … `q`, `sort`
-        (`-reward` descends), `offset`, `limit`.
+        """`environment`, `status`, `group`, `reason`, `code` (several with commas), `learning`, `reward_min`, `reward_max`, …
+        `q`, `sort` (`-reward` descends), `offset`, `limit`.
 
         Raises:
             ViewError: a value cannot be understood.
@@ -58,6 +66,10 @@ class Filters:
             if wanted := parameters.get(name):
                 choices = wanted.split(",") if name not in ("group",) else [wanted]
                 made.add(f"{column} IN ({', '.join('?' * len(choices))})", *choices)
+        if learning := parameters.get("learning"):
+            if learning not in _LEARNING:
+                raise ViewError(f"learning={learning!r} is none of {', '.join(_LEARNING)}.")
+            made.add(_LEARNING[learning])
         for name, column in _RANGES.items():
             for end, sign in (("min", ">="), ("max", "<=")):
                 if text := parameters.get(f"{name}_{end}"):

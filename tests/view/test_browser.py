@@ -10,6 +10,35 @@ from roundhouse.view.export import export_page
 from roundhouse.view.scope import Scope
 from tests.query.stores import HOSTILE
 
+CONTRASTS = """() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const rgba = (text) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255];
+  };
+  const over = (top, below) => [0, 1, 2].map((k) => top[k] * top[3] + below[k] * (1 - top[3])).concat(1);
+  const light = (c) => { const [r, g, b] = c.map((v) => v / 255).map((v) =>
+    v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const found = new Map();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
+    if (!text || !element.checkVisibility({ opacityProperty: true })) continue;
+    if (element.closest("svg, dialog, noscript, .charttip")) continue;
+    const chain = []; for (let each = element; each; each = each.parentElement) chain.unshift(each);
+    const ground = chain.reduce((below, each) => over(rgba(getComputedStyle(each).backgroundColor), below), [255, 255, 255, 1]);
+    const ink = rgba(getComputedStyle(element).color);
+    ink[3] *= chain.reduce((all, each) => all * Number(getComputedStyle(each).opacity), 1);
+    const [a, b] = [light(over(ink, ground)), light(ground)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    const name = `${element.tagName.toLowerCase()}.${element.className}: ${text.slice(0, 30)}`;
+    if (ratio < (found.get(name) ?? 99)) found.set(name, Math.round(ratio * 100) / 100);
+  }
+  return [...found];
+}"""
+"""Of each text in sight, its contrast to what lies behind it, as WCAG 2 computes it."""
+
 
 def open_page(page: Any, url: str, query: str) -> None:
     page.goto(f"{url}?{query}")
@@ -142,6 +171,79 @@ def test_both_themes(page: Any, url: str) -> None:
     page.reload()
     page.wait_for_selector("body.ready")
     assert page.evaluate(colour) != light
+
+
+PLACES = {
+    "rollouts": ("run=a&iteration=2", ".rows .row[data-rollout]"),
+    "conversation": ("run=a&iteration=2&rollout=sum/0/0&at=2", ".pane .conversation"),
+    "tokens": ("run=a&iteration=2&rollout=sum/0/0&at=2&tab=tokens", ".pane .block"),
+    "group": ("run=a&iteration=2&rollout=sum/0/0&at=2&tab=group", ".pane .columns"),
+    "quarantine": ("run=a&iteration=2&view=quarantine", ".other section"),
+    "compare": ("run=a&iteration=1&view=compare&b_iteration=2", ".other .task"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_text_stands_out_from_what_lies_behind_it_as_aa_asks(page: Any, url: str, place: str) -> None:
+    query, there = PLACES[place]
+    faint = []
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        open_page(page, url, query)
+        page.locator(there).first.wait_for()
+        measured = page.evaluate(CONTRASTS)
+        assert len(measured) > 10
+        faint += [(theme, name, ratio) for name, ratio in measured if ratio < 4.5]
+    assert faint == []
+
+
+@pytest.mark.parametrize("width", [390, 800])
+def test_on_a_narrow_page_nothing_lies_beside_it_or_over_something_else(page: Any, url: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    open_page(page, url, "run=a&iteration=2")
+    page.locator(".timeline svg").wait_for()
+    assert page.evaluate("document.querySelector('.top').scrollWidth") <= width
+    wide = """width => [...document.querySelectorAll("body *")].filter((one) => one.getBoundingClientRect().right > width + 0.5)
+        .map((one) => `${one.tagName}.${one.className.baseVal ?? one.className}`)"""
+    assert page.evaluate(wide, width) == []
+    boxes = page.eval_on_selector_all(
+        ".top a, .top button, .top select, .timeline svg, .timeline .all",
+        "all => all.map(one => { const b = one.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; })",
+    )
+    assert all(left >= 0 and right <= width for left, _, right, _ in boxes)
+    chart, button = boxes[-2:]
+    assert chart[2] <= button[0], "the chart ends where the button begins"
+
+
+def test_compare_opens_on_the_first_and_the_last_iteration_and_says_that_it_loads(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2&view=quarantine")
+    page.locator(".other section").wait_for()
+    held: list[Any] = []
+    page.route("**/api/compare*", lambda route: held.append(route))
+    page.get_by_role("link", name="Compare").click()
+    page.wait_for_selector(".compare[aria-busy=true]:has-text('Comparing')")
+    assert page.locator(".refusal").count() == 0, "nothing of the tab before"
+    while not held:
+        page.wait_for_timeout(20)
+    held[0].continue_()
+    page.locator(".other .task").first.wait_for()
+    chosen = page.eval_on_selector_all(".picker select", "all => all.map(one => one.value)")
+    assert chosen == ["a", "1", "collect", "a", "2", "collect"]
+
+
+def test_rollouts_are_filtered_by_what_became_of_them_in_training(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    wait_for_rows(page, 12)
+    page.get_by_label("learning").select_option("refused")
+    page.locator(".rows .row:has(.tag)").first.wait_for()
+    page.wait_for_selector(".tablenote:has-text('of 12 rollouts')")
+    refused = len(rows(page))
+    page.get_by_label("learning").select_option("trained")
+    page.locator(".rows .row .c-advantage:has(.dim)").first.wait_for(state="detached")
+    trained = len(rows(page))
+    assert 0 < refused < 12
+    assert 0 < trained <= 12 - refused
+    assert "learning=trained" in page.url
 
 
 def test_an_exported_page_needs_nobody(page: Any, store: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the viewer answers over HTTP, to whom, and what it refuses."""
 
+import duckdb
 import httpx
 import pytest
 
@@ -131,3 +132,23 @@ def test_tokens_read_as_the_text_they_make(store: str) -> None:
     ids = decoder._tokenizer.encode("The answer is 7. \n x", add_special_tokens=False).ids
     assert "".join(decoder.texts(ids)) == "The answer is 7. \n x"
     assert decoder.texts([10**9]) == ["<1000000000?>"]
+
+
+@pytest.mark.parametrize(
+    ("learning", "kept"), [("trained", ["a/0", "a/1"]), ("collapsed", ["b/0", "b/1"]), ("refused", ["c/1"])]
+)
+def test_a_collapsed_group_is_one_whose_advantages_are_all_zero(learning: str, kept: list[str]) -> None:
+    database = duckdb.connect()
+    database.execute(
+        "CREATE TABLE rollouts AS SELECT * FROM (VALUES (1, 'a/0', 'a', 0.5, NULL), (1, 'a/1', 'a', -0.5, NULL), "
+        "(1, 'a/2', 'a', 0.0, NULL), (1, 'b/0', 'b', 0.0, NULL), (1, 'b/1', 'b', 0.0, NULL), (2, 'b/2', 'b', NULL, NULL), "
+        "(1, 'c/1', 'c', NULL, 'too_old')) AS t(iteration, rollout_id, group_id, advantage, reason)"
+    )
+    where = Filters.of({"learning": learning}).where
+    found = database.execute(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY 1").fetchall()
+    assert [name for (name,) in found] == kept
+
+
+def test_an_unknown_choice_of_learning_is_refused_with_the_choices() -> None:
+    with pytest.raises(ViewError, match=r"learning='moved' is none of trained, collapsed, refused"):
+        Filters.of({"learning": "moved"})

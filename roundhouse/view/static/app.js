@@ -104,7 +104,10 @@ async function changed(now) {
   if (differs("run")) guarded(async () => { await timeline.load(); drawTop(); })();
   else if (differs("iteration", "stage")) timeline.draw();
   if (now.view === "quarantine") return quarantineView(other);
-  if (now.view === "compare") return compareView(other, store);
+  if (now.view === "compare") {
+    if (before.view !== "compare") replace(other);
+    return compareView(other, store);
+  }
   if (rows) await Promise.all([loadRows(), pane.load()]);
   else if (differs("rollout", "at")) await pane.load();
   else if (differs("tab", "channel", "sequence")) await pane.draw();

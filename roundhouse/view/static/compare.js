@@ -7,9 +7,20 @@ import { go, scope, state } from "./state.js";
 
 const AT_ONCE = 400;
 
+/** What a person wants to see first: the first and the last evaluation, or the first and the last training iteration. */
+async function ends(run) {
+  const curve = await ask("curve", { run, iteration: "all", stage: "collect" });
+  const having = (stage) => curve.filter((point) => point.stages.includes(stage)).map((point) => point.iteration);
+  const stage = having("evaluate").length > 1 || !having("collect").length ? "evaluate" : "collect";
+  const [first, last] = [having(stage).at(0) ?? "all", having(stage).at(-1) ?? "all"];
+  return { iteration: first, stage, b_run: run, b_iteration: last, b_stage: stage };
+}
+
 const other = (now) => ({ run: now.b_run || now.run, iteration: now.b_iteration || "all", stage: now.b_stage || now.stage });
 
 export async function compareView(element, store) {
+  if (!element.querySelector(".compare")) replace(element, h("section.compare", { "aria-busy": "true" }, empty("Comparing …", "The rollouts of both sides are being read.")));
+  if (!state().b_run && !state().b_iteration && !state().b_stage) return go(await ends(state().run), { quiet: true });
   const now = state();
   const sides = [scope(), other(now)];
   const iterations = await Promise.all(sides.map(({ run }) => ask("run", { run })));

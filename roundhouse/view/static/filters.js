@@ -33,6 +33,7 @@ export class FilterBar {
       facets.environment.length > 1 && this.choice("environment", "any environment", facets.environment),
       facets.reason.length > 0 && this.choice("reason", "any quarantine", facets.reason),
       facets.failure_code.length > 0 && this.choice("code", "any failure", facets.failure_code),
+      state().stage === "collect" && this.learning(),
       facets.histogram.length > 1 && this.histogram(facets.histogram),
       this.length(facets.span),
       now.group && h("button.chip.on", { type: "button", title: "Show all groups", onclick: () => go({ group: "" }) }, `group ${now.group} ×`),
@@ -50,6 +51,12 @@ export class FilterBar {
     return h("select", { "aria-label": name, onchange: (event) => go({ [name]: event.target.value }) },
       h("option", { value: "" }, any),
       options.map(({ value, n }) => h("option", { value, selected: state()[name] === value }, `${value.replaceAll("_", " ")} (${number(n)})`)));
+  }
+
+  learning() {
+    return h("select", { "aria-label": "learning", onchange: (event) => go({ learning: event.target.value }) },
+      [["", "trained or not"], ["trained", "trained on"], ["collapsed", "collapsed groups"], ["refused", "refused"]]
+        .map(([value, label]) => h("option", { value, selected: state().learning === value }, label)));
   }
 
   /** Rewards of the matching rollouts; pull over it to choose a range. */

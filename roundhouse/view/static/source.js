@@ -62,7 +62,14 @@ function matching(wanted) {
   const among = (name, column) => !wanted[name] || wanted[name].split(",");
   const lists = { environment: "environment", status: "status", reason: "reason", code: "failure_code" };
   const text = (wanted.q ?? "").toLowerCase();
+  const signal = new Set(exported.rows.filter((row) => row.advantage).map((row) => row.group_id));
+  const learning = {
+    trained: (row) => Boolean(row.advantage),
+    collapsed: (row) => exported.rows.some((each) => each.group_id === row.group_id && each.advantage === 0) && !signal.has(row.group_id),
+    refused: (row) => Boolean(row.reason),
+  };
   return exported.rows.filter((row) => {
+    if (wanted.learning && !learning[wanted.learning](row)) return false;
     for (const [name, column] of Object.entries(lists)) if (among(name) !== true && !among(name).includes(row[column])) return false;
     if (wanted.group && row.group_id !== wanted.group) return false;
     for (const [name, column] of [["reward", "reward"], ["tokens", "generated_tokens"]]) {

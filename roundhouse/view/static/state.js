@@ -1,6 +1,6 @@
 // What is shown. Invariant: all of it stands in the address, so that a link, the back button and a reload show the same.
 
-export const FILTERS = ["environment", "status", "reason", "code", "group", "reward_min", "reward_max", "tokens_min", "tokens_max", "q"];
+export const FILTERS = ["environment", "status", "reason", "code", "learning", "group", "reward_min", "reward_max", "tokens_min", "tokens_max", "q"];
 const NAMES = [
   "view", "run", "iteration", "stage", ...FILTERS, "sort", "rollout", "at", "tab", "channel", "sequence",
   "b_run", "b_iteration", "b_stage", "task",

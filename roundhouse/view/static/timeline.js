@@ -21,9 +21,13 @@ export class Timeline {
   }
 
   draw() {
-    const width = Math.max(240, innerWidth - 32 - 76 - 28 - 116);
     const { points } = this;
     if (!points.length) return replace(this.element);
+    const all = h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, isDataset(state().run) ? "all versions" : "all iterations");
+    const legend = h(".legend", {}, h("span.l-train", {}, "reward"));
+    const place = h(".chart");
+    replace(this.element, legend, place, all);
+    const width = Math.max(80, place.clientWidth); // what legend and button leave of the page's width
     const values = points.flatMap((point) => [point.reward, point.evaluation]).filter((value) => typeof value === "number");
     const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     const x = (index) => PAD + (points.length < 2 ? 0.5 : index / (points.length - 1)) * (width - 2 * PAD);
@@ -51,10 +55,9 @@ export class Timeline {
     });
     chart.addEventListener("mouseleave", () => tip.classList.remove("on"));
     chart.addEventListener("click", (event) => choose(nearest(event)));
-    replace(this.element,
-      h(".legend", {}, h("span.l-train", {}, "reward"), h("span.l-held", {}, "held-out"), h("small", {}, `${number(low, 2)} … ${number(high, 2)}`)),
-      h(".chart", {}, chart, tip),
-      h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, isDataset(state().run) ? "all versions" : "all iterations"));
+    replace(legend, h("span.l-train", {}, "reward"), h("span.l-held", {}, "held-out"), h("small", {}, `${number(low, 2)} … ${number(high, 2)}`));
+    replace(place, chart, tip);
+    return undefined;
   }
 
   /** What a person calls an iteration; a version of a dataset has a name. */
