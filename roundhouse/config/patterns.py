@@ -34,4 +34,6 @@ def in_words(pattern: str) -> str:
     >>> in_words("^https?://[^/]+")
     'an address that begins with http:// or https://'
     """
+    if pattern.startswith("^(run_id|"):  # of an override; it lists all sections
+        return "key.path=value, with a key of a run's configuration"
     return _IN_WORDS.get(pattern, f"text that matches {pattern}")
