@@ -407,7 +407,8 @@ def test_the_manifest_of_a_shard_is_valid_restricted_and_takes_all_from_the_coll
     assert (spec["priorityClassName"], spec["nodeSelector"]) == ("roundhouse-collector", {"pool": "spot"})
     [container] = spec["containers"]
     assert container["image"] == "collector:1"
-    assert container["resources"] == {"requests": {"cpu": "3", "memory": "5Gi"}, "limits": {"memory": "5Gi"}}
+    requests = {"cpu": "3", "memory": "5Gi", "ephemeral-storage": "7Gi"}
+    assert container["resources"] == {"requests": requests, "limits": {"memory": "5Gi"}}
     assert container["envFrom"] == [{"secretRef": {"name": "gym-keys"}}], "not the trainer's"
     assert {"GYM_REGION", "AWS_REGION"} <= {item["name"] for item in container["env"]}
     assert container["args"] == ["-m", "roundhouse.stages.shard_worker", "--spec", "file:///store/a/spec.json"]
