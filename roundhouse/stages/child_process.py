@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from roundhouse.errors import InfraError, RoundhouseError
@@ -45,6 +45,8 @@ class ChildProcess:
     timeout_seconds: float
     timeout_key: str
     """Of the configuration, to raise when it takes longer."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More than it inherits."""
 
     def run(self, module: str, said: Said | None = None, stopped: threading.Event | None = None) -> int:
         """The process's exit code. Each time it says something, it has moved.
@@ -59,7 +61,13 @@ class ChildProcess:
         """
         leash = [sys.executable, "-m", "roundhouse.infra.leash", str(os.getpid()), sys.executable, *self.arguments]
         with self.log.open("wb") as output:
-            process = subprocess.Popen(leash, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                leash,
+                env=os.environ | self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 with ACTIVITY.track(module, "process", where=f"pid {process.pid}, log {self.log}"):
                     return self._wait(process, said, stopped)

@@ -11,12 +11,15 @@ from pathlib import Path
 import pyarrow as pa
 
 from roundhouse.config.train_service import ProcessService
+from roundhouse.infra.ports import LOOPBACK
 from roundhouse.stages.child_process import ChildProcess
 from roundhouse.store.location import Location
 from roundhouse.training.service.border import read_error
 from roundhouse.training.service.one_shot import StepResult, StepSpec, read_result
 
 MODULE = "roundhouse.training.service.one_shot"
+RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torchrun opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 
 
 def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[StepResult, pa.Table]:
@@ -32,17 +35,24 @@ def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[StepResult,
         (scratch / "spec.json").write_text(spec.model_copy(update={"report": report.uri}).model_dump_json())
         process = ChildProcess(
             "The training step",
-            _arguments(scratch / "spec.json", service.processes),
+            _arguments(scratch, service.processes),
             scratch / "log",
             service.timeout_seconds,
             "train.service.timeout_seconds",
+            RANKS_MEET_BY_FILE,
         )
         if (code := process.run("train")) != 0:
             raise read_error(report) or process.error_of(code)
         return read_result(report)
 
 
-def _arguments(spec: Path, processes: int) -> list[str]:
-    step = ["-m", MODULE, "--spec", str(spec)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*(torchrun if processes > 1 else []), *step]
+def _arguments(scratch: Path, processes: int) -> list[str]:
+    step = ["-m", MODULE, "--spec", str(scratch / "spec.json")]
+    return [*(torchrun(processes, scratch / "meeting") if processes > 1 else []), *step]
+
+
+def torchrun(processes: int, meeting: Path) -> list[str]:
+    """Arguments of this interpreter that start the ranks of one machine, with the environment of `RANKS_MEET_BY_FILE`."""
+    by_file = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
+    here = ["--rdzv-id", "step", "--nnodes", "1", "--nproc-per-node", str(processes), "--local-addr", LOOPBACK]
+    return ["-m", "torch.distributed.run", *by_file, *here]

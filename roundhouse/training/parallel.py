@@ -11,15 +11,21 @@ gloo on CPUs.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from roundhouse.errors import ConfigError, InfraError
+from roundhouse.same_origin import is_loopback
 from roundhouse.training.metrics import METRICS, Denominator, Share
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 TIMEOUT = timedelta(minutes=10)
 """For one collective: a rank that died is noticed after this, and its peers stop with an error instead of waiting."""
@@ -112,10 +118,26 @@ def join(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
         torch.cuda.set_device(ranks.local_rank)
     if not distributed.is_initialized():
         try:
-            distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
-        except (RuntimeError, ValueError) as error:
+            backend = "nccl" if device == "cuda" else "gloo"
+            if (store := _store_on_loopback(ranks, timeout)) is None:
+                distributed.init_process_group(backend, timeout=timeout)
+            else:
+                distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=size, timeout=timeout)
+        except (RuntimeError, ValueError, OSError) as error:
             raise InfraError(f"Rank {ranks.rank} of {size} did not find its peers: {error}") from error
     return ranks
+
+
+def _store_on_loopback(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
+    """The ranks' store of keys where all are on this machine: torch's own would listen on every interface. None: they are
+    elsewhere too, or torchrun has made one."""
+    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    from torch.distributed import TCPStore
+
+    listening = None if ranks.rank else socket.create_server((address, port)).detach()
+    return TCPStore(address, port, ranks.size, is_master=ranks.leads, timeout=timeout, master_listen_fd=listening)
 
 
 def leave() -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from roundhouse.config.models import TrainConfig
@@ -41,12 +42,20 @@ def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
     return {"metrics": metrics, "local": local.numel(), "whole": parameter.numel()}
 
 
+def _listening(process: psutil.Process) -> list[str]:
+    """Addresses at which it can be reached by TCP."""
+    return [each.laddr.ip for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     spec = Path(sys.argv[1])
     ranks = join("cpu")
     found = {case["name"]: train(case, spec.parent, ranks) for case in json.loads(spec.read_text())}
     if ranks.leads:
+        processes = {"rank": psutil.Process(), "torchrun": psutil.Process().parent()}
+        listening = {name: _listening(process) for name, process in processes.items() if process}
+        (spec.parent / "listening.json").write_text(json.dumps(listening))
         (spec.parent / "found.json").write_text(json.dumps(found))
     leave()
 

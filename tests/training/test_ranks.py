@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roundhouse.stages.train_process import RANKS_MEET_BY_FILE, torchrun
 from roundhouse.training.parallel import Ranks
 from tests.training.ranks import train
 
@@ -74,10 +75,9 @@ def together(
     second = {"name": "second", "state": str(first / "trainer"), "batches": [(4, 5, 1)], "first": 2}
     cases.append(_case("packed", first, reference_dir, **second))
     (out / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     finished = subprocess.run(
-        [*command, str(ROOT / "tests/training/ranks.py"), str(out / "cases.json")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        [sys.executable, *torchrun(2, out / "meeting"), str(ROOT / "tests/training/ranks.py"), str(out / "cases.json")],
+        env=os.environ | RANKS_MEET_BY_FILE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -122,6 +122,12 @@ def test_two_ranks_report_the_metrics_of_one(name: str, alone: tuple[Path, Any],
 def test_each_rank_holds_its_part_of_the_parameters(together: tuple[Path, Any]) -> None:
     for found in together[1].values():
         assert found["local"] * 2 == found["whole"]
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only(together: tuple[Path, Any]) -> None:
+    listening = json.loads((together[0] / "listening.json").read_text())
+    assert {*listening["rank"]} == {"127.0.0.1"}
+    assert listening["torchrun"] == []
 
 
 def test_a_checkpoint_goes_from_one_process_to_two_and_back_as_if_there_had_been_one(
