@@ -49,7 +49,7 @@ def _there(context: typer.Context, store: str) -> str:
 _STORE_HELP = "The store: a path, file:// or s3:// URI."
 StoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, callback=_there, help=_STORE_HELP)]
 NewStoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, help=_STORE_HELP)]
-"""Of a command that may make it, or that only looks beside it for the local services."""
+"""Of a command that may make it, that needs none, or that only looks beside it for the local services."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for a program.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
 TrustStore = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, JsonOption, Overrides, StoreOption, console, out
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, NewStoreOption, Overrides, console, out
 
 if TYPE_CHECKING:
     from roundhouse.asynchrony.simulation.comparison import Row
@@ -22,7 +22,7 @@ def simulate(
         Path | None, typer.Option("--config", help="Scenario, see configs/simulation/example.yaml.")
     ] = None,
     from_run: Annotated[str | None, typer.Option("--from-run", help="Take plan and durations from this run.")] = None,
-    store: StoreOption = DEFAULT_STORE,
+    store: NewStoreOption = DEFAULT_STORE,
     mode: Annotated[list[str] | None, typer.Option("--mode", help="sync, batch-async, fully-async, windowed.")] = None,
     staleness: Annotated[list[int] | None, typer.Option("--staleness", help="Bound on the age, in versions.")] = None,
     replicas: Annotated[list[int] | None, typer.Option("--replicas", help="Replicas of the engine.")] = None,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.query.lineage import trained_on
 from roundhouse.stages.datasets import dataset_versions, retain_versions, users_of_datasets
 from roundhouse.stages.fork import fork_run
@@ -241,20 +241,22 @@ def test_a_dataset_that_a_run_trains_from_outlives_retention(world: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "kind", "said"),
     [
-        ({"datasets": ["nothing"]}, "datasets there: "),
-        ({"datasets": ["night@v9"]}, "complete versions of it: v000000-i000001"),
-        ({"datasets": ["night@all"], "temperature": 0.5}, "generation.sampling.temperature"),
-        ({"datasets": ["/tmp/nowhere/at/all"]}, "no complete collection"),
+        ({"datasets": ["nothing"]}, StoreError, "datasets there: "),
+        ({"datasets": ["night@v9"]}, StoreError, "complete versions of it: v000000-i000001"),
+        ({"datasets": ["night@all"], "temperature": 0.5}, ConfigError, "generation.sampling.temperature"),
+        ({"datasets": ["/tmp/nowhere/at/all"]}, ConfigError, "no complete collection"),
     ],
 )
-def test_data_that_cannot_be_right_is_refused_with_the_remedy(world: Any, keys: dict[str, Any], said: str) -> None:
+def test_data_that_cannot_be_right_is_refused_with_the_remedy(
+    world: Any, keys: dict[str, Any], kind: type[RoundhouseError], said: str
+) -> None:
     _, base, _, _ = world
     temperature = keys.get("temperature", 1.0)
     run_id = f"refused-{abs(hash(str(keys)))}"
     config = offline(base, run_id, *keys["datasets"], overrides=[f"generation.sampling.temperature={temperature}"])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(kind, match=said):
         train_to_the_end(config)
 
 

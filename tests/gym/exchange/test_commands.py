@@ -141,5 +141,6 @@ def test_options_that_cannot_work_are_refused_in_words(arguments: list[str], tol
 
 
 def test_an_export_of_what_is_not_there_says_what_to_give(tmp_path: Path):
+    (tmp_path / "store").mkdir()
     with pytest.raises(RoundhouseError, match="is not there, or not complete"):
         run("export", "gone", "--iteration", 3, "--output", tmp_path, "--store", tmp_path / "store")
