@@ -106,7 +106,9 @@ def story(served: Served, webhook: tuple[str, list[dict[str, Any]]]) -> Story:
     environment = {"kind": "custom", "target": "tests.flows.fading:Fading"}
     environment["parameters"] = {"directory": str(directory), "good": 8, "poor": 2}
     overrides = [f"environment={json.dumps(environment)}", *OVERRIDES]
-    told.failed = served.wait(served.start("train", preset="small", run_id="wrong", overrides=["train.no_such=1"]), "FAILED")
+    told.failed = served.wait(
+        served.start("train", preset="small", run_id="wrong", overrides=["train.no_such=1"]), "FAILED"
+    )
     flow_run = served.start("train", preset="small", run_id=RUN, overrides=overrides)
     _raise_the_budget(told, flow_run)
     _approve(told, flow_run)
