@@ -129,7 +129,7 @@ def ensure_deployed(
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
         application = wanted_application(config, model_dir, user_config, reserved)
-        client.put_application(application)
+        client.put_application(application, config.start_timeout_seconds)
         return client.wait(application, config.start_timeout_seconds) if wait else []
 
 
@@ -151,7 +151,7 @@ def refit(
             )
         user_config = wish(version, weights, terms, application)
         application["deployments"][0] |= {"user_config": user_config, **_pace(config)}
-        client.put_application(application)
+        client.put_application(application, config.refit_timeout_seconds)
         return client.wait(application, config.refit_timeout_seconds)
 
 
@@ -240,9 +240,10 @@ class _Serve:
         self._dashboard.close()
         self._http.close()
 
-    def _call(self, method: str, body: Any = None) -> Any:
+    def _call(self, method: str, body: Any = None, seconds: float = CALL_TIMEOUT_SECONDS) -> Any:
+        limits = httpx.Timeout(CALL_TIMEOUT_SECONDS, read=seconds)
         try:
-            reply = self._dashboard.request(method, "/api/serve/applications/", json=body)
+            reply = self._dashboard.request(method, "/api/serve/applications/", json=body, timeout=limits)
         except httpx.HTTPError as error:
             raise ServeUnreachable(
                 f"Ray's dashboard at {self._serve.dashboard_url} does not answer: {error}. Is Ray up (`roundhouse doctor`)?"
@@ -261,8 +262,13 @@ class _Serve:
         config: dict[str, Any] | None = None if found is None else found.get("deployed_app_config")
         return config
 
-    def put_application(self, application: dict[str, Any] | None) -> None:
-        """Write the wanted state; other applications of the cluster keep theirs."""
+    def put_application(self, application: dict[str, Any] | None, seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+        """Write the wanted state; other applications of the cluster keep theirs.
+
+        Args:
+            seconds: limit of the answer. Where Serve is not up, its controller and proxies start before it comes, so it has
+                the limit of what is started.
+        """
         details = self._call("GET")
         kept = [
             other["deployed_app_config"]
@@ -272,7 +278,7 @@ class _Serve:
         wanted = kept if application is None else [*kept, application]
         url = httpx.URL(self._serve.http_url)
         http_options = {"host": url.host, "port": url.port or 80}
-        self._call("PUT", {"http_options": http_options, "applications": wanted})
+        self._call("PUT", {"http_options": http_options, "applications": wanted}, seconds)
 
     def replicas(self) -> list[Replica] | None:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -51,3 +53,35 @@ def test_a_model_that_the_engine_does_not_know_fails_with_the_engines_words_and_
     first, other = str(policies["first"]), config.model_copy(update={"backend": "transformers"})
     again = deployment.ensure_deployed(other, first, deployed, weights=first, version=2)
     assert [(replica.ready, replica.policy_version, replica.error) for replica in again] == [(True, 2, None)] * 2
+
+
+def test_a_dashboard_that_starts_serve_before_it_answers_is_waited_for(config, policies, monkeypatch):
+    """On a busy machine Serve's controller took longer than a call may, and a run ended with `does not answer`."""
+    monkeypatch.setattr(deployment, "CALL_TIMEOUT_SECONDS", 0.2)
+
+    class Dashboard(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(b'{"applications": {}}')
+
+        def do_PUT(self) -> None:
+            written.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            time.sleep(0.6)  # thrice what an ordinary call may take
+            self._answer(b"{}")
+
+        def _answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    written: list[dict] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        started = deployment.ensure_deployed(config, str(policies["first"]), ServeEndpoint(url, url), wait=False)
+        server.shutdown()
+    assert started == []
+    assert [application["name"] for application in written[0]["applications"]] == ["policy"]
