@@ -31,7 +31,7 @@ def test_it_shows_what_is_in_flight_and_the_newest_errors(tmp_path: Path) -> Non
     shown = CliRunner().invoke(app, asked, catch_exceptions=False)
     for words in (
         "ended",
-        "health: warning",
+        "health at the last heartbeat: warning",
         "1 engine: model call",
         "oldest g0/1",
         "collect (iteration 3): [engine] away",
