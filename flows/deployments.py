@@ -126,7 +126,7 @@ async def deployments() -> list[RunnerDeployment]:
 
 def _train(config: RunConfig) -> dict[str, Any]:
     config = config.model_copy(update={"resume": ResumeConfig()})
-    with _labelled(f"run:{config.run_id}", iterations=config.iterations), services_of(config):
+    with _labelled(f"run:{config.run_id}"), services_of(config):
         return training_flow(config).fn(config)
 
 
@@ -135,10 +135,10 @@ def _state() -> str | None:
 
 
 @contextmanager
-def _labelled(*labels: str, iterations: int | None = None) -> Iterator[None]:
+def _labelled(*labels: str) -> Iterator[None]:
     """These tags on this flow run and on all that it starts; it tells Prefect how far it is, and rests as long as it is let."""
     with get_client(sync_client=True) as client:
         present = client.read_flow_run(flow_run.id).tags
         client.update_flow_run(flow_run.id, tags=sorted({*present, *labels}))
-    with tagging(*labels), lasting_suspensions(), told_in_prefect(iterations):
+    with tagging(*labels), lasting_suspensions(), told_in_prefect():
         yield

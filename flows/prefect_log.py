@@ -73,10 +73,15 @@ def _calls_an_end_an_end(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def told_in_prefect(iterations: int | None = None) -> Iterator[None]:
-    """For the block; within another such block, and outside of flow runs, nothing."""
-    if FlowRunContext.get() is None or any(isinstance(handler, PrefectLog) for handler in progress.handlers):
+    """For the block. Outside of flow runs nothing; within another such block, that one learns how many iterations there are."""
+    if FlowRunContext.get() is None:
         yield
         return
+    for handler in progress.handlers:
+        if isinstance(handler, PrefectLog):
+            handler.iterations = iterations
+            yield
+            return
     log = PrefectLog(iterations)
     package, warnings = logging.getLogger("roundhouse"), _Warnings(log)
     for name in ("prefect.flow_runs", "prefect.task_runs"):

@@ -75,7 +75,7 @@ class RunView(logging.Handler):
     def __init__(self, console: Console, iterations: int | None = None) -> None:
         super().__init__()
         self._console = console
-        self._iterations = iterations
+        self.iterations = iterations
         self._told_at = 0.0
         self._pace = Pace()
         columns = (
@@ -178,9 +178,9 @@ class RunView(logging.Handler):
         self.say("\n".join(f"  {escape(line)}" for line in text.splitlines()))
 
     def _on_iteration(self, iteration: int, metrics: dict[str, float]) -> None:
-        if iteration > 0 and self._iterations is not None:
-            self._pace.iteration(metrics.get("seconds/iteration", 0.0), self._iterations - iteration)
-            self.say(f"  {iteration_line(iteration, self._iterations, metrics)}")
+        if iteration > 0 and self.iterations is not None:
+            self._pace.iteration(metrics.get("seconds/iteration", 0.0), self.iterations - iteration)
+            self.say(f"  {iteration_line(iteration, self.iterations, metrics)}")
 
 
 def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -> str:
