@@ -202,6 +202,8 @@ def test_on_a_narrow_page_nothing_lies_beside_it_or_over_something_else(page: An
     page.set_viewport_size({"width": width, "height": 800})
     open_page(page, url, "run=a&iteration=2")
     page.locator(".timeline svg").wait_for()
+    wait_for_rows(page, 12)
+    page.wait_for_function("document.fonts.status === 'loaded'")
     assert page.evaluate("document.querySelector('.top').scrollWidth") <= width
     wide = """width => [...document.querySelectorAll("body *")].filter((one) => one.getBoundingClientRect().right > width + 0.5)
         .map((one) => `${one.tagName}.${one.className.baseVal ?? one.className}`)"""
