@@ -205,7 +205,9 @@ def test_on_a_narrow_page_nothing_lies_beside_it_or_over_something_else(page: An
     wait_for_rows(page, 12)
     page.wait_for_function("document.fonts.status === 'loaded'")
     assert page.evaluate("document.querySelector('.top').scrollWidth") <= width
-    wide = """width => [...document.querySelectorAll("body *")].filter((one) => one.getBoundingClientRect().right > width + 0.5)
+    # what is in a cell is cut by the cell, with an ellipsis
+    wide = """width => [...document.querySelectorAll("body *")].filter((one) => !one.parentElement.closest(".cell"))
+        .filter((one) => one.getBoundingClientRect().right > width + 0.5)
         .map((one) => `${one.tagName}.${one.className.baseVal ?? one.className}`)"""
     assert page.evaluate(wide, width) == []
     boxes = page.eval_on_selector_all(

@@ -49,7 +49,7 @@ def test_an_actor_writes_what_this_process_writes_and_its_loss_is_an_infrastruct
 
 
 def test_an_actor_that_the_cluster_has_no_room_for_is_an_infrastructure_error(model_dir: Path) -> None:
-    wanting = CONFIG.model_copy(update={"service": RayService(kind="ray", gpus=8, timeout_seconds=2)})
+    wanting = CONFIG.model_copy(update={"service": RayService(kind="ray", gpus=1, timeout_seconds=2)})
     service = open_service(wanting, owner="run-1", temperature=1.0)
     with pytest.raises(InfraError, match=r"within train.service.timeout_seconds \(2 s\).*GPUs"):
         service.load_checkpoint(model_dir)
