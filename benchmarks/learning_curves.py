@@ -28,16 +28,16 @@ import torch
 from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig, Sampling
 from roundhouse.config.policies import WarmStartPolicy
+from roundhouse.environments import load
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
 from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environments import load
-from roundhouse.gym.sessions import open_environment
-from roundhouse.gym.task_sampler import sample_tasks
 from roundhouse.policy.warm_start import make_starting_policy
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.task_sampler import sample_tasks
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.records import Rollout

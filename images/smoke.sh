@@ -4,10 +4,10 @@ set -eu
 role=$1 python=${2:-python}
 case $role in
     gym)
-        "$python" -m roundhouse.gym.resources_server --help >/dev/null
-        "$python" -m roundhouse.gym.model_server --help >/dev/null
-        "$python" -c 'import roundhouse.gym.request_metrics'
-        "$python" -c 'import importlib, pkgutil, roundhouse.gym.environments as kinds
+        "$python" -m roundhouse.compat.nemo_gym.servers.resources --help >/dev/null
+        "$python" -m roundhouse.compat.nemo_gym.model_server --help >/dev/null
+        "$python" -c 'import roundhouse.http.request_metrics'
+        "$python" -c 'import importlib, pkgutil, roundhouse.environments as kinds
 for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
     importlib.import_module(module.name)'
         ;;

@@ -4,7 +4,7 @@ Invariant: a line is one object with `time`, `level`, `logger`, `message`, and o
 that the code that wrote it works on: the run is said by whoever began the work (`about`), the rest is read off the work in
 flight (`roundhouse.health.activity`), so nobody passes ids around for the sake of a log.
 
-    {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.gym.collector", "message": "…",
+    {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.rollout.collector", "message": "…",
      "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
 
 `ROUNDHOUSE_LOG=json` turns it on in every process of a run (flow, engine, trainer, gym); without it logs stay as they are.

@@ -24,9 +24,9 @@ from rollouts import HERE, Weather, free_port, rows, served, wait_for
 
 from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.journal import Journal
-from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.journal import Journal
 from roundhouse.stages.parts import journal_parquet
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table

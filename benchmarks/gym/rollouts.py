@@ -36,7 +36,7 @@ from typing import Any
 
 import psutil
 
-from roundhouse.gym.environment import Environment, Verdict, task_row, tool
+from roundhouse.environments.base import Environment, Verdict, task_row, tool
 
 HERE = Path(__file__).resolve().parent
 ROUNDHOUSE = (sys.executable, "-c", "from roundhouse.cli import main; main()")
@@ -261,7 +261,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         engine_port, server_port = options.engine_port or free_port(), free_port()
         stack.enter_context(served(str(HERE / "instant_engine.py"), "--port", str(engine_port)))
-        server = "roundhouse.gym.resources_server"
+        server = "roundhouse.compat.nemo_gym.servers.resources"
         pid = stack.enter_context(served("-m", server, "--environment", "rollouts:Weather", "--port", str(server_port)))
         engine, resources = f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{server_port}"
         wait_for(f"{engine}/v1/models")

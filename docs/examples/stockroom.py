@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from roundhouse.gym.environment import TaskRow, Verdict, tool
-from roundhouse.gym.environments.conversations import Message, calls, closing_text, returns, says
-from roundhouse.gym.environments.generated import GeneratedEnvironment
+from roundhouse.environments.base import TaskRow, Verdict, tool
+from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
+from roundhouse.environments.generated import GeneratedEnvironment
 
 GOODS = ("bolts", "nuts", "nails", "screws", "hooks", "rings", "pins", "springs")
 SHELVES = "ABCDEFGH"

@@ -16,8 +16,8 @@ from functools import lru_cache
 from roundhouse.asynchrony.rollouts import Key
 from roundhouse.asynchrony.terms import Terms
 from roundhouse.config.models import RunConfig
-from roundhouse.gym.plan import RolloutSpec, plan_rollouts
-from roundhouse.gym.sessions import open_environment
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
 from roundhouse.stages.rounds import round_tasks
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage

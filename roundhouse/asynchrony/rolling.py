@@ -28,11 +28,11 @@ from roundhouse.asynchrony.rollouts import Key
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.gym import collector
-from roundhouse.gym.protocol import EnvironmentClient
-from roundhouse.gym.sessions import open_environment
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.progress import announce
+from roundhouse.rollout import collector
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.stages import parts as stage_parts
 from roundhouse.stages.parts import Parts
 from roundhouse.store.cpu import beside

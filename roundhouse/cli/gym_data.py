@@ -12,10 +12,10 @@ from roundhouse.cli.options import DEFAULT_STORE, NewStoreOption, StoreOption, c
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from roundhouse.gym.exchange.collection import Summary
-    from roundhouse.gym.exchange.files import CollectionFiles
-    from roundhouse.gym.exchange.resume import Remaining
-    from roundhouse.gym.exchange.task_rows import Materialization
+    from roundhouse.compat.nemo_gym.exchange.collection import Summary
+    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.resume import Remaining
+    from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization
 
 app = typer.Typer()
 export_app = typer.Typer()
@@ -51,7 +51,7 @@ def collect(
     seed: Annotated[int, typer.Option(help="Seed of the sampling, with --environment.")] = 0,
 ) -> None:
     """Collect rollouts of task rows from agent servers, or from a running policy and an environment."""
-    from roundhouse.gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
 
     place = open_place(
         Place(
@@ -101,10 +101,10 @@ def reverify(
     """Judge stored rollouts anew, by the verifiers that run now; the policy is not asked."""
     import asyncio
 
-    from roundhouse.gym.exchange.agent_servers import EVERY
-    from roundhouse.gym.exchange.collection import collect as collect_rows
-    from roundhouse.gym.exchange.files import CollectionFiles
-    from roundhouse.gym.exchange.reverify import Reverification, Verifiers, begin, verifiers_of_head
+    from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY
+    from roundhouse.compat.nemo_gym.exchange.collection import collect as collect_rows
+    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.reverify import Reverification, Verifiers, begin, verifiers_of_head
 
     if (head is None) == (resources_url is None):
         raise ConfigError("Name one place of the verifiers: --head or --resources-url.")
@@ -135,8 +135,8 @@ def profile(
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Profile what there is.")] = False,
 ) -> None:
     """Statistics of each task's rollouts and of each agent's, as files beside the rollouts."""
-    from roundhouse.gym.exchange.files import CollectionFiles
-    from roundhouse.gym.exchange.profile import write_profile
+    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.profile import write_profile
 
     files = CollectionFiles(rollouts)
     found = write_profile(files, inputs or files.materialized_inputs, allow_partial=allow_partial)
@@ -155,10 +155,10 @@ def collate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace metrics that differ.")] = False,
 ) -> None:
     """Collate the datasets of a configuration into train.jsonl, validation.jsonl, … with their metrics."""
-    from roundhouse.gym.exchange.collate import TYPES, AgentDataset
-    from roundhouse.gym.exchange.collate import collate as collate_datasets
-    from roundhouse.gym.nemo.resolve import resolve
-    from roundhouse.gym.nemo.sources import SearchRoots
+    from roundhouse.compat.nemo_gym.config.resolve import resolve
+    from roundhouse.compat.nemo_gym.config.sources import SearchRoots
+    from roundhouse.compat.nemo_gym.exchange.collate import TYPES, AgentDataset
+    from roundhouse.compat.nemo_gym.exchange.collate import collate as collate_datasets
 
     if mode not in TYPES:
         raise ConfigError(f"--mode is {mode}; it is one of {', '.join(TYPES)}.")
@@ -186,8 +186,8 @@ def import_file(
     policy_version: Annotated[int, typer.Option(help="Version of the weights that made foreign rollouts.", min=0)] = 0,
 ) -> None:
     """Import rollouts of NeMo Gym as a Parquet dataset that validation and training read."""
-    from roundhouse.gym.exchange.files import CollectionFiles
-    from roundhouse.gym.exchange.to_store import import_rollouts
+    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.to_store import import_rollouts
 
     reference = import_rollouts(CollectionFiles(file), store, name, version, policy_version=policy_version)
     counts = ", ".join(f"{count} {kind}" for kind, count in reference.counts.items() if count)
@@ -207,8 +207,8 @@ def export(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write collected rollouts as NeMo Gym's files."""
+    from roundhouse.compat.nemo_gym.exchange.to_files import export_rollouts
     from roundhouse.errors import StoreError
-    from roundhouse.gym.exchange.to_files import export_rollouts
     from roundhouse.store.location import Location
     from roundhouse.store.stage import Stage
 
@@ -239,9 +239,9 @@ def materialization(
     Raises:
         ConfigError: an override is none, or about something else.
     """
-    from roundhouse.gym.exchange.prompts import read_prompt
-    from roundhouse.gym.exchange.task_rows import Materialization, Repeats
-    from roundhouse.gym.nemo.overrides import parse_override
+    from roundhouse.compat.nemo_gym.config.overrides import parse_override
+    from roundhouse.compat.nemo_gym.exchange.prompts import read_prompt
+    from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats
 
     params: dict[str, Any] = {}
     add_seed = False
@@ -270,9 +270,9 @@ def _left(
     files: CollectionFiles, inputs: str | None, place: OpenPlace, how: Materialization, resume: bool
 ) -> Remaining:
     """What is to be run: the rest of an earlier collection, or all rows of the file or the environment."""
-    from roundhouse.gym.exchange import collection
-    from roundhouse.gym.exchange.json_lines import line_of
-    from roundhouse.gym.exchange.task_rows import expanded, materialize
+    from roundhouse.compat.nemo_gym.exchange import collection
+    from roundhouse.compat.nemo_gym.exchange.json_lines import line_of
+    from roundhouse.compat.nemo_gym.exchange.task_rows import expanded, materialize
 
     if resume and files.materialized_inputs.exists():
         return collection.resume(files)
@@ -291,7 +291,7 @@ def _collect(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from roundhouse.gym.exchange.collection import collect as collect_rows
+    from roundhouse.compat.nemo_gym.exchange.collection import collect as collect_rows
 
     terminal = console()
     columns = (TextColumn("rollouts"), BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"))

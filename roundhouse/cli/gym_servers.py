@@ -11,8 +11,8 @@ import typer
 from roundhouse.cli.options import JsonOption, console, error_console, out, written
 
 if TYPE_CHECKING:
-    from roundhouse.gym.nemo.resolve import Resolution
-    from roundhouse.gym.nemo.sources import SearchRoots
+    from roundhouse.compat.nemo_gym.config.resolve import Resolution
+    from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 
 app = typer.Typer()
 
@@ -63,8 +63,8 @@ def start(
 
     ++dry_run=true checks it, prints it with its secrets masked, and starts nothing.
     """
+    from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
     from roundhouse.errors import ConfigError
-    from roundhouse.gym.nemo.commands import Foreign, commands
     from roundhouse.infra.gym_servers import StartOptions
     from roundhouse.infra.gym_start import run
 
@@ -116,7 +116,7 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Tell everything that is wrong with a configuration; exit code 1 if anything is."""
-    from roundhouse.gym.nemo.commands import Foreign, commands
+    from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
 
     roots = _roots(search_dirs, root)
     resolution = _resolved(arguments or [], roots, ours)
@@ -146,7 +146,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Which servers run, and whether they answer; exit code 1 if one does not."""
-    from roundhouse.gym.nemo.status import server_statuses
+    from roundhouse.compat.nemo_gym.servers.status import server_statuses
 
     servers = server_statuses(head)
     if as_json:
@@ -171,7 +171,7 @@ def init(
     directory: Annotated[Path, typer.Option(help="Where its directory is made.")] = Path(),
 ) -> None:
     """Write a new environment: its class, its test, example rows, a configuration."""
-    from roundhouse.gym.nemo.scaffold import write_environment
+    from roundhouse.compat.nemo_gym.servers.scaffold import write_environment
 
     with written("--directory", directory):
         for path in write_environment(name, directory):
@@ -179,13 +179,13 @@ def init(
 
 
 def _roots(search_dirs: list[Path] | None, root: Path | None) -> SearchRoots:
-    from roundhouse.gym.nemo.sources import SearchRoots
+    from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 
     return SearchRoots.of(search_dirs or [], root)
 
 
 def _resolved(arguments: list[str], roots: SearchRoots, ours: bool) -> Resolution:
-    from roundhouse.gym.nemo.resolve import resolve as resolve_configuration
+    from roundhouse.compat.nemo_gym.config.resolve import resolve as resolve_configuration
 
     overrides = [text for text in arguments if text[:1] in "+~" or ("=" in text and not Path(text).exists())]
     paths = [text for text in arguments if text not in overrides]
@@ -200,7 +200,7 @@ def _show_warnings(resolution: Resolution) -> None:
 
 
 def _free_port() -> int:
-    from roundhouse.gym.nemo.addresses import PORT_RANGE, free_port
+    from roundhouse.compat.nemo_gym.config.addresses import PORT_RANGE, free_port
 
     return free_port(PORT_RANGE, ())
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from roundhouse.gym.exchange.json_lines import Row
-    from roundhouse.gym.exchange.stream import RolloutSource
+    from roundhouse.compat.nemo_gym.exchange.json_lines import Row
+    from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def open_place(place: Place) -> OpenPlace:
 def _agents(place: Place) -> OpenPlace:
     import asyncio
 
-    from roundhouse.gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
+    from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
 
     if place.agent_url:
         return OpenPlace(AgentServers({EVERY: place.agent_url}, place.timeout), place.agent or "agent")
@@ -85,7 +85,7 @@ def _agents(place: Place) -> OpenPlace:
 
 def _head_of(paths: list[Path]) -> str:
     """The head server of a configuration that was started: it knows the ports that were chosen."""
-    from roundhouse.gym.nemo.resolve import resolve
+    from roundhouse.compat.nemo_gym.config.resolve import resolve
 
     resolution = resolve([str(path) for path in paths], choose_ports=False)
     resolution.raise_problems()
@@ -94,9 +94,9 @@ def _head_of(paths: list[Path]) -> str:
 
 
 def _own(place: Place) -> OpenPlace:
+    from roundhouse.compat.nemo_gym.exchange.own_policy import OwnPolicy
     from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
-    from roundhouse.gym.environments.naming import environment_config
-    from roundhouse.gym.exchange.own_policy import OwnPolicy
+    from roundhouse.environments.naming import environment_config
 
     if place.engine_url is None:
         raise ConfigError("--environment needs --engine-url: the base URL of a running policy.")

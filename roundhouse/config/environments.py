@@ -175,9 +175,9 @@ class CustomEnvironment(Section):
 
     kind: Literal["custom"]
     target: Target
-    """`module:Class` or `path/to/file.py:Class` of a `roundhouse.gym.environment.Environment` or
-    `roundhouse.gym.gymnasium.GymnasiumEnvironment`. A relative path begins where you are; `${CONFIG_DIR}` is the directory of
-    the configuration file."""
+    """`module:Class` or `path/to/file.py:Class` of a `roundhouse.environments.base.Environment` or
+    `roundhouse.environments.gymnasium.GymnasiumEnvironment`. A relative path begins where you are; `${CONFIG_DIR}` is the
+    directory of the configuration file."""
     parameters: Parameters = Field(default_factory=dict)
     """Keyword arguments of the class. A secret is named, as `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
     mcp_servers: McpServers = Field(default_factory=dict)

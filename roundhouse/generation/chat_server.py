@@ -16,13 +16,13 @@ from typing import Any
 
 import orjson
 
-from roundhouse.bodies import BodyLimit
 from roundhouse.generation import metrics
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.continuation import ContinuationBroken
 from roundhouse.generation.engine import AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
+from roundhouse.http.body_limit import BodyLimit
 
 logger = logging.getLogger(__name__)
 

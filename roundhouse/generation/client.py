@@ -27,7 +27,7 @@ from roundhouse.generation.protocol import (
     EngineUnreachable,
 )
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.sockets import PacedConnector, allow_open_files
+from roundhouse.http.sockets import PacedConnector, allow_open_files
 
 PATH = "/v1/chat/completions"
 REFUSED_PAUSES = (0.1, 0.3, 1.0)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.config.colocation import REPLICA_CPUS
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
+from roundhouse.http.same_origin import SameOrigin
 from roundhouse.logs import set_up_logs
-from roundhouse.same_origin import SameOrigin
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -25,7 +25,6 @@ from typing import Any
 import orjson
 import uvicorn
 
-from roundhouse.bodies import BodyLimit
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
@@ -34,8 +33,9 @@ from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_bo
 from roundhouse.generation.model_files import path_of
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
 from roundhouse.generation.served_policy import ServedPolicy, Wanted
+from roundhouse.http.body_limit import BodyLimit
+from roundhouse.http.same_origin import SameOrigin, is_loopback
 from roundhouse.logs import set_up_logs
-from roundhouse.same_origin import SameOrigin, is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from roundhouse.infra.engine_turn import engine_turn
 from roundhouse.infra.services import Services, has_engine_here, local_services, needed_services, state_directory
 from roundhouse.infra.state import ServiceRecord
 from roundhouse.logs import about
-from roundhouse.observed import be_observed
+from roundhouse.observability import set_up_observability
 from roundhouse.progress import announce
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 @contextmanager
 def services_of(config: RunConfig) -> Iterator[Services]:
     """Start what the run needs and is not up, and set the environment of this process for it."""
-    be_observed()
+    set_up_observability()
     states: dict[str, str] = {}
 
     def on_progress(record: ServiceRecord) -> None:

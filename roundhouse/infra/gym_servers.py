@@ -20,17 +20,17 @@ from typing import Any, Self
 
 import aiohttp
 
+from roundhouse.compat.nemo_gym.config.addresses import LOOPBACK, can_bind
+from roundhouse.compat.nemo_gym.config.instances import Instance, ServerType
+from roundhouse.compat.nemo_gym.config.model_endpoints import model_endpoints
+from roundhouse.compat.nemo_gym.config.resolve import Resolution
+from roundhouse.compat.nemo_gym.servers import head as head_server
+from roundhouse.compat.nemo_gym.servers.commands import Command
+from roundhouse.compat.nemo_gym.servers.head import RunningServer
+from roundhouse.compat.nemo_gym.servers.health import check
+from roundhouse.compat.nemo_gym.servers.own_servers import CONFIG_DICT
+from roundhouse.compat.nemo_gym.servers.venvs import install
 from roundhouse.errors import InfraError
-from roundhouse.gym.nemo import head_server
-from roundhouse.gym.nemo.addresses import LOOPBACK, can_bind
-from roundhouse.gym.nemo.commands import Command
-from roundhouse.gym.nemo.head_server import RunningServer
-from roundhouse.gym.nemo.health import check
-from roundhouse.gym.nemo.instances import Instance, ServerType
-from roundhouse.gym.nemo.model_endpoints import model_endpoints
-from roundhouse.gym.nemo.own_servers import CONFIG_DICT
-from roundhouse.gym.nemo.resolve import Resolution
-from roundhouse.gym.nemo.venvs import install
 from roundhouse.infra.children import Child, Children
 from roundhouse.infra.http_thread import HttpThread
 from roundhouse.infra.ports import describe_owner
@@ -222,7 +222,8 @@ class GymServers:
         return RunningServer(
             config_path=instance.name,
             dir_path=None if command is None else str(command.directory),
-            entrypoint=instance.fields.entrypoint or (None if command is None else "-m roundhouse.gym.nemo.serve"),
+            entrypoint=instance.fields.entrypoint
+            or (None if command is None else "-m roundhouse.compat.nemo_gym.servers.own_server"),
             host=host,
             name=instance.implementation,
             pid=None if child is None else child.process.pid,

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roundhouse.gym.nemo.commands import Command
-from roundhouse.gym.nemo.resolve import Resolution
+from roundhouse.compat.nemo_gym.config.resolve import Resolution
+from roundhouse.compat.nemo_gym.servers.commands import Command
 from roundhouse.infra.gym_servers import GymServers, StartOptions
 
 

@@ -235,7 +235,7 @@ def _digest(state: StateDirectory) -> str:
 
 
 def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
-    command = [sys.executable, "-m", "roundhouse.gym.resources_server", "--host", LOOPBACK]
+    command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", "--host", LOOPBACK]
     # The contract has no health route: any answer that is not a server error shows that it serves.
     return Launch(
         [*command, "--port", str(ports["http"])], f"http://{LOOPBACK}:{ports['http']}", "/", healthy_below=500

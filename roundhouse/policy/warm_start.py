@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.models import WarmStartPolicy
+from roundhouse.environments.base import Environment
+from roundhouse.environments.gymnasium import GymnasiumEnvironment
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.environment import Environment
-from roundhouse.gym.gymnasium import GymnasiumEnvironment
-from roundhouse.gym.responses import chat_tools
 from roundhouse.policy import warm_start_cache
 from roundhouse.policy.model import make_model
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
+from roundhouse.rollout.responses import chat_tools
 from roundhouse.trajectories.tokens import derive_seed
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Invariants: each planned rollout is in the committed dataset exactly once; rollouts that an interrupted attempt had finished are
 kept, and only the missing ones are generated, under the same seeds. Of these, the model calls that were finished are not made
-again where the environment can be restored (`roundhouse.gym.tape`); where it cannot, the manifest says how often and why.
+again where the environment can be restored (`roundhouse.rollout.replay`); where it cannot, the manifest says how often and why.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from roundhouse.config.distribution import Together
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.errors import TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.gym.collector import RolloutSpec, collect
-from roundhouse.gym.sessions import open_environment
 from roundhouse.health.watchdog import run_interruptible
 from roundhouse.progress import announce
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import RolloutSpec, collect
 from roundhouse.stages.collection import Collected, Collection, Progress
 from roundhouse.stages.datasets import Draw, dataset_stage
 from roundhouse.stages.parts import Parts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from roundhouse.config.models import Sampling
-from roundhouse.gym.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.metrics import rollout_metrics
 from roundhouse.store.manifest import Reference
 from roundhouse.trajectories.records import Rollout

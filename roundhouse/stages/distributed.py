@@ -21,9 +21,9 @@ from functools import partial
 
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError
-from roundhouse.gym.plan import RolloutSpec
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Interrupted
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.child_process import Stopped
 from roundhouse.stages.collection import Collected, Progress
 from roundhouse.stages.shard_worker import finished_in

@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
-from roundhouse.gym.journal import Journal
-from roundhouse.gym.plan import RolloutSpec
-from roundhouse.gym.recorded_calls import JOURNAL
+from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.recorded_calls import JOURNAL
 from roundhouse.stages.shards import Shard
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.stage import Attempt, read_part

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.environments import load_any
 from roundhouse.progress import announce
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store.lineage import adopt_checkpoints

@@ -12,11 +12,11 @@ from pathlib import Path
 from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
 from roundhouse.config.models import PretrainedPolicy, RunConfig
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
+from roundhouse.environments import class_of
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.environments import class_of
-from roundhouse.gym.sessions import open_environment
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.policy.warm_start import refuse_without_demonstrations
+from roundhouse.rollout.clients import open_environment
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST, model_location

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.config.models import RolloutConfig
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import TooFewSequences
-from roundhouse.gym.environment import TaskRow
-from roundhouse.gym.plan import RolloutSpec, plan_rollouts
-from roundhouse.gym.task_sampler import sample_tasks
+from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
+from roundhouse.rollout.task_sampler import sample_tasks
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.spread import groups_with_spread
 from roundhouse.trajectories.tokens import derive_seed

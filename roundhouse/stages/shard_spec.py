@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.models import RunConfig, Sampling
-from roundhouse.gym.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.shards import Shard
 from roundhouse.store.manifest import FileEntry, Provenance
 from roundhouse.trajectories.ledger import Ledger

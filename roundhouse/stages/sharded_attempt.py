@@ -25,8 +25,8 @@ from pydantic import ValidationError
 from roundhouse.config.distribution import Shards, Together
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError, StoreError
-from roundhouse.gym.journal import ResumptionCounts
-from roundhouse.gym.plan import reorder
+from roundhouse.rollout.journal import ResumptionCounts
+from roundhouse.rollout.plan import reorder
 from roundhouse.stages.shard_spec import REPORT, ShardReport, ShardSpec, planned_groups
 from roundhouse.stages.shard_workers import ShardTask
 from roundhouse.stages.shards import Shard

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from roundhouse.gym.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec
 
 _LABEL = re.compile(r"-(?P<label>s\d{4,}of(?P<count>\d{4,}))-")
 

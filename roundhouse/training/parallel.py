@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.same_origin import is_loopback
+from roundhouse.http.same_origin import is_loopback
 from roundhouse.training.metrics import METRICS, Denominator, Share
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The viewer over HTTP, for the person at this machine.
 
-Invariants: nothing can be written (only GET is answered); a page of another site can read nothing (`roundhouse.same_origin`,
-nothing is shared across origins); and nothing that a rollout says can run (Content-Security-Policy allows our own
-files only, and those build the page from text nodes).
+Invariants: nothing can be written (only GET is answered); a page of another site can read nothing
+(`roundhouse.http.same_origin`, nothing is shared across origins); and nothing that a rollout says can run
+(Content-Security-Policy allows our own files only, and those build the page from text nodes).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from roundhouse.errors import RoundhouseError, StoreError
-from roundhouse.same_origin import SameOrigin
+from roundhouse.http.same_origin import SameOrigin
 from roundhouse.view.answers import Answers
 from roundhouse.view.scope import ViewError
 

@@ -16,7 +16,7 @@ import yaml
 
 from roundhouse.config.environments import CalculatorEnvironment
 from roundhouse.config.policies import WarmStartPolicy
-from roundhouse.gym.environments import load
+from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.run import Run, load_run

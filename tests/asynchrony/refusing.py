@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from roundhouse.environments.base import TaskRow, Verdict
+from roundhouse.environments.calculator import Calculator
 from roundhouse.errors import DataError
-from roundhouse.gym.environment import TaskRow, Verdict
-from roundhouse.gym.environments.calculator import Calculator
 
 
 class Refusing(Calculator):

@@ -11,7 +11,7 @@ from roundhouse.asynchrony import events as happened
 from roundhouse.asynchrony.dispatch import ENGINE
 from roundhouse.asynchrony.overlap import Overlap
 from roundhouse.errors import TooFewRollouts
-from roundhouse.gym.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.store.run import Run
 from roundhouse.trajectories.records import Rollout, Status
 from tests.asynchrony.test_resumption import WINDOW, new_run

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roundhouse.gym.environment import TaskRow, Verdict
-from roundhouse.gym.environments.calculator import Calculator
+from roundhouse.environments.base import TaskRow, Verdict
+from roundhouse.environments.calculator import Calculator
 
 LIMIT_SECONDS = 120.0
 

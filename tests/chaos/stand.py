@@ -26,7 +26,7 @@ import httpx
 import yaml
 
 from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
-from roundhouse.gym.environments import load
+from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.manifest import MANIFEST
@@ -279,7 +279,7 @@ def stand(
     engine = Server("engine", ["-m", "roundhouse.generation.standalone"], directory / "engine.log", "/rh/replicas")
     environment = Server(
         "environment",
-        ["-m", "roundhouse.gym.resources_server", "--environment", "calculator"],
+        ["-m", "roundhouse.compat.nemo_gym.servers.resources", "--environment", "calculator"],
         directory / "environment.log",
         "/",
     )

@@ -86,8 +86,8 @@ def test_of_two_drivers_on_one_bucket_one_goes_on_the_other_says_who_has_the_run
         return " ".join((ready.directory / f"{name}.log").read_text().split())
 
     def published() -> dict[str, str]:
-        """By name, the digest of what is not the run's own book-keeping. `latest.json` is a hint from which readers go forward: a
-        process that was stopped between its check of the lease and that write still makes it."""
+        """By name, the digest of what is not the run's own book-keeping. `latest.json` is a hint from which readers go
+        forward: a process that was stopped between its check of the lease and that write still makes it."""
         names = [name for name in run.tree() if not name.startswith(("lease/", "health", "latest.json"))]
         return {name: hashlib.sha256(run.read(name)).hexdigest() for name in names}
 

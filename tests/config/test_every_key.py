@@ -27,7 +27,7 @@ from roundhouse.config.kubernetes import TrainerPods
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
-from roundhouse.gym.environments import load_any
+from roundhouse.environments import load_any
 from roundhouse.infra.kubernetes.stage_pod import pod
 from roundhouse.stages.budget import over_budget
 from roundhouse.stages.cost import totals_after

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from roundhouse.gym.environment import Split, TaskRow, Verdict
-from roundhouse.gym.environments.calculator import Calculator
+from roundhouse.environments.base import Split, TaskRow, Verdict
+from roundhouse.environments.calculator import Calculator
 
 
 class Fading(Calculator):

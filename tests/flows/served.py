@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
-from roundhouse.gym.environments import load
+from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
 from roundhouse.policy.warm_start import make_starting_policy

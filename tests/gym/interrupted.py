@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.journal import Journal
-from roundhouse.gym.plan import RolloutSpec
-from roundhouse.gym.protocol import EnvironmentClient
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout
 from tests.gym.playground import SAMPLING, Script, ScriptedPolicy
 

@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import uvicorn
 
+from roundhouse.compat.nemo_gym.servers.resources import build_app
+from roundhouse.compat.nemo_gym.servers.serve import KEEP_ALIVE_SECONDS
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.errors import InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
-from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
-from roundhouse.gym.plan import RolloutSpec
-from roundhouse.gym.resources_server import build_app
-from roundhouse.gym.serve import KEEP_ALIVE_SECONDS
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
@@ -286,7 +286,7 @@ def serving_counter(**options: Any) -> Iterator[str]:
 def serving_command(*options: str) -> Iterator[str]:
     """A resources server started by its command; its base URL."""
     port = free_port()
-    command = [sys.executable, "-m", "roundhouse.gym.resources_server", *options, "--port", str(port)]
+    command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", *options, "--port", str(port)]
     process = subprocess.Popen(command)
     try:
         deadline = time.monotonic() + 30

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineUnreachable
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.environment import TaskRow
-from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import derive_seed, digest_tokens
 from tests.gym.playground import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from roundhouse.gym.aggregate import aggregate_metrics, light
-from roundhouse.gym.exchange.pass_rates import highest_k, majority, pass_at_k, pass_rates
+from roundhouse.compat.nemo_gym.exchange.pass_rates import highest_k, majority, pass_at_k, pass_rates
+from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics, light
 
 
 def row(task: int, rollout: int, reward: float, usage: tuple[int, int], **fields: Any) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.config.models import RetryPolicy
 from roundhouse.generation.protocol import EngineRejected, EngineUnreachable
-from roundhouse.gym.collector import ReorderError, collect, plan_rollouts, reorder, retry_delay
-from roundhouse.gym.remote import RemoteEnvironmentClient
-from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.collector import ReorderError, collect, plan_rollouts, reorder, retry_delay
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests.gym.playground import (

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import CalculatorEnvironment, RemoteEnvironment
+from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environments import Calculator
-from roundhouse.gym.failures import EnvironmentTimeout, VerifierFailed
-from roundhouse.gym.remote import RemoteEnvironmentClient
-from roundhouse.gym.resources_server import build_app
-from roundhouse.gym.responses import response_object
-from roundhouse.gym.sessions import LocalEnvironmentClient, open_environment
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
+from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.failures import EnvironmentTimeout, VerifierFailed
+from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Status
 from tests.gym.playground import (
     SAMPLING,

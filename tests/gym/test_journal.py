@@ -9,20 +9,20 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
+from roundhouse.compat.nexrl.agent import AgentRolloutWorker
+from roundhouse.compat.nexrl.client import WorkerClient
+from roundhouse.compat.nexrl.evaluation import AgentEvaluationTarget, EvaluationRunResult
 from roundhouse.config.models import RemoteEnvironment
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
+from roundhouse.environments.gymnasium import Step
 from roundhouse.generation.protocol import EngineUnreachable
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.collector import collect
-from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
-from roundhouse.gym.episodes import LocalEpisodeClient
-from roundhouse.gym.gymnasium import Step
-from roundhouse.gym.journal import Journal
-from roundhouse.gym.plan import plan_rollouts
-from roundhouse.gym.recorded_calls import JOURNAL
-from roundhouse.gym.sessions import LocalEnvironmentClient
-from roundhouse.gym.workers.agent import AgentRolloutWorker
-from roundhouse.gym.workers.client import WorkerClient
-from roundhouse.gym.workers.evaluation import AgentEvaluationTarget, EvaluationRunResult
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.episodes import LocalEpisodeClient
+from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.rollout.recorded_calls import JOURNAL
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.interrupted import VERSION, as_read, interrupted_before, resumed
 from tests.gym.playground import (

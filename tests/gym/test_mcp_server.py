@@ -13,14 +13,14 @@ from fastapi import FastAPI, Request
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.compat.nemo_gym.servers.own_servers import own_server
+from roundhouse.compat.nemo_gym.servers.resources import build_app
+from roundhouse.environments.base import Environment, Verdict, task_row, tool
 from roundhouse.errors import ConfigError
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environment import Environment, Verdict, task_row, tool
-from roundhouse.gym.nemo.own_servers import own_server
-from roundhouse.gym.remote import RemoteEnvironmentClient
-from roundhouse.gym.resources_server import build_app
-from roundhouse.gym.responses import response_object
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.playground import (
     SAMPLING,

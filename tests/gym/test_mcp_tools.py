@@ -6,16 +6,16 @@ from collections.abc import Iterator
 import pytest
 from mcp.server.mcpserver import MCPServer
 
+from roundhouse.compat.mcp.connection import McpConnection
+from roundhouse.compat.mcp.tools import McpEnvironment
 from roundhouse.config.environments import CustomEnvironment
 from roundhouse.config.models import RemoteEnvironment
+from roundhouse.environments.base import Environment, Verdict
 from roundhouse.errors import ConfigError
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environment import Environment, Verdict
-from roundhouse.gym.failures import EnvironmentUnreachable
-from roundhouse.gym.mcp_connection import McpConnection
-from roundhouse.gym.mcp_tools import McpEnvironment
-from roundhouse.gym.sessions import LocalEnvironmentClient, open_environment
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
+from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.failures import EnvironmentUnreachable
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import (
     SAMPLING,

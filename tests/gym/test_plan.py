@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.environments.base import task_row
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.gym.environment import task_row
-from roundhouse.gym.plan import plan_rollouts
-from roundhouse.gym.task_sampler import sample_tasks
+from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.rollout.task_sampler import sample_tasks
 
 
 def rows(count: int):

@@ -9,22 +9,22 @@ import pytest
 import yaml
 from fastapi import FastAPI, Request, Response
 
+from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
+from roundhouse.compat.nemo_gym.clients.head_lookup import server_url
+from roundhouse.compat.nemo_gym.clients.run_answer import read_answer
+from roundhouse.compat.nemo_gym.model_server.app import build_app as model_app
+from roundhouse.compat.nemo_gym.servers.agent import build_app as agent_app
+from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.config.models import AgentEnvironment, Sampling
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.agent_client import RemoteAgentClient
-from roundhouse.gym.agents.run_answer import read_answer
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environment import TaskRow
-from roundhouse.gym.failures import UnknownAgent
-from roundhouse.gym.head_lookup import server_url
-from roundhouse.gym.model_server.app import build_app as model_app
-from roundhouse.gym.nemo.agent_server import build_app as agent_app
-from roundhouse.gym.resources_server import build_app as resources_app
-from roundhouse.gym.responses import response_object
-from roundhouse.gym.sessions import open_environment
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.failures import UnknownAgent
+from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import digest_tokens
 from tests.gym.model_server.fake_engine import FakeEngine, call

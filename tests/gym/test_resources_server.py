@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from roundhouse.gym.environment import Environment, Verdict
-from roundhouse.gym.resources_server import build_app
-from roundhouse.gym.responses import response_object
-from roundhouse.gym.session_store import SessionStore
+from roundhouse.compat.nemo_gym.servers.resources import build_app
+from roundhouse.environments.base import Environment, Verdict
+from roundhouse.http.sessions import SessionStore
+from roundhouse.rollout.responses import response_object
 from tests.gym.playground import Counter, counter_row, serving, serving_command, serving_counter
 
 COOKIE = "Counter___counter"
@@ -237,7 +237,7 @@ def test_the_command_serves_an_environment():
     ],
 )
 def test_the_command_says_what_to_change(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    from roundhouse.gym.serve import main
+    from roundhouse.compat.nemo_gym.servers.serve import main
 
     with pytest.raises(SystemExit) as ended:
         main(options)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.gym.responses import (
+from roundhouse.rollout.responses import (
     UnsupportedItem,
     assistant_items,
     chat_messages,

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import Sampling
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
 from roundhouse.errors import InfraError
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict, task_row, tool
-from roundhouse.gym.failures import BadTaskRow
-from roundhouse.gym.remote import RemoteEnvironmentClient
-from roundhouse.gym.resources_server import build_app
-from roundhouse.gym.row_terms import row_terms
-from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.failures import BadTaskRow
+from roundhouse.rollout.sampling_overrides import sampling_overrides
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests.gym.playground import (
     SAMPLING,
@@ -46,7 +46,7 @@ RUN = Sampling(temperature=1.0, max_new_tokens=512)
 def test_limits_tighten_and_evaluation_follows_the_row(params: dict[str, Any], on_policy: bool, expected: Any):
     if isinstance(expected, tuple):
         expected = dict(zip(("temperature", "top_p", "max_new_tokens"), expected, strict=True))
-    assert row_terms(params, RUN, on_policy).sampling == RUN.model_copy(update=expected)
+    assert sampling_overrides(params, RUN, on_policy).sampling == RUN.model_copy(update=expected)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_limits_tighten_and_evaluation_follows_the_row(params: dict[str, Any], o
 )
 def test_what_cannot_be_followed_is_refused_by_name(params: dict[str, Any], on_policy: bool, told: str):
     with pytest.raises(BadTaskRow) as refused:
-        row_terms(params, RUN, on_policy)
+        sampling_overrides(params, RUN, on_policy)
     assert told in str(refused.value)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.config.models import GenerationConfig, RetryPolicy
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.remote import RemoteEnvironmentClient
-from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.collector import collect, plan_rollouts
 from roundhouse.trajectories.records import Status
 from tests.generation.servers import serve
 from tests.gym.playground import SAMPLING, Counter, counter_row, rollout_config, serving_counter, turns_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roundhouse.gym.session_store import SessionStore, TooManySessions, UnknownSession
+from roundhouse.http.sessions import SessionStore, TooManySessions, UnknownSession
 
 
 class Clock:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roundhouse.environments.base import Split, TaskRow, final_text, task_row
+from roundhouse.environments.gymnasium import GymnasiumEnvironment, Step
 from roundhouse.errors import InfraError
-from roundhouse.gym.environment import Split, TaskRow, final_text, task_row
-from roundhouse.gym.gymnasium import GymnasiumEnvironment, Step
 
 
 class WorldGone(InfraError):

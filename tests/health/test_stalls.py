@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import pytest
 
 from roundhouse.config.loading import parse_config
+from roundhouse.environments.base import Environment
 from roundhouse.errors import InfraError
-from roundhouse.gym.environment import Environment
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.stages.child_process import ChildProcess

@@ -10,10 +10,10 @@ import httpx
 import psutil
 import pytest
 
+from roundhouse.compat.nemo_gym.config.resolve import resolve
+from roundhouse.compat.nemo_gym.config.sources import SearchRoots
+from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
 from roundhouse.errors import InfraError
-from roundhouse.gym.nemo.commands import Foreign, commands
-from roundhouse.gym.nemo.resolve import resolve
-from roundhouse.gym.nemo.sources import SearchRoots
 from roundhouse.infra.gym_servers import GymServers, StartOptions
 from tests.gym.playground import free_port, serving_counter
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from roundhouse.config.environments import CalculatorEnvironment
-from roundhouse.gym.environments import load
+from roundhouse.environments import load
 from tests.k8s.nodes import ROLES, Nodes, fresh_namespace, images, until
 from tests.k8s.validation import ROOT
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from roundhouse.config.models import WarmStartPolicy
+from roundhouse.environments import Sort
 from roundhouse.errors import ConfigError
-from roundhouse.gym.environments import Sort
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.policy.warm_start import make_starting_policy
 

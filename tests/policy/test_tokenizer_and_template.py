@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.gym.environment import Environment
-from roundhouse.gym.environments import Calculator, GuessNumber, Sort
-from roundhouse.gym.responses import chat_tools
+from roundhouse.environments import Calculator, GuessNumber, Sort
+from roundhouse.environments.base import Environment
 from roundhouse.policy.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, blank_tokenizer, render, train_tokenizer
+from roundhouse.rollout.responses import chat_tools
 
 ENVIRONMENTS = [Calculator(), Sort(digits=4), GuessNumber()]
 

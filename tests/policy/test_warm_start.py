@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundhouse.config.models import WarmStartPolicy
+from roundhouse.environments import Calculator, GuessNumber, Sort
+from roundhouse.environments.base import Environment
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.environment import Environment
-from roundhouse.gym.environments import Calculator, GuessNumber, Sort
-from roundhouse.gym.responses import chat_tools
 from roundhouse.policy import warm_start_cache
 from roundhouse.policy.tokenizer import blank_tokenizer, render, train_tokenizer
 from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, WarmStartReport, encode, make_starting_policy
+from roundhouse.rollout.responses import chat_tools
 
 SMALL = WarmStartPolicy(steps=4, batch_size=8)
 
@@ -68,7 +68,7 @@ def test_another_process_makes_the_same_files(tmp_path: Path) -> None:
     script = (
         f"import pathlib, torch; torch.set_num_threads({torch.get_num_threads()})\n"
         "from roundhouse.config.models import WarmStartPolicy\n"
-        "from roundhouse.gym.environments import Calculator\n"
+        "from roundhouse.environments import Calculator\n"
         "from roundhouse.policy.warm_start import make_starting_policy\n"
         f"there = pathlib.Path({str(tmp_path / 'there')!r})\n"
         "make_starting_policy(WarmStartPolicy(steps=4, batch_size=8), Calculator(), 5, there)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from roundhouse.gym.environments.calculator import Calculator
+from roundhouse.environments.calculator import Calculator
 
 
 class Judged(Calculator):

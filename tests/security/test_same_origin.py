@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from roundhouse.health import metrics_page
+from roundhouse.http.same_origin import VARIABLE, SameOrigin, is_loopback
 from roundhouse.infra import http_thread
-from roundhouse.same_origin import VARIABLE, SameOrigin, is_loopback
 from roundhouse.view.server import create_app
 from tests.security.test_servers import MAINS
 
@@ -204,8 +204,8 @@ async def test_each_of_our_servers_refuses_other_sites(
         monkeypatch.delenv(variable)
     (tmp_path / "config.json").write_text("{}")
     if name == "gym server":
-        from roundhouse.gym.nemo import serve as gym_serve
-        from roundhouse.gym.nemo.own_servers import OwnServer
+        from roundhouse.compat.nemo_gym import serve as gym_serve
+        from roundhouse.compat.nemo_gym.servers.own_servers import OwnServer
 
         monkeypatch.setattr(gym_serve, "own_server", lambda environ: OwnServer("own", "127.0.0.1", 1, Reached()))
         gym_serve.main()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roundhouse.gym.environments.sandbox import CodeFailed, Limits, Sandbox
+from roundhouse.environments.sandbox import CodeFailed, Limits, Sandbox
 
 BOX = Sandbox(concurrency=1, limits=Limits(cpu_seconds=1, wall_seconds=10))
 CANARY = "canary-1f0e77"

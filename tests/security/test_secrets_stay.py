@@ -16,7 +16,7 @@ import pytest
 import s3fs
 
 from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
-from roundhouse.gym.environments import load
+from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.location import Location

@@ -11,19 +11,20 @@ from typing import Any
 import httpx
 import pytest
 
-from roundhouse.bodies import BodyLimit
+from roundhouse.compat.nemo_gym import model_server
+from roundhouse.compat.nemo_gym.model_server import __main__ as model_server_main
+from roundhouse.compat.nemo_gym.model_server.__main__ import configuration
+from roundhouse.compat.nemo_gym.servers import serve
+from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import CalculatorEnvironment
 from roundhouse.config.generation import TOKEN_VARIABLE as ENGINE_TOKEN
 from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.config.train_service import TOKEN_VARIABLE as TRAIN_TOKEN
+from roundhouse.environments import load
 from roundhouse.generation import standalone
 from roundhouse.generation.chat_server import ENGINE_ROUTES, ChatServer
 from roundhouse.generation.standalone import StandaloneEngine
-from roundhouse.gym import model_server, serve
-from roundhouse.gym.environments import load
-from roundhouse.gym.model_server import __main__ as model_server_main
-from roundhouse.gym.model_server.__main__ import configuration
-from roundhouse.gym.resources_server import build_app
+from roundhouse.http.body_limit import BodyLimit
 from roundhouse.training.service import server as train_server
 
 LIMIT = 10_000

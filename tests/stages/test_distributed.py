@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.gym.plan import RolloutSpec
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, supervised
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import Draw
 from roundhouse.stages.distributed import Distributed
@@ -281,8 +281,8 @@ def test_a_stage_that_is_killed_takes_its_workers_with_it_and_goes_on_with_any_n
 
 def calls_of_shard_2(run: Run, first: int, end: int) -> set[int]:
     """Seeds of the calls from number `first` (from 0) to before `end`, of the rollouts of the second of two shards."""
-    from roundhouse.gym.plan import plan_rollouts
-    from roundhouse.gym.sessions import open_environment
+    from roundhouse.rollout.clients import open_environment
+    from roundhouse.rollout.plan import plan_rollouts
     from roundhouse.stages.rounds import round_tasks
 
     tasks = open_environment(run.config.environment).tasks("train")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.gym.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import Draw

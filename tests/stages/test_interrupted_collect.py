@@ -19,7 +19,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError, StoreError
-from roundhouse.gym.recorded_calls import JOURNAL
+from roundhouse.rollout.recorded_calls import JOURNAL
 from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.garbage import find_garbage

@@ -43,7 +43,7 @@ def missing_target(directory: Path) -> dict[str, Any]:
 
 def class_without_demonstrations(directory: Path) -> dict[str, Any]:
     (directory / "mine.py").write_text(
-        "from roundhouse.gym.environment import Environment\nclass Mine(Environment):\n    name = 'mine'\n"
+        "from roundhouse.environments.base import Environment\nclass Mine(Environment):\n    name = 'mine'\n"
         "    def tasks(self, split): return [{'task_id': split}]\n    async def seed_session(self, row): return {}\n"
         "    def verify(self, session, row, response): return 0.0\n"
     )

@@ -13,15 +13,15 @@ from typing import Any
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig, Sampling, WarmStartPolicy
+from roundhouse.environments import load_any
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
 from roundhouse.generation.engine import Generated
 from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environments import load_any
-from roundhouse.gym.sessions import open_environment
 from roundhouse.policy.warm_start import write_engine_files
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import collect, plan_rollouts
 from roundhouse.stages.text_proof import DecodedText
 from roundhouse.stages.validate import recorded_counts, terms_of
 from roundhouse.trajectories.proofs import Recorded

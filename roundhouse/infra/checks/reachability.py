@@ -79,8 +79,8 @@ def _agent(environment: AgentEnvironment) -> list[Finding]:
 
 
 async def _looked_up(environment: AgentEnvironment) -> str:
-    from roundhouse.gym.connection import Connection
-    from roundhouse.gym.head_lookup import look_up
+    from roundhouse.compat.nemo_gym.clients.connection import Connection
+    from roundhouse.compat.nemo_gym.clients.head_lookup import look_up
 
     assert environment.head_server is not None
     assert environment.agent is not None

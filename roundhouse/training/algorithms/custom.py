@@ -10,7 +10,7 @@ from typing import Any
 
 from roundhouse.config.algorithms import CustomAlgorithm
 from roundhouse.errors import ConfigError
-from roundhouse.symbols import load_symbol
+from roundhouse.import_string import load_class
 from roundhouse.training.algorithm import Algorithm
 
 MEMBERS = ("loss", "needs_reference", "needs_log_probs", "stamp")
@@ -23,7 +23,7 @@ def load_custom(config: CustomAlgorithm) -> Algorithm:
         ConfigError: it cannot be imported or made, or is no `Algorithm`.
     """
     key = f"train.algorithm.target is {config.target!r}"
-    found: type[Any] = load_symbol(config.target, object, "train.algorithm.target")
+    found: type[Any] = load_class(config.target, object, "train.algorithm.target")
     lacking = [name for name in MEMBERS if not hasattr(found, name)]
     if lacking:
         raise ConfigError(

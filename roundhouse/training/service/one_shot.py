@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.taxonomy import typed
-from roundhouse.observed import be_observed
+from roundhouse.observability import set_up_observability
 from roundhouse.store.directories import local_directory, plain_directory, upload_model
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import ModelFiles, Reference
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.one_shot")
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see StepSpec")
     options = parser.parse_args(arguments)
-    be_observed()
+    set_up_observability()
     logging.basicConfig(level=logging.INFO)  # where ROUNDHOUSE_LOG says nothing
     report: str | None = None
     try:

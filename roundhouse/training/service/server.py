@@ -30,7 +30,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.train_service import TOKEN_VARIABLE
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
-from roundhouse.same_origin import SameOrigin, is_loopback
+from roundhouse.http.same_origin import SameOrigin, is_loopback
 from roundhouse.training.service import protocol
 from roundhouse.training.service.calls import Answer, CallLog
 from roundhouse.training.service.lease import Lease

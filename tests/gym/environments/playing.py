@@ -4,8 +4,8 @@ import json
 import random
 from typing import Any
 
-from roundhouse.gym.environment import Environment, Split, TaskRow, Verdict
-from roundhouse.gym.environments.generated import GeneratedEnvironment
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict
+from roundhouse.environments.generated import GeneratedEnvironment
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import judge, message, replay, tool_call
 
-from roundhouse.gym.environments import Calculator
-from roundhouse.gym.environments.calculator import evaluate
+from roundhouse.environments import Calculator
+from roundhouse.environments.calculator import evaluate
 
 CALCULATOR = Calculator()
 ROW = next(row for row in [*CALCULATOR.tasks("train"), *CALCULATOR.tasks("heldout")] if row["answer"] == 17)

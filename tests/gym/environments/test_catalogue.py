@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
-from roundhouse.gym.environments import BUILT_IN, load_any
+from roundhouse.environments import BUILT_IN, load_any
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)

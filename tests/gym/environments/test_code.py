@@ -12,10 +12,9 @@ import psutil
 import pytest
 from playing import judge, message
 
-from roundhouse.gym.collector import collect, plan_rollouts
-from roundhouse.gym.environments import sandbox_child
-from roundhouse.gym.environments.code import Code, Exercise
-from roundhouse.gym.environments.sandbox import (
+from roundhouse.environments import sandbox_child
+from roundhouse.environments.code import Code, Exercise
+from roundhouse.environments.sandbox import (
     CodeFailed,
     Limits,
     Sandbox,
@@ -23,7 +22,8 @@ from roundhouse.gym.environments.sandbox import (
     SandboxOverloaded,
     SandboxUnavailable,
 )
-from roundhouse.gym.sessions import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.collector import collect, plan_rollouts
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, calls, rollout_config, says, turns_of
 
@@ -185,7 +185,7 @@ set -e
 mkdir -p {directory} && mount -t tmpfs -o size=64k none {directory}
 TMPDIR={directory} exec {python} - {directory} <<'END'
 import os, sys
-from roundhouse.gym.environments.sandbox import Sandbox
+from roundhouse.environments.sandbox import Sandbox
 
 box = Sandbox(1)
 with open(sys.argv[1] + "/filler", "wb", buffering=0) as filler:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.config.models import CalculatorEnvironment, GuessNumberEnvironment, SortEnvironment
-from roundhouse.gym.environments import Calculator, Sort, guess_number, load
-from roundhouse.gym.environments.splits import deal, split_problems
+from roundhouse.environments import Calculator, Sort, guess_number, load
+from roundhouse.environments.splits import deal, split_problems
 
 
 def questions(rows) -> list[str]:

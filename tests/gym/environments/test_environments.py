@@ -13,9 +13,9 @@ from roundhouse.config.models import (
     RemoteEnvironment,
     SortEnvironment,
 )
+from roundhouse.environments import Calculator, load
+from roundhouse.environments.generated import GeneratedEnvironment
 from roundhouse.errors import ConfigError
-from roundhouse.gym.environments import Calculator, load
-from roundhouse.gym.environments.generated import GeneratedEnvironment
 
 EXAMPLES = Path(__file__).parents[3] / "docs/examples"
 
@@ -36,7 +36,7 @@ def test_the_configuration_reaches_the_environment() -> None:
 
 def test_a_custom_environment_is_imported_by_name_with_its_parameters() -> None:
     config = CustomEnvironment(
-        kind="custom", target="roundhouse.gym.environments.calculator:Calculator", parameters={"heldout_fraction": 0.5}
+        kind="custom", target="roundhouse.environments.calculator:Calculator", parameters={"heldout_fraction": 0.5}
     )
     environment = load(config)
     assert isinstance(environment, Calculator)
@@ -58,9 +58,9 @@ async def test_the_tutorials_environment_is_loaded_from_its_file_and_its_right_d
     [
         ("no_such_file.py:Weather", {}, "no file no_such_file.py"),
         ("no_such_package.weather:Weather", {}, "importing no_such_package.weather failed"),
-        ("roundhouse.gym.environments:Weather", {}, "has no Weather"),
+        ("roundhouse.environments:Weather", {}, "has no Weather"),
         ("roundhouse.errors:ConfigError", {}, "that is no Environment or GymnasiumEnvironment"),
-        ("roundhouse.gym.environments:Calculator", {"holdout": 1}, "environment.parameters"),
+        ("roundhouse.environments:Calculator", {"holdout": 1}, "environment.parameters"),
     ],
 )
 def test_a_custom_environment_that_cannot_be_made_names_the_key(target: str, parameters: dict, said: str) -> None:

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from roundhouse.config.loading import load_config
-from roundhouse.gym.environments import load
+from roundhouse.environments import load
 
 LOOKUP = Path(__file__).parents[3] / "configs" / "lookup.yaml"
 

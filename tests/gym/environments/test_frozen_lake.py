@@ -6,9 +6,9 @@ from playing import SPLITS, message, prompt_of
 from pydantic import ValidationError
 
 from roundhouse.config.environments import CustomEnvironment, FrozenLakeEnvironment
+from roundhouse.environments import load, load_any
+from roundhouse.environments.frozen_lake import MOVES, FrozenLake, find, way_to_goal
 from roundhouse.errors import ConfigError
-from roundhouse.gym.environments import load, load_any
-from roundhouse.gym.environments.frozen_lake import MOVES, FrozenLake, find, way_to_goal
 
 LAKE = FrozenLake(problems=60)
 ROW = {"lake": [".#..", "...#", ".#.G", "...."], "start": [0, 0]}
@@ -84,7 +84,7 @@ def test_splits_share_no_lake() -> None:
 
 def test_a_gymnasium_environment_loads_as_built_in_and_as_custom_and_is_refused_where_tools_are_needed() -> None:
     built_in = FrozenLakeEnvironment(kind="frozen_lake", problems=50, size=3, holes=2)
-    target = "roundhouse.gym.environments.frozen_lake:FrozenLake"
+    target = "roundhouse.environments.frozen_lake:FrozenLake"
     custom = CustomEnvironment(kind="custom", target=target, parameters={"problems": 50, "size": 3, "holes": 2})
     ids = [[row["task_id"] for row in load_any(config).tasks("train")] for config in (built_in, custom)]
     assert ids[0] == ids[1]

@@ -16,11 +16,11 @@ from roundhouse.config.environments import (
     SudokuEnvironment,
     WarehouseEnvironment,
 )
+from roundhouse.environments import built_in, load
+from roundhouse.environments.arithmetic_chain import ArithmeticChain
+from roundhouse.environments.generated import GeneratedEnvironment
+from roundhouse.environments.tools import Toolbox
 from roundhouse.errors import ConfigError
-from roundhouse.gym.environments import built_in, load
-from roundhouse.gym.environments.arithmetic_chain import ArithmeticChain
-from roundhouse.gym.environments.generated import GeneratedEnvironment
-from roundhouse.gym.tools import Toolbox
 
 CONFIGS: list[GeneratedProblems] = [
     ArithmeticChainEnvironment(kind="arithmetic_chain", problems=300),

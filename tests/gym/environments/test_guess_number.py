@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import message, replay
 
-from roundhouse.gym.environments import GuessNumber
-from roundhouse.gym.environments.guess_number import compare
+from roundhouse.environments import GuessNumber
+from roundhouse.environments.guess_number import compare
 
 GAME = GuessNumber(upper=7, guesses=3)
 

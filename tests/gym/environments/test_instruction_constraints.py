@@ -1,7 +1,7 @@
 import pytest
 from playing import judge, message
 
-from roundhouse.gym.environments.instruction_constraints import CHECKS, TEXTS, InstructionConstraints, satisfied
+from roundhouse.environments.instruction_constraints import CHECKS, TEXTS, InstructionConstraints, satisfied
 
 BRIEFS = InstructionConstraints(problems=50)
 

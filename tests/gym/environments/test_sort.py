@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import judge, message, replay
 
-from roundhouse.gym.environments import Sort
+from roundhouse.environments import Sort
 
 SORT = Sort(digits=6)
 ROW = next(row for row in SORT.tasks("train") if row["answer"] == "1 2 3 4 6 9")

@@ -12,11 +12,11 @@ import psutil
 import pytest
 from playing import judge, message
 
-from roundhouse.gym.environments import sql_engine
-from roundhouse.gym.environments.sandbox import LockedProcess, SandboxKilled, SandboxOverloaded, SandboxUnavailable
-from roundhouse.gym.environments.sql_child import HEAP_BYTES, MAX_ROWS, Refused, execute
-from roundhouse.gym.environments.sql_engine import Database
-from roundhouse.gym.environments.sql_world import CITIES, SCHEMA, TABLES, Assignment, SqlWorld, world_image
+from roundhouse.environments import sql_engine
+from roundhouse.environments.sandbox import LockedProcess, SandboxKilled, SandboxOverloaded, SandboxUnavailable
+from roundhouse.environments.sql_child import HEAP_BYTES, MAX_ROWS, Refused, execute
+from roundhouse.environments.sql_engine import Database
+from roundhouse.environments.sql_world import CITIES, SCHEMA, TABLES, Assignment, SqlWorld, world_image
 
 WORLD = SqlWorld(worlds=20, problems=100)
 OSLO = "SELECT name FROM people WHERE city = 'Oslo'"

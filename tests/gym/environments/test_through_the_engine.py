@@ -8,14 +8,14 @@ import pytest
 from playing import prompt_of
 from pydantic import TypeAdapter
 
+from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
-from roundhouse.gym.agent import run_rollout
-from roundhouse.gym.environment import TaskRow
-from roundhouse.gym.environments import BUILT_IN, load_any
-from roundhouse.gym.environments.naming import environment_config
-from roundhouse.gym.resources_server import build_app
-from roundhouse.gym.sessions import open_environment
+from roundhouse.environments import BUILT_IN, load_any
+from roundhouse.environments.base import TaskRow
+from roundhouse.environments.naming import environment_config
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.clients import open_environment
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, serving, spec_of
 

@@ -1,7 +1,7 @@
 import pytest
 from playing import message
 
-from roundhouse.gym.environments.warehouse import GOODS, Floor, Warehouse
+from roundhouse.environments.warehouse import GOODS, Floor, Warehouse
 
 WAREHOUSE = Warehouse(problems=50)
 ROW = {

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from roundhouse.compat.nemo_gym.config.datasets import DatasetEntry
+from roundhouse.compat.nemo_gym.config.sources import SearchRoots
+from roundhouse.compat.nemo_gym.exchange.collate import AgentDataset, collate
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.gym.exchange.collate import AgentDataset, collate
-from roundhouse.gym.exchange.json_lines import Row, read_rows, write_rows
-from roundhouse.gym.nemo.datasets import DatasetEntry
-from roundhouse.gym.nemo.sources import SearchRoots
 
 
 def row(text: str, **fields: Any) -> Row:

@@ -15,20 +15,20 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import TypeAdapter
 
+from roundhouse.compat.nemo_gym.exchange import collection
+from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
+from roundhouse.compat.nemo_gym.exchange.collection import Summary
+from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, line_of, read_rows
+from roundhouse.compat.nemo_gym.exchange.own_policy import OwnPolicy
+from roundhouse.compat.nemo_gym.exchange.pass_rates import pass_rates
+from roundhouse.compat.nemo_gym.exchange.reading import read_collection
+from roundhouse.compat.nemo_gym.exchange.resume import Remaining, max_attempts, remaining
+from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource, run_rollouts, stream
+from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, expanded
 from roundhouse.config.models import EnvironmentConfig, GenerationConfig, RolloutConfig, Sampling
+from roundhouse.environments.sort import Sort
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.gym.environments.sort import Sort
-from roundhouse.gym.exchange import collection
-from roundhouse.gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
-from roundhouse.gym.exchange.collection import Summary
-from roundhouse.gym.exchange.files import CollectionFiles
-from roundhouse.gym.exchange.json_lines import Row, line_of, read_rows
-from roundhouse.gym.exchange.own_policy import OwnPolicy
-from roundhouse.gym.exchange.pass_rates import pass_rates
-from roundhouse.gym.exchange.reading import read_collection
-from roundhouse.gym.exchange.resume import Remaining, max_attempts, remaining
-from roundhouse.gym.exchange.stream import RolloutSource, run_rollouts, stream
-from roundhouse.gym.exchange.task_rows import Materialization, Repeats, expanded
 from roundhouse.trajectories.records import Status
 from tests.gym.model_server.fake_engine import FakeEngine
 from tests.gym.playground import free_port, serving

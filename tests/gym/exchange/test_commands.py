@@ -10,11 +10,11 @@ import yaml
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
+from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
+from roundhouse.compat.nemo_gym.exchange.reading import read_collection
 from roundhouse.config.models import ValidationConfig
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.gym.exchange.files import CollectionFiles
-from roundhouse.gym.exchange.json_lines import Row, read_rows, write_rows
-from roundhouse.gym.exchange.reading import read_collection
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage

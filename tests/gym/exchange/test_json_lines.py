@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, iter_rows, line_of, read_rows, write_rows
 from roundhouse.errors import DataError
-from roundhouse.gym.exchange.json_lines import Appender, iter_rows, line_of, read_rows, write_rows
 
 
 def test_a_torn_last_line_is_cut_off_before_the_next_is_appended(tmp_path: Path):

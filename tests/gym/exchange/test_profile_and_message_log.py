@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row
+from roundhouse.compat.nemo_gym.exchange.message_log import message_log
+from roundhouse.compat.nemo_gym.exchange.profile import profile
 from roundhouse.errors import DataError
-from roundhouse.gym.exchange.json_lines import Row
-from roundhouse.gym.exchange.message_log import message_log
-from roundhouse.gym.exchange.profile import profile
 
 INPUTS = [
     {

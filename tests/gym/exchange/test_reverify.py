@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
+from roundhouse.compat.nemo_gym.servers.resources import build_app
+from roundhouse.environments.base import Environment, TaskRow, Verdict, final_text
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.gym.environment import Environment, TaskRow, Verdict, final_text
-from roundhouse.gym.exchange.json_lines import Row, read_rows, write_rows
-from roundhouse.gym.resources_server import build_app
 from tests.gym.playground import Counter, free_port, serving
 
 AGENT = {"type": "responses_api_agents", "name": "math"}

@@ -6,10 +6,10 @@ from typing import Any
 import orjson
 import pytest
 
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, write_rows
+from roundhouse.compat.nemo_gym.exchange.prompts import Prompt, read_prompt
+from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, materialize
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.gym.exchange.json_lines import Row, write_rows
-from roundhouse.gym.exchange.prompts import Prompt, read_prompt
-from roundhouse.gym.exchange.task_rows import Materialization, Repeats, materialize
 
 AGENT = "math"
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from roundhouse.compat.nemo_gym.model_server import build_app
 from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.gym.model_server import build_app
 from tests.gym.model_server.fake_engine import FakeEngine, engines
 from tests.gym.playground import serving
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.compat.nemo_gym.model_server.answer import as_chat_completion, as_response, empty_answer, read_answer
 from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.generation.protocol import BadReply
-from roundhouse.gym.model_server.answer import as_chat_completion, as_response, empty_answer, read_answer
-from roundhouse.gym.responses import chat_messages
+from roundhouse.rollout.responses import chat_messages
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, -0.25]}
 LOGPROBS = {"content": [{"token": "token_id:3", "logprob": -0.5}, {"token": "token_id:4", "logprob": -0.25}]}

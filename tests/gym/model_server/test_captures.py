@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from roundhouse.gym.model_server.answer import Answer, Tokens
-from roundhouse.gym.model_server.captures import Captures
-from roundhouse.gym.token_capture import chain_calls
+from roundhouse.compat.nemo_gym.model_server.answer import Answer, Tokens
+from roundhouse.compat.nemo_gym.model_server.captures import Captures
+from roundhouse.rollout.token_capture import chain_calls
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, say
 

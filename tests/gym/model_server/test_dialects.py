@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.gym.model_server import anthropic, sse
-from roundhouse.gym.model_server.requests import InvalidRequest, check_responses
-from roundhouse.gym.model_server.streaming_dialect import strict_body, with_namespaces
-from roundhouse.gym.responses import assistant_items, chat_messages, response_object
+from roundhouse.compat.nemo_gym.model_server import anthropic, sse
+from roundhouse.compat.nemo_gym.model_server.requests import InvalidRequest, check_responses
+from roundhouse.compat.nemo_gym.model_server.streaming_dialect import strict_body, with_namespaces
+from roundhouse.rollout.responses import assistant_items, chat_messages, response_object
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:

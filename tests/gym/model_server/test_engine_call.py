@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.gym.model_server.engine_call import (
+from roundhouse.compat.nemo_gym.model_server.engine_call import (
     chat_from_responses,
     ends_in_reasoning_only,
     engine_body,
     tokenize_body,
 )
-from roundhouse.gym.model_server.history import with_recorded_tokens
-from roundhouse.gym.model_server.requests import InvalidRequest, check_chat, check_responses
+from roundhouse.compat.nemo_gym.model_server.history import with_recorded_tokens
+from roundhouse.compat.nemo_gym.model_server.requests import InvalidRequest, check_chat, check_responses
+from roundhouse.config.model_server import ModelServerConfig
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": None}

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from roundhouse.compat.nemo_gym.model_server.__main__ import configuration
 from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.gym.model_server.__main__ import configuration
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, prompt_of, say
 from tests.gym.model_server.test_dialects import events

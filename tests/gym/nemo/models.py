@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from roundhouse.config.models import Sampling
 from roundhouse.generation.protocol import Completion
-from roundhouse.gym.responses import assistant_items, chat_messages, chat_tools, response_object, with_token_fields
+from roundhouse.rollout.responses import assistant_items, chat_messages, chat_tools, response_object, with_token_fields
 from tests.gym.playground import Script, ScriptedPolicy, serving
 
 

@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from roundhouse.cli import app as roundhouse
 from roundhouse.cli.gym import app
+from roundhouse.compat.nemo_gym.config.resolve import Resolution, resolve
+from roundhouse.compat.nemo_gym.config.sources import SearchRoots
+from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
+from roundhouse.compat.nemo_gym.servers.scaffold import write_environment
+from roundhouse.compat.nemo_gym.servers.trial import attempt
+from roundhouse.compat.nemo_gym.servers.venvs import install, install_steps
 from roundhouse.config.loading import load_config
+from roundhouse.environments import load
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.gym.environments import load
-from roundhouse.gym.nemo.commands import Foreign, commands
-from roundhouse.gym.nemo.resolve import Resolution, resolve
-from roundhouse.gym.nemo.scaffold import write_environment
-from roundhouse.gym.nemo.sources import SearchRoots
-from roundhouse.gym.nemo.trial import attempt
-from roundhouse.gym.nemo.venvs import install, install_steps
-from roundhouse.gym.sessions import LocalEnvironmentClient
 from roundhouse.policy.warm_start import make_starting_policy
+from roundhouse.rollout.clients import LocalEnvironmentClient
 
 WEATHER = """
 weather:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from roundhouse.compat.nemo_gym.config.directives import apply_directives
 from roundhouse.errors import ConfigError
-from roundhouse.gym.nemo.directives import apply_directives
 
 
 def test_an_inherited_source_is_moved_and_overridden():

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServer
+from roundhouse.compat.nemo_gym.servers.rollout_ids import path_prefix, rollout_id
 from roundhouse.config.models import Sampling
 from roundhouse.generation.protocol import (
     BadReply,
@@ -13,8 +15,6 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
-from roundhouse.gym.nemo.model_client import UNLIMITED_TOKENS, ModelServer
-from roundhouse.gym.nemo.rollout_ids import path_prefix, rollout_id
 from tests.gym.nemo.models import serving_model
 from tests.gym.playground import by_turn, calls, free_port, says
 
@@ -26,7 +26,7 @@ ROUTES = pytest.mark.parametrize("route", ["chat", "responses"])
 
 @pytest.fixture
 def fast_pauses(monkeypatch):
-    monkeypatch.setattr("roundhouse.gym.nemo.model_client.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.FIRST_PAUSE_SECONDS", 0.01)
 
 
 async def ask(

@@ -2,8 +2,8 @@
 
 import pytest
 
+from roundhouse.compat.nemo_gym.config.overrides import nested, parse_override
 from roundhouse.errors import ConfigError
-from roundhouse.gym.nemo.overrides import nested, parse_override
 
 
 @pytest.mark.parametrize(

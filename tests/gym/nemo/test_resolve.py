@@ -8,9 +8,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from roundhouse.compat.nemo_gym.config.resolve import Resolution, resolve
+from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 from roundhouse.errors import ConfigError
-from roundhouse.gym.nemo.resolve import Resolution, resolve
-from roundhouse.gym.nemo.sources import SearchRoots
 
 WEATHER = """
 weather:

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
+from roundhouse.environments.calculator import Calculator
 from roundhouse.errors import InfraError
-from roundhouse.gym.environments.calculator import Calculator
 from roundhouse.training.service.exit_codes import EXIT_CODES
 from tests.gym.model_server.fake_engine import FakeEngine, say
 from tests.gym.nemo.collecting import collect

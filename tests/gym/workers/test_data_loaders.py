@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.compat.nexrl import FileDataLoader, MockDataLoader
+from roundhouse.compat.nexrl.data import read_items
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.gym.workers import FileDataLoader, MockDataLoader
-from roundhouse.gym.workers.data import read_items
 
 ROWS = [{"prompt": f"p{index}", "ground_truth": str(index)} for index in range(4)]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from roundhouse.compat.nexrl import Evaluator
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.loading import load_config
+from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError
-from roundhouse.gym.collector import collect
-from roundhouse.gym.environments import load_any
-from roundhouse.gym.plan import plan_rollouts
-from roundhouse.gym.sessions import open_environment
-from roundhouse.gym.workers import Evaluator
-from roundhouse.symbols import load_symbol
+from roundhouse.import_string import load_class
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, turns_of
 
 RECIPE = Path(__file__).parent / "recipe" / "quiz"
@@ -57,11 +57,11 @@ def environment(**changes: object) -> WorkerEnvironment:
         ({"worker": "works.py:Quiz"}, "has: evaluator.py, grading.py, worker.py"),
         ({"worker": "no.such.module:Quiz"}, "importing no.such.module failed"),
         ({"worker": "roundhouse.errors:ConfigError"}, "that is no BaseRolloutWorker"),
-        ({"worker": "roundhouse.gym.workers:TraceRolloutWorker"}, "does not define make_tracer, run_traced"),
+        ({"worker": "roundhouse.compat.nexrl:TraceRolloutWorker"}, "does not define make_tracer, run_traced"),
         ({"evaluator": "worker.py:QuizWorker"}, "has a QuizWorker that is no Evaluator"),
         ({"evaluator": "evaluator"}, "write path/to/file.py:Class"),
         ({"parameters": {"finalonly": True}}, "do not fit"),
-        ({"evaluator": "roundhouse.gym.workers:Evaluator"}, "cannot be made"),
+        ({"evaluator": "roundhouse.compat.nexrl:Evaluator"}, "cannot be made"),
         ({"train_data": "nowhere.jsonl"}, "environment.train_data"),
     ],
 )
@@ -75,30 +75,30 @@ def test_a_file_that_raises_is_refused_and_can_be_repaired(tmp_path: Path) -> No
     file = tmp_path / "evaluator.py"
     file.write_text("1/0")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        load_symbol(f"{file}:Mine", Evaluator, "environment.evaluator")
+        load_class(f"{file}:Mine", Evaluator, "environment.evaluator")
     shutil.copy(WORKSPACE / "evaluator.py", file)
-    loaded = load_symbol(f"{file}:QuizEvaluator", Evaluator, "environment.evaluator")
-    assert load_symbol(f"{file}:QuizEvaluator", Evaluator, "environment.evaluator") is loaded
+    loaded = load_class(f"{file}:QuizEvaluator", Evaluator, "environment.evaluator")
+    assert load_class(f"{file}:QuizEvaluator", Evaluator, "environment.evaluator") is loaded
 
 
 def test_relative_paths_begin_at_the_workspace_then_at_nexrl_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other.py").write_text(
-        "from roundhouse.gym.workers import Evaluator\nclass Other(Evaluator):\n    pass\n"
+        "from roundhouse.compat.nexrl import Evaluator\nclass Other(Evaluator):\n    pass\n"
     )
     with pytest.raises(ConfigError, match=r"no file other.py"):
-        load_symbol("other.py:Other", Evaluator, "environment.evaluator", [WORKSPACE])
+        load_class("other.py:Other", Evaluator, "environment.evaluator", [WORKSPACE])
     monkeypatch.setenv("NEXRL_PATH", str(tmp_path))
-    assert load_symbol("other.py:Other", Evaluator, "environment.evaluator", [WORKSPACE]).__name__ == "Other"
+    assert load_class("other.py:Other", Evaluator, "environment.evaluator", [WORKSPACE]).__name__ == "Other"
     monkeypatch.setenv("NEXRL_PATH", str(WORKSPACE))
-    assert load_symbol("evaluator.py:QuizEvaluator", Evaluator, "environment.evaluator").__name__ == "QuizEvaluator"
+    assert load_class("evaluator.py:QuizEvaluator", Evaluator, "environment.evaluator").__name__ == "QuizEvaluator"
 
 
 def test_the_recipe_is_found_from_any_working_directory(tmp_path: Path) -> None:
     code = (
-        "from roundhouse.config.loading import load_config; from roundhouse.gym.sessions import open_environment; import sys;"
-        "print(len(open_environment(load_config(sys.argv[1]).environment).tasks('train')))"
+        "from roundhouse.config.loading import load_config; from roundhouse.rollout.clients import open_environment; "
+        "import sys; print(len(open_environment(load_config(sys.argv[1]).environment).tasks('train')))"
     )
     run = [sys.executable, "-c", code, str(RECIPE / "quiz.yaml")]
     paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}

@@ -7,14 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from roundhouse.config.environments import WorkerEnvironment
-from roundhouse.config.models import ValidationConfig
-from roundhouse.gym.agent import play_rollout, run_rollout
-from roundhouse.gym.collector import collect
-from roundhouse.gym.environment import tool
-from roundhouse.gym.plan import plan_rollouts
-from roundhouse.gym.sessions import open_environment
-from roundhouse.gym.workers import (
+from roundhouse.compat.nexrl import (
     AgentRolloutWorker,
     BaseRolloutWorker,
     EvaluationRunResult,
@@ -22,9 +15,16 @@ from roundhouse.gym.workers import (
     SimpleRolloutWorker,
     TraceRolloutWorker,
 )
-from roundhouse.gym.workers.client import WorkerClient
-from roundhouse.gym.workers.evaluation import AnswerTag, BaseEvaluationTarget
-from roundhouse.gym.workers.mock import hash_reward
+from roundhouse.compat.nexrl.client import WorkerClient
+from roundhouse.compat.nexrl.evaluation import AnswerTag, BaseEvaluationTarget
+from roundhouse.compat.nexrl.mock import hash_reward
+from roundhouse.config.environments import WorkerEnvironment
+from roundhouse.config.models import ValidationConfig
+from roundhouse.environments.base import tool
+from roundhouse.rollout.agent import play_rollout, run_rollout
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import FailureKind, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from roundhouse.trajectories.validation import validate

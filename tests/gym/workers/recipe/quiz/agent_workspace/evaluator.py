@@ -1,6 +1,6 @@
 from grading import same
 
-from roundhouse.gym.workers import BaseEvaluationTarget, EvaluationRunResult, Evaluator
+from roundhouse.compat.nexrl import BaseEvaluationTarget, EvaluationRunResult, Evaluator
 
 
 class QuizEvaluator(Evaluator):

@@ -1,5 +1,5 @@
-from roundhouse.gym.environment import tool
-from roundhouse.gym.workers import AgentRolloutWorker
+from roundhouse.compat.nexrl import AgentRolloutWorker
+from roundhouse.environments.base import tool
 
 
 class QuizWorker(AgentRolloutWorker):

@@ -1,0 +1,1 @@
+"""NeMo Gym: its configuration, files, servers and clients."""

@@ -1,0 +1,1 @@
+"""Clients of NeMo Gym's servers."""

@@ -1,0 +1,262 @@
+"""An environment behind HTTP: any resources server of NeMo Gym's contract (/seed_session, /<tool>, /verify).
+
+Invariant: a rollout's cookies are its own. A request that may have had an effect is never sent twice: a broken connection fails
+the rollout's attempt, and the next attempt begins with a new session. A session is closed where its server offers that: it says
+`supports_explicit_close` in its answer to /seed_session, or the configuration names the route (`environment.close_route`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import orjson
+
+from roundhouse.compat.nemo_gym.clients.connection import BUSY, REQUEST_SECONDS, Connection, Cookies, json_object
+from roundhouse.config.models import RemoteEnvironment
+from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
+from roundhouse.environments.task_files import read_task_rows
+from roundhouse.environments.tools import NOT_FOUND, RESERVED, ToolResult
+from roundhouse.errors import DataError, InfraError
+from roundhouse.rollout.failures import (
+    SESSION_CLOSED,
+    SESSION_HEADER,
+    SESSION_LAST_USE,
+    EnvironmentUnavailable,
+    JudgeFailed,
+    SeedFailed,
+    VerifierFailed,
+)
+from roundhouse.rollout.protocol import EnvironmentSession
+from roundhouse.rollout.tool_loop import ToolLoop
+
+log = logging.getLogger(__name__)
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+
+class RemoteClient:
+    """What the clients of all servers share: a connection, a name, task rows."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        train: Sequence[TaskRow] = (),
+        heldout: Sequence[TaskRow] = (),
+        request_seconds: float = REQUEST_SECONDS,
+        close_route: str | None = None,
+        session_mcp: bool = True,
+        restoration: Restoration = "none",
+    ) -> None:
+        self.connection = Connection(url, request_seconds)
+        self.name = name or self.connection.authority
+        self.close_route = None if close_route is None else close_route.strip("/")
+        self.session_mcp = session_mcp
+        self.restoration = restoration
+        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
+
+    @classmethod
+    def from_config(cls, config: RemoteEnvironment) -> Self:
+        """The client of a configuration, its task rows read from their files."""
+        heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
+        train = read_task_rows(config.train_tasks, "environment.train_tasks")
+        return cls(
+            config.url,
+            train=train,
+            heldout=heldout,
+            close_route=config.close_route,
+            session_mcp=config.session_mcp,
+            restoration=config.restore,
+        )
+
+    @property
+    def url(self) -> str:
+        return self.connection.url
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return self._tasks[split]
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class RemoteEnvironmentClient(RemoteClient):
+    """Rollouts against a resources server."""
+
+    @property
+    def agent(self) -> ToolLoop:
+        return ToolLoop(self)
+
+    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
+        session = _RemoteSession(self.connection, row, self.close_route)
+        offer = await session.seed()
+        if offer is None or not self.session_mcp:
+            return session
+        from roundhouse.compat.mcp.tools import (
+            with_offered,  # the SDK takes long to import, and most servers offer nothing
+        )
+
+        try:
+            return await with_offered(session, row, self.url, offer)
+        except BaseException:
+            await session.give_up()  # nobody will get to see it
+            raise
+
+    def join_session(self, row: TaskRow, cookies: Cookies) -> EnvironmentSession:
+        """A session that somebody else began, by its `cookies`; these are brought up to date in place."""
+        return _RemoteSession(self.connection, row, self.close_route, cookies)
+
+
+class RemoteSession:
+    """Cookies of one rollout, and how its session is closed."""
+
+    def __init__(
+        self, connection: Connection, row: TaskRow, close_route: str | None, cookies: Cookies | None = None
+    ) -> None:
+        self._connection = connection
+        self._row = row
+        self._cookies: Cookies = {} if cookies is None else cookies
+        self._close_route = close_route
+        self.needs_close = False
+
+    async def begin(self, route: str) -> str:
+        """POST the row; the answer's text. From here on the session exists.
+
+        Raises:
+            InfraError, SeedFailed
+        """
+        status, text = await self._connection.post(route, self._row, self._cookies)
+        refuse(status, text, f"{self._connection.url}/{route}", SeedFailed)
+        self.needs_close = self._close_route is not None
+        return text
+
+    async def give_up(self) -> None:
+        """Close, where that is offered; a failure is told in the log."""
+        if self.needs_close:
+            try:
+                await self.close()
+            except (InfraError, DataError) as error:
+                log.warning("%s/close failed: %s", self._connection.url, error)
+
+    async def close(self) -> None:
+        status, text = await self._connection.post(self._close_route or "close", {}, self._cookies)
+        refuse(status, text, f"{self._connection.url}/{self._close_route or 'close'}", SeedFailed)
+
+
+class _RemoteSession(RemoteSession):
+    ordered = False
+    """Whether the order of calls matters, only the server's owner knows; `rollout.parallel_tool_calls` is their word."""
+    tools: Sequence[dict[str, Any]] = ()
+    answer: dict[str, Any] | None = None
+
+    async def seed(self) -> Any:
+        """Begin; what the server offers over MCP, or None."""
+        text = await self.begin("seed_session")
+        if len(text) <= 2:  # most servers answer {}
+            return None
+        reply = lenient_object(text)
+        self.needs_close = self.needs_close or offers_close(reply)
+        return reply.get("mcp")
+
+    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
+        # The name is the policy's invention: it must not reach another route, nor another path.
+        if name in RESERVED or not _TOOL_NAME.fullmatch(name):
+            return NOT_FOUND
+        if self.needs_close and name == (self._close_route or "close"):
+            return NOT_FOUND
+        status, text = await self._connection.post(name, arguments, self._cookies)
+        return ToolResult(text, status)
+
+    async def verify(self, response: dict[str, Any]) -> Verdict:
+        # A server that knows the header closes the session with its verdict, which saves a request.
+        status, text, headers = await self._connection.exchange(
+            "POST",
+            "verify",
+            orjson.dumps({**self._row, "response": response}),
+            self._cookies,
+            headers={SESSION_HEADER: SESSION_LAST_USE} if self.needs_close else None,
+        )
+        if headers.get(SESSION_HEADER) == SESSION_CLOSED:
+            self.needs_close = False
+        where = f"{self._connection.url}/verify"
+        refuse(status, text, where, VerifierFailed)
+        reply = json_object(text, where, VerifierFailed)
+        if "reward" not in reply:
+            raise VerifierFailed(f"{where} answered without a reward: {text}")
+        self.answer = reply
+        return verdict_from_reply(reply, self._row)
+
+
+def refuse(status: int, text: str, where: str, failure: type[Exception]) -> None:
+    """Raise what an answer's status means; success passes.
+
+    Raises:
+        EnvironmentUnavailable: the server cannot serve at present.
+        failure: any other status of 300 and more.
+    """
+    if status in BUSY:
+        raise EnvironmentUnavailable(f"{where} answered {status}: {text}")
+    if status >= 300:
+        raise failure(f"{where} answered {status}: {text}")
+
+
+def lenient_object(text: str) -> dict[str, Any]:
+    """The JSON object that `text` holds, or an empty one."""
+    try:
+        reply = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return reply if isinstance(reply, dict) else {}
+
+
+def offers_close(reply: Mapping[str, Any]) -> bool:
+    """Whether the answer that began a session offers POST /close."""
+    info = reply.get("info")
+    told = info.get("supports_explicit_close") if isinstance(info, dict) else None
+    return reply.get("supports_explicit_close") is True or told is True
+
+
+def refuse_failure_mark(reply: dict[str, Any]) -> None:
+    """Raise where an answer of 200 says that there is no verdict.
+
+    Raises:
+        JudgeFailed, VerifierFailed: the reward of 0 beside the mark is none.
+    """
+    failure = reply.get("_ng_failure_class")
+    if failure is not None:
+        kind = VerifierFailed if reply.get("_ng_failure_terminal") else JudgeFailed
+        raise kind(f"The verifier reports {failure}: {reply.get('_ng_failure_judge_error', 'no detail given')}")
+
+
+def verdict_from_reply(reply: dict[str, Any], row: TaskRow) -> Verdict:
+    """The verdict in a /verify answer. Numbers that the row did not hold are the environment's metrics.
+
+    Raises:
+        JudgeFailed, VerifierFailed: the answer carries a failure mark.
+    """
+    refuse_failure_mark(reply)
+    extras = {
+        name: value
+        for name, value in reply.items()
+        if isinstance(value, int | float)
+        and name not in row
+        and name not in ("reward", "mask_sample")
+        and not name.startswith("_ng_")
+    }
+    metrics, components = reply.get("metrics"), reply.get("reward_components")
+    return Verdict(
+        reward=reply["reward"],
+        reward_components=components if isinstance(components, dict) else {},
+        metrics=extras | (metrics if isinstance(metrics, dict) else {}),
+        mask=bool(reply.get("mask_sample")),
+    )

@@ -1,0 +1,1 @@
+"""NeMo Gym's configuration: reading, merging and resolving it."""

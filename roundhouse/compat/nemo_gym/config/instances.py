@@ -1,0 +1,217 @@
+"""The servers that a configuration names.
+
+Invariant: a top-level entry is a server, or it looks like one and the reasons why it is none are told, or it is an ordinary
+value; nothing that looks like a server is passed over in silence.
+
+    weather:                                  the instance's name
+      resources_servers:                      its type
+        example_single_tool_call:             its implementation; for a foreign server a directory <type>/<implementation>
+          entrypoint: app.py
+
+Three kinds of server:
+
+    foreign   has `entrypoint`: started in its directory, as NeMo Gym does it
+    external  has `url` and no entrypoint: runs elsewhere; it is checked and never started
+    own       its implementation is one of `roundhouse_environment`, `roundhouse_agent`, `roundhouse_model`
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from roundhouse.compat.nemo_gym.config.datasets import DatasetEntry
+
+ServerType = Literal["resources_servers", "responses_api_agents", "responses_api_models"]
+Kind = Literal["foreign", "external", "own"]
+
+SERVER_TYPES: tuple[ServerType, ...] = ("resources_servers", "responses_api_agents", "responses_api_models")
+OWN: dict[ServerType, str] = {
+    "resources_servers": "roundhouse_environment",
+    "responses_api_agents": "roundhouse_agent",
+    "responses_api_models": "roundhouse_model",
+}
+"""Implementations that Roundhouse brings along."""
+
+# fmt: off
+RESERVED = frozenset((
+    "config_paths", "entrypoint", "default_host", "head_server", "disallowed_ports", "head_server_deps", "python_version",
+    "pip_install_verbose", "use_absolute_ip", "uv_pip_set_python", "skip_venv_if_present", "hf_token",
+    "ray_head_node_address", "port_range_low", "port_range_high", "dry_run", "model_endpoint_readiness_timeout_seconds",
+    "allow_openai_version_skew", "uv_cache_dir", "uv_venv_dir", "results_dir", "cache_dir", "_inherit_from", "_copy",
+    "nemo_gym_log_dir", "verbose", "json", "query", "observability_enabled", "model_call_capture_dir", "token_id_capture",
+    "component_name", "skip_verification", "skip_verification_reward",
+))
+# fmt: on
+"""Top-level keys that are never servers."""
+
+Domain = Literal[
+    "math", "coding", "agent", "knowledge", "instruction_following", "long_context", "safety", "games", "translation",
+    "e2e", "rlhf", "other",
+]  # fmt: skip
+
+
+class ServerFields(BaseModel):
+    """What is common to all servers; a server's own fields are kept beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    entrypoint: str | None = None
+    """Python file of a foreign server, relative to its directory."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+")
+    """Base URL of an external server."""
+    host: str | None = None
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """0 and unset: any free one."""
+    num_workers: int | None = Field(default=None, ge=1)
+    domain: Domain | None = None
+    """Required of foreign resources servers."""
+    datasets: list[DatasetEntry] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """{type, name}: one server's mention of another."""
+
+    type: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One server of a configuration."""
+
+    name: str
+    type: ServerType
+    implementation: str
+    kind: Kind
+    fields: ServerFields
+
+    @property
+    def path(self) -> tuple[str, str, str]:
+        """Where its fields stand in the configuration."""
+        return self.name, self.type, self.implementation
+
+    def references(self) -> dict[str, Reference]:
+        """Servers named by its first-level fields, by field."""
+        values = self.fields.model_extra or {}
+        found = {field: as_reference(value) for field, value in values.items()}
+        return {field: reference for field, reference in found.items() if reference is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class AlmostServer:
+    """An entry of a server's shape that is none."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} looks like a server and is none: {'; '.join(self.reasons)}."
+
+
+def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[AlmostServer]]:
+    """The servers of a tree whose interpolations have been filled in as far as they can be."""
+    instances: list[Instance] = []
+    almost: list[AlmostServer] = []
+    for name, entry in tree.items():
+        if name in RESERVED or not isinstance(entry, Mapping):
+            continue
+        found = _instance(str(name), entry)
+        if isinstance(found, Instance):
+            instances.append(found)
+        elif found is not None:
+            almost.append(found)
+    return instances, almost
+
+
+def unresolved_references(instances: Iterable[Instance]) -> list[str]:
+    """One sentence for each reference to a server that is not there, with the nearest names."""
+    instances = list(instances)
+    there = {Reference(one.type, one.name) for one in instances}
+    problems = []
+    for instance in instances:
+        for field, reference in instance.references().items():
+            if reference in there or reference.name == "???":  # an unset name is told as such
+                continue
+            names = sorted(one.name for one in there if one.type == reference.type)
+            near = difflib.get_close_matches(reference.name, names, n=3)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(names) or 'none'}."
+            problems.append(
+                f"{'.'.join(instance.path)}.{field} refers to {reference.type}/{reference.name}, which is not configured. "
+                f"{hint}"
+            )
+    return problems
+
+
+def as_reference(value: Any) -> Reference | None:
+    """{type: one of the three, name: text} as a reference; anything else is none."""
+    if (
+        not isinstance(value, Mapping)
+        or value.get("type") not in SERVER_TYPES
+        or not isinstance(value.get("name"), str)
+    ):
+        return None
+    return Reference(value["type"], value["name"])
+
+
+def _instance(name: str, entry: Mapping[str, Any]) -> Instance | AlmostServer | None:
+    types = [one for one in SERVER_TYPES if one in entry]
+    blocks = {one: entry[one] for one in types if isinstance(entry[one], Mapping)}
+    if not any(_meant(kind, block) for kind, block in blocks.items()):
+        return None
+    if len(types) > 1:
+        return AlmostServer(name, (f"it has {' and '.join(types)}; one server has one type",))
+    server_type = types[0]
+    block = blocks[server_type]
+    if len(block) != 1:
+        return AlmostServer(
+            name, (f"{server_type} holds {', '.join(map(str, block))}; it must hold one implementation",)
+        )
+    implementation, values = next(iter(block.items()))
+    if not isinstance(values, Mapping):
+        return AlmostServer(name, (f"{server_type}.{implementation} is {values!r}; it must be a mapping",))
+    return _validated(name, server_type, str(implementation), values)
+
+
+def _meant(server_type: ServerType, block: Mapping[str, Any]) -> bool:
+    """Does anything in it say that it shall run or be reached?"""
+    return any(
+        implementation == OWN[server_type]
+        or (isinstance(values, Mapping) and ("entrypoint" in values or _external(values)))
+        for implementation, values in block.items()
+    )
+
+
+def _external(values: Mapping[str, Any]) -> bool:
+    return "url" in values and "entrypoint" not in values
+
+
+def _validated(
+    name: str, server_type: ServerType, implementation: str, values: Mapping[str, Any]
+) -> Instance | AlmostServer:
+    place = f"{server_type}.{implementation}"
+    try:
+        fields = ServerFields.model_validate(dict(values))
+    except ValidationError as error:
+        reasons = [
+            f"{place}.{'.'.join(str(part) for part in item['loc'])}: {item['msg']} (it is {item['input']!r:.80})"
+            for item in error.errors()
+        ]
+        return AlmostServer(name, tuple(reasons))
+    if implementation == OWN[server_type] and fields.entrypoint is None:
+        kind: Kind = "own" if fields.url is None else "external"
+        return Instance(name, server_type, implementation, kind, fields)
+    if fields.entrypoint is None:
+        return Instance(name, server_type, implementation, "external", fields)
+    if server_type == "resources_servers" and fields.domain is None:
+        return AlmostServer(name, (f"{place}.domain is required of resources servers",))
+    if fields.entrypoint.startswith("/"):
+        return AlmostServer(
+            name, (f"{place}.entrypoint is {fields.entrypoint!r}; it must be relative to its directory",)
+        )
+    return Instance(name, server_type, implementation, "foreign", fields)

@@ -1,0 +1,205 @@
+"""A NeMo Gym configuration, resolved: files, `env.yaml` and command line merged, directives applied, servers found and placed.
+
+Invariant: everything that is wrong is told at once, as a list of problems in words; a `Resolution` without problems can be
+started. Interpolations stay as they were written in its configuration, so that children fill them in themselves; only what
+decides about servers is read with its interpolations filled.
+
+    resolution = resolve(["math.yaml"], ["++policy_model_name=tiny"], SearchRoots.of())
+    resolution.raise_problems()
+    resolution.yaml()
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roundhouse.compat.nemo_gym.config import addresses
+from roundhouse.compat.nemo_gym.config.directives import MISSING, apply_directives
+from roundhouse.compat.nemo_gym.config.filled import filled
+from roundhouse.compat.nemo_gym.config.instances import Instance, find_instances, unresolved_references
+from roundhouse.compat.nemo_gym.config.merging import Tree, merge_dummy_models, merge_sources, unset_values
+from roundhouse.compat.nemo_gym.config.replacements import use_own_servers
+from roundhouse.compat.nemo_gym.config.sources import DOTENV, SearchRoots
+from roundhouse.compat.nemo_gym.servers.own_servers import capture_problems, own_problems
+from roundhouse.config.secrets import masked
+from roundhouse.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Resolution:
+    """What came out."""
+
+    tree: Tree = field(default_factory=dict)
+    """The configuration as plain containers, interpolations as they were written."""
+    instances: list[Instance] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def config(self) -> DictConfig:
+        return OmegaConf.create(self.tree)
+
+    def yaml(self) -> str:
+        """For children: secrets in clear."""
+        return OmegaConf.to_yaml(self.config())
+
+    def masked_yaml(self) -> str:
+        """For people and for those who ask the head server."""
+        return OmegaConf.to_yaml(OmegaConf.create(masked(self.tree)))
+
+    def fields(self, instance: Instance) -> Tree:
+        """A server's fields, interpolations filled."""
+        return dict(filled(self.config(), instance.path).value)
+
+    def address(self, instance: Instance) -> addresses.Address:
+        values = self.fields(instance)
+        return str(values["host"]), int(values["port"])
+
+    def base_url(self, instance: Instance) -> str:
+        if instance.kind == "external":
+            return str(instance.fields.url).rstrip("/")
+        host, port = self.address(instance)
+        return f"http://{host}:{port}"
+
+    @property
+    def dry_run(self) -> bool:
+        """The configuration is to be looked at, and nothing started (`dry_run`)."""
+        return filled(self.config(), ("dry_run",)).value is True
+
+    def head_address(self) -> addresses.Address:
+        values = filled(self.config(), ("head_server",)).value
+        return str(values["host"]), int(values["port"])
+
+    def raise_problems(self) -> None:
+        """
+        Raises:
+            ConfigError: with all problems.
+        """
+        if self.problems:
+            lines = "".join(f"\n  - {problem}" for problem in self.problems)
+            raise ConfigError(f"The configuration has {len(self.problems)} problem(s):{lines}")
+
+
+def resolve(
+    paths: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    roots: SearchRoots | None = None,
+    *,
+    initial: Mapping[str, Any] | None = None,
+    dotenv: bool = True,
+    choose_ports: bool = True,
+    ours: bool = False,
+) -> Resolution:
+    """Resolve a configuration.
+
+    Args:
+        paths: configuration files; without any, those that `config_paths` of the command line or of `env.yaml` names.
+        overrides: command-line overrides, see `parse_override`.
+        initial: values just below the command line.
+        dotenv: read `env.yaml` from the search roots.
+        choose_ports: False leaves unset ports at -1 and probes nothing.
+        ours: put our servers in the place of NeMo Gym's of the same contract, see `replacements`.
+    """
+    resolution = Resolution()
+    try:
+        sources, resolution.warnings = merge_sources(
+            paths, overrides, roots or SearchRoots.of(), initial, dotenv=dotenv
+        )
+        tree = apply_directives(sources)
+    except (ConfigError, OmegaConfBaseException) as error:
+        resolution.problems.append(str(error))
+        return resolution
+    merge_dummy_models(tree)
+    if ours:
+        use_own_servers(tree)
+    resolution.tree = tree
+    unset = unset_values(tree)
+    if unset:
+        resolution.problems.append(
+            f"{len(unset)} required value(s) are unset ({MISSING}): {', '.join(unset)}. Set them on the command line "
+            f"(++{unset[0]}=…), in {DOTENV}, or in a configuration file."
+        )
+    _find_servers(resolution)
+    _place(resolution, choose_ports)
+    _set_defaults(resolution.tree)
+    return resolution
+
+
+def _find_servers(resolution: Resolution) -> None:
+    reading = filled(resolution.config())
+    resolution.instances, almost = find_instances(reading.value)
+    names = {one.name for one in resolution.instances} | {one.name for one in almost}
+    resolution.problems += [
+        f"{'.'.join(path)}: {reason}" for path, reason in reading.unfilled.items() if path[0] in names
+    ]
+    strict = reading.value.get("error_on_almost_servers", True)
+    (resolution.problems if strict else resolution.warnings).extend(map(str, almost))
+    resolution.problems += unresolved_references(resolution.instances)
+    unfilled = {path[0] for path in reading.unfilled}
+    for instance in resolution.instances:
+        if instance.kind == "own" and instance.name not in unfilled:
+            name, server_type, implementation = instance.path
+            fields = reading.value[name][server_type][implementation]
+            resolution.problems += own_problems(instance.type, ".".join(instance.path), fields)
+    told = filled(resolution.config(), ("token_id_capture",)).value if "token_id_capture" in resolution.tree else None
+    resolution.problems += capture_problems(told, resolution.instances)
+    if isinstance(told, dict) and told.get("enabled") and any(one.kind == "foreign" for one in resolution.instances):
+        resolution.warnings.append(
+            "token_id_capture: what NeMo Gym's model server records is put into rows by its own collector and NeMo RL, not "
+            "by roundhouse gym collect. For tokens in a run, use our model server and environment.tokens captured."
+        )
+
+
+def _place(resolution: Resolution, choose_ports: bool) -> None:
+    """Write host and port into every server, and what agents inherit from the top level."""
+    tree = resolution.tree
+    tree["head_server"] = {"port": addresses.HEAD_PORT, **(tree.get("head_server") or {})}
+    for key, default in zip(("port_range_low", "port_range_high"), addresses.PORT_RANGE, strict=True):
+        tree.setdefault(key, default)
+    settings = filled(resolution.config()).value
+    try:
+        host = addresses.default_host(settings)
+        tree["head_server"].setdefault("host", host)
+        low, high = (addresses.as_port(settings[key], key) for key in ("port_range_low", "port_range_high"))
+        disallowed = [addresses.as_port(port, "disallowed_ports") for port in settings.get("disallowed_ports") or []]
+        taken = {*disallowed, addresses.as_port(settings["head_server"]["port"], "head_server.port")}
+        if choose_ports:
+            placed = addresses.assign(resolution.instances, host, (low, high), taken)
+        else:
+            placed = {one.name: (one.fields.host or host, one.fields.port or -1) for one in resolution.instances}
+    except (ConfigError, OSError) as error:
+        resolution.problems.append(str(error))
+        return
+    for instance in resolution.instances:
+        name, server_type, implementation = instance.path
+        values = tree[name][server_type][implementation]
+        values["host"], values["port"] = placed[instance.name]
+        if server_type == "responses_api_agents":
+            for key in ("skip_verification", "skip_verification_reward"):
+                if tree.get(key) is not None:
+                    values.setdefault(key, tree[key])
+    tree["disallowed_ports"] = sorted({*taken, *(port for _, port in placed.values() if port > 0)})
+
+
+def _set_defaults(tree: Tree) -> None:
+    """What NeMo Gym's servers read from the top level without asking whether it is there."""
+    for key, value in {
+        "use_absolute_ip": False,
+        "skip_venv_if_present": False,
+        "dry_run": False,
+        "model_endpoint_readiness_timeout_seconds": 600,
+        "allow_openai_version_skew": False,
+        "head_server_deps": [],
+        "python_version": platform.python_version(),
+    }.items():
+        tree.setdefault(key, value)
+    for key in ("results_dir", "cache_dir"):
+        # Absolute, since every server has a working directory of its own.
+        tree[key] = str(Path(tree.get(key) or key.removesuffix("_dir")).expanduser().resolve())
+    tree.setdefault("uv_cache_dir", str(Path(tree["cache_dir"]) / "uv"))

@@ -1,0 +1,188 @@
+"""A rollout record as a row of NeMo Gym's rollouts JSONL or failures sidecar; pure functions.
+
+Invariant: `incoming.rollout_of(row)` of a row made here equals the record. What NeMo Gym's fields hold stands in them (token
+fields on the last item of each model call, with whole prompts); the rest stands under `_roundhouse`. The task's own fields
+stay at the top of the row, as a verifier's answer echoes them; which of them a result field covers is noted there, too.
+
+    task {"q": 1, "reward": "a field of the task"} + result {"reward": 0.5}
+        ->  {"q": 1, "reward": 0.5, …, "_roundhouse": {"added": […], "replaced": {"reward": "a field of the task"}, …}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeGuard
+
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row
+from roundhouse.compat.nemo_gym.exchange.reply_items import Item, input_items, last_items
+from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+from roundhouse.generation.protocol import TOKEN_FIELDS
+from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL
+from roundhouse.rollout.responses import response_object, whole_response
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
+from roundhouse.trajectories.schemas import rebuild_prompts
+
+OWN = "_roundhouse"
+VERSION = 1
+ATTEMPT = "_ng_attempt_index"
+
+_ELSEWHERE = {"task", "status", "failure_kind", "reward", "reward_components", "metrics", "items", "turns"}
+_ON_ITEMS = {"turn", "prompt_token_ids", "generation_token_ids", "generation_log_probs"}
+SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in _ELSEWHERE)
+"""Fields of a record that travel under `_roundhouse` as they are: all that have no other place."""
+TURN_SCALARS = tuple(field.name for field in fields(Turn) if field.name not in _ON_ITEMS)
+"""The same of a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a rollout stands in a collection."""
+
+    task_index: int
+    rollout_index: int
+    agent: str
+    """Instance name for rows whose task names no agent."""
+    after: int = 0
+    """Of a rollout without a reward, how many with one stand before it: two files do not tell their common order."""
+
+
+def addresses(rollouts: Sequence[Rollout], agent: str | None = None) -> list[Address]:
+    """The addresses of a dataset's rollouts: tasks keep their numbers, or get them as their groups come; samples keep theirs.
+
+    Args:
+        agent: instance name; by default each rollout's environment.
+    """
+    numbers = _own_numbers(rollouts)
+    places, judged = [], 0
+    for rollout in rollouts:
+        task_index = numbers.setdefault(rollout.group_id, len(numbers))
+        after = judged if rollout.reward is None else 0
+        places.append(Address(task_index, rollout.sample, agent or rollout.environment, after))
+        judged += rollout.reward is not None
+    return places
+
+
+def is_index(value: Any) -> TypeGuard[int]:
+    """Whether a field can be the number of a task, rollout or attempt."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 - 1
+
+
+def result_row(rollout: Rollout, address: Address) -> Row:
+    """The row of a rollout: for the rollouts file if it has a reward, otherwise for the failures sidecar."""
+    given = len(input_items(rollout.task))
+    derived = rollout.items[:given] == input_items(rollout.task)
+    output = rollout.items[given:] if derived else rollout.items
+    placed = _placed(output, rollout.turns)
+    prompts = rebuild_prompts(rollout.turns)
+    result: Row = {"response": _response(rollout, _with_tokens(output, placed, rollout.turns, prompts))}
+    result |= _judgement(rollout) | _stamps(rollout, address)
+    own = {
+        "version": VERSION,
+        "after": address.after,
+        "status": rollout.status.value,
+        "failure_kind": rollout.failure_kind.value if rollout.failure_kind else None,
+        "input_in_task": derived,
+        **{name: getattr(rollout, name) for name in SCALARS},
+        "turns": [
+            _own_turn(turn, place, prompt) for turn, place, prompt in zip(rollout.turns, placed, prompts, strict=True)
+        ],
+    }
+    return _over_task(rollout.task, result, own)
+
+
+def materialized_row(rollout: Rollout, address: Address) -> Row:
+    """The row of a rollout in the materialized inputs."""
+    return _over_task(rollout.task, _stamps(rollout, address), {"version": VERSION})
+
+
+def task_under(row: Row) -> Row:
+    """The task that `result_row` or `materialized_row` wrote over."""
+    added, replaced = set(row[OWN]["added"]), row[OWN]["replaced"]
+    return {name: replaced.get(name, value) for name, value in row.items() if name not in added}
+
+
+def with_tokens(item: Item, turn: Turn, prompt: list[int]) -> Item:
+    """An item with the token fields of the call that it ends."""
+    return item | dict(zip(TOKEN_FIELDS, (prompt, turn.generation_token_ids, turn.generation_log_probs), strict=True))
+
+
+def _own_numbers(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """Task indexes by group, if the tasks carry one each; otherwise none."""
+    numbers: dict[str, int] = {}
+    for rollout in rollouts:
+        index = rollout.task.get(TASK)
+        if not is_index(index) or numbers.setdefault(rollout.group_id, index) != index:
+            return {}
+    return numbers if len(set(numbers.values())) == len(numbers) else {}
+
+
+def _over_task(task: Row, result: Row, own: Row) -> Row:
+    names = [*result, OWN]
+    own["added"] = [name for name in names if name not in task]
+    own["replaced"] = {name: task[name] for name in names if name in task}
+    return {**task, **result, OWN: own}
+
+
+def _stamps(rollout: Rollout, address: Address) -> Row:
+    stamps: Row = {TASK: address.task_index, ROLLOUT: address.rollout_index}
+    if not isinstance(rollout.task.get("agent_ref"), dict):
+        stamps["agent_ref"] = {"type": "responses_api_agents", "name": address.agent}
+    return stamps
+
+
+def _judgement(rollout: Rollout) -> Row:
+    fields: Row = {}
+    if rollout.reward is not None:
+        fields["reward"] = rollout.reward
+    if rollout.reward_components:
+        fields["reward_components"] = rollout.reward_components
+    if rollout.metrics:
+        fields["metrics"] = rollout.metrics
+    if rollout.status is Status.MASKED:
+        fields["mask_sample"] = True
+    if rollout.reward is None:
+        fields |= {
+            FAILURE: rollout.failure_code or rollout.status.value,
+            TERMINAL: rollout.failure_kind is FailureKind.DATA,
+            DETAIL: rollout.failure_detail,
+        }
+    if rollout.attempt > 1:
+        fields[ATTEMPT] = rollout.attempt - 1
+    return fields
+
+
+def _response(rollout: Rollout, output: list[Item]) -> dict[str, Any]:
+    params = rollout.task.get("responses_create_params")
+    response = response_object(
+        f"resp_{rollout.seed:08x}",
+        output,
+        model="policy",
+        created_at=rollout.started_at,
+        finish_reason="length" if rollout.status is Status.TRUNCATED else "stop",
+        input_tokens=sum(turn.prompt_length for turn in rollout.turns),
+        output_tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
+        params=params if isinstance(params, dict) else {},
+    )
+    return whole_response(response, items=False)  # an import reads the items of the record back
+
+
+def _placed(output: list[Item], turns: list[Turn]) -> list[int | None]:
+    """The item of each turn that takes its token fields; None where there is none, or it has such fields of its own."""
+    places = last_items(output, len(turns))
+    return [None if place is None or any(name in output[place] for name in TOKEN_FIELDS) else place for place in places]
+
+
+def _with_tokens(
+    output: list[Item], placed: list[int | None], turns: list[Turn], prompts: list[list[int]]
+) -> list[Item]:
+    shown = list(output)
+    for place, turn, prompt in zip(placed, turns, prompts, strict=True):
+        if place is not None:
+            shown[place] = with_tokens(shown[place], turn, prompt)
+    return shown
+
+
+def _own_turn(turn: Turn, place: int | None, prompt: list[int]) -> Row:
+    own = {"item": place, **{name: getattr(turn, name) for name in TURN_SCALARS}}
+    return own if place is not None else with_tokens(own, turn, prompt)

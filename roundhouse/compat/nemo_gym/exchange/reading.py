@@ -1,0 +1,192 @@
+"""A collection's files as rollout records, and the lines that the records alone would not give back.
+
+Invariants: each (task, rollout) makes one record: of its row in the rollouts file, otherwise of its newest failure. Every line
+comes back equal from an export: by the record alone where that is proven here, by record and remnant, or by the line itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+from roundhouse.compat.nemo_gym.exchange.incoming import Remnant, foreign_rollout, is_own, rollout_of
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, iter_rows
+from roundhouse.compat.nemo_gym.exchange.originals import File, Original
+from roundhouse.compat.nemo_gym.exchange.outgoing import (
+    OWN,
+    Address,
+    addresses,
+    is_index,
+    materialized_row,
+    result_row,
+    task_under,
+)
+from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+from roundhouse.errors import DataError
+from roundhouse.trajectories.records import Rollout
+
+Key = tuple[int, int]
+"""Task and rollout index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """The records of a collection and, unless they alone give back its files, their lines."""
+
+    rollouts: list[Rollout]
+    originals: list[Original]
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line of the rollouts file or the failures sidecar."""
+
+    file: File
+    number: int
+    key: Key
+    row: Row | None
+    """None as soon as the record and `remnant` or `address` stand for it: token arrays are not held twice."""
+    own: bool
+    rollout: Rollout | None = None
+    """The record, if this line makes it."""
+    remnant: Remnant | None = None
+    address: Address | None = None
+    """With it, the record alone gives the line back."""
+    plain: bool = False
+    """It is the address that the record gets in its dataset."""
+
+    def original(self) -> Original:
+        """What is kept of the line."""
+        if self.rollout is not None and (self.plain or self.remnant is not None):
+            return Original(self.file, self.number, self.rollout.rollout_id, self.remnant)
+        row = self.row
+        if row is None:
+            assert self.rollout is not None
+            assert self.address is not None
+            row = result_row(self.rollout, self.address)
+        return Original(self.file, self.number, row=row)
+
+
+def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Collection:
+    """Read the rollouts file and, where they are, its sidecar and materialized inputs.
+
+    Args:
+        policy_version: of the weights that made foreign rollouts; Roundhouse's own rows say it.
+
+    Raises:
+        DataError: a file cannot be read, or holds a (task, rollout) twice.
+    """
+    tasks = _read_tasks(files.materialized_inputs)
+    converter = _Converter({key: row for _, key, row in tasks}, policy_version)
+    judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts)]
+    _refuse_twice("the rollouts file", [(line.number, line.key) for line in judged])
+    failures = list(_lines("failures", files.failures)) if files.failures.exists() else []
+    known = {line.key for line in judged}
+    newest = {line.key: line for line in failures if line.key not in known}
+    failed = [converter.converted(line) for line in newest.values()]
+    chosen = [*judged, *failed]
+    if all(line.own for line in chosen):
+        chosen = _in_common_order(judged, failed)
+    rollouts = [line.rollout for line in chosen if line.rollout is not None]
+    in_order = [line for line in chosen if line.file == "failures"]
+    same_lines = len(in_order) == len(failures) and all(map(operator.is_, in_order, failures))
+    return Collection(rollouts, _originals([*judged, *failures], chosen, rollouts, tasks, same_lines))
+
+
+@dataclass(slots=True)
+class _Converter:
+    tasks: dict[Key, Row]
+    policy_version: int
+    groups: dict[str, int] = field(default_factory=dict)
+    """Group ids and the task that each belongs to."""
+
+    def converted(self, line: _Line) -> _Line:
+        """The line with its record."""
+        assert line.row is not None
+        if line.own:
+            line.rollout = rollout_of(line.row)
+            address = Address(*line.key, line.rollout.environment, line.row[OWN].get("after", 0))
+            if result_row(line.rollout, address) == line.row:
+                line.address, line.row = address, None
+            return line
+        task = self.tasks.get(line.key)
+        task = task_under(task) if task is not None and is_own(task) else task
+        line.rollout, line.remnant = foreign_rollout(line.row, task, key=line.key, policy_version=self.policy_version)
+        line.row = None
+        if self.groups.setdefault(line.rollout.group_id, line.key[0]) != line.key[0]:
+            line.rollout.group_id += f"#{line.key[0]}"  # two tasks of one task_id stay two groups
+        return line
+
+
+def _read_tasks(path: Path) -> list[tuple[int, Key, Row]]:
+    """Line numbers, keys and rows of the materialized inputs; none if there is no such file."""
+    rows = [(number, _key(row, number), row) for number, row in iter_rows(path)] if path.exists() else []
+    _refuse_twice(path.name, [(number, key) for number, key, _ in rows])
+    return rows
+
+
+def _lines(file: File, path: Path) -> Iterator[_Line]:
+    return (_Line(file, number, _key(row, number), row, is_own(row)) for number, row in iter_rows(path))
+
+
+def _key(row: Row, number: int) -> Key:
+    """Task and rollout index; a row without them is a task of its own, numbered by its line."""
+    task, rollout = row.get(TASK), row.get(ROLLOUT)
+    return (row[TASK], row[ROLLOUT]) if is_index(task) and is_index(rollout) else (number - 1, 0)
+
+
+def _in_common_order(judged: Sequence[_Line], failed: Sequence[_Line]) -> list[_Line]:
+    """The lines of both files of a dataset of ours in the order of the dataset."""
+    waiting = sorted(failed, key=_judged_before)
+    ordered = []
+    for place, line in enumerate(judged):
+        while waiting and _judged_before(waiting[0]) <= place:
+            ordered.append(waiting.pop(0))
+        ordered.append(line)
+    return ordered + waiting
+
+
+def _judged_before(line: _Line) -> int:
+    return 0 if line.address is None else line.address.after
+
+
+def _refuse_twice(where: str, keys: Sequence[tuple[int, Key]]) -> None:
+    first: dict[Key, int] = {}
+    for number, key in keys:
+        if first.setdefault(key, number) != number:
+            raise DataError(
+                f"Task {key[0]}, rollout {key[1]} stands on lines {first[key]} and {number} of {where}. Remove one of them."
+            )
+
+
+def _originals(
+    lines: Sequence[_Line],
+    chosen: Sequence[_Line],
+    rollouts: Sequence[Rollout],
+    tasks: Sequence[tuple[int, Key, Row]],
+    same_lines: bool,
+) -> list[Original]:
+    """The lines to keep; none if records alone give back all of them, in their order.
+
+    Args:
+        same_lines: the records' lines are all lines, in the order in which an export writes them.
+    """
+    given: dict[Key, tuple[Rollout, Row]] = {}
+    for line, rollout, place in zip(chosen, rollouts, addresses(rollouts), strict=True):
+        line.plain = line.address == place
+        given[line.key] = rollout, materialized_row(rollout, place)
+    same_tasks = [row for _, _, row in tasks] == [given[key][1] for key in sorted(given)]
+    if same_lines and same_tasks and all(line.plain for line in chosen):
+        return []
+    return [line.original() for line in lines] + [
+        _original_task(number, row, given.get(key)) for number, key, row in tasks
+    ]
+
+
+def _original_task(number: int, row: Row, given: tuple[Rollout, Row] | None) -> Original:
+    if given is not None and given[0].task == row:
+        return Original("materialized_inputs", number, given[0].rollout_id)
+    return Original("materialized_inputs", number, row=row)

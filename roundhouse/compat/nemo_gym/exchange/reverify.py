@@ -1,0 +1,214 @@
+"""Stored rollouts judged anew: each row's recorded response to the verifier of today, the policy is not asked.
+
+Invariants: a row is posted to /verify as its agent would post it (the materialized input with the recorded response), and what
+comes back stands in the output as a collection's row does, a failure in its sidecar; the rollouts that are read do not change.
+A verifier that judges by its session's state cannot judge a stored rollout: a server that does not say that it is stateless
+(`GET /reverify_mode`) is refused, or with `force` its output is called `unsafe_…`.
+
+    run_materialized_inputs.jsonl + run.jsonl ── /verify ──> output.jsonl, output_failures.jsonl, output_aggregate_metrics.json
+
+`judge_failed_only` recovers a run whose judge was away: its rollouts are taken over as they are, and only those that its
+failures sidecar files as judge_failed are judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+
+from roundhouse.compat.nemo_gym.clients.connection import Connection, json_object
+from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, RETRIABLE, SHORT_SECONDS
+from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, Row, iter_rows
+from roundhouse.compat.nemo_gym.exchange.outgoing import is_index
+from roundhouse.compat.nemo_gym.exchange.resume import Key, Remaining, key_of, max_attempts, remaining
+from roundhouse.compat.nemo_gym.exchange.stream import NotReached
+from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK, aggregate_metrics
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.rollout.failures import FAILURE, EnvironmentUnavailable, EnvironmentUnreachable, VerifierFailed
+
+JUDGE_FAILED = "judge_failed"
+STATELESS = "stateless"
+
+
+@dataclass(frozen=True, slots=True)
+class Reverification:
+    """What is judged, and what becomes of an output that is there."""
+
+    inputs: Path
+    rollouts: CollectionFiles
+    output: Path
+    limit: int | None = None
+    judge_failed_only: bool = False
+    append: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    force: bool = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: two of them contradict each other.
+        """
+        if self.append and not self.judge_failed_only:
+            raise ConfigError("--append adds recovered rows to the rollouts, and needs --judge-failed-only.")
+        if self.append and self.overwrite:
+            raise ConfigError("--append keeps the output and --overwrite removes it: give one.")
+
+
+class Verifiers:
+    """Resources servers by the agent whose rows they judge, as a source of rows."""
+
+    def __init__(self, urls: Mapping[str, str], seconds: float, *, key: str) -> None:
+        """`key` is the option that names them, for errors. The name `*` stands for every agent."""
+        self._connections = {name: Connection(url, seconds, key=key) for name, url in urls.items()}
+
+    async def not_stateless(self) -> list[str]:
+        """URLs of the servers that do not say of themselves that they judge by row and response alone."""
+        told = {one.url: await one.get("reverify_mode", seconds=SHORT_SECONDS) for one in self._connections.values()}
+        return sorted(url for url, (status, text) in told.items() if status != 200 or text.strip('"\n') != STATELESS)
+
+    async def run(self, row: Row) -> Row:
+        connection = self._of(row["agent_ref"]["name"])
+        try:
+            status, text = await connection.post("verify", row)
+        except EnvironmentUnreachable as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise NotReached(str(error)) from error
+            raise
+        where = f"{connection.url}/verify"
+        if status >= 500 or status in RETRIABLE:
+            raise EnvironmentUnavailable(f"{where} answered {status}: {text[:2000]}")
+        if status >= 300:
+            raise VerifierFailed(f"{where} answered {status}: {text[:2000]}")
+        return json_object(text, where, VerifierFailed)
+
+    async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
+        connection = self._of(agent)
+        try:
+            status, text = await connection.post("aggregate_metrics", {"verify_responses": rows}, seconds=SHORT_SECONDS)
+        except InfraError:
+            return aggregate_metrics(rows)
+        return aggregate_metrics(rows) if status >= 300 else json_object(text, connection.url, VerifierFailed)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            await connection.close()
+
+    def _of(self, agent: str) -> Connection:
+        connection = self._connections.get(agent, self._connections.get(EVERY))
+        if connection is None:
+            raise DataError(
+                f"The row's agent_ref names {agent!r}; agents there: {', '.join(self._connections) or 'none'}."
+            )
+        return connection
+
+
+async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[CollectionFiles, Remaining]:
+    """The files that are written, made ready, and the rows to judge.
+
+    Raises:
+        ConfigError: a verifier is not stateless, the output is there, or options contradict each other.
+        DataError: a rollout has no row among the inputs, or no response.
+    """
+    asked.check()
+    unfit = [] if asked.judge_failed_only else await verifiers.not_stateless()
+    if unfit and not asked.force:
+        raise ConfigError(
+            f"{', '.join(unfit)} does not say that it judges by row and response alone (GET /reverify_mode is not "
+            f"{STATELESS!r}), so rewards may be wrong. --force judges all the same, into a file named unsafe_…"
+        )
+    output = asked.output.with_name(f"unsafe_{asked.output.name}") if unfit else asked.output
+    files = CollectionFiles(output)
+    _make_way(files, asked)
+    if asked.judge_failed_only:
+        present = _taken_over(asked.rollouts.rollouts, files.rollouts)
+        rows = list(_recoverable(asked.rollouts.failures, present))
+    else:
+        rows = [row for _, row in iter_rows(asked.rollouts.rollouts)]
+    inputs = {_key(asked.inputs, number, row): row for number, row in iter_rows(asked.inputs)}
+    wanted = [_payload(inputs, row, asked.inputs) for row in islice(rows, asked.limit)]
+    if not asked.resume:
+        return files, Remaining(wanted)
+    return files, remaining(wanted, _rows(files.rollouts), _rows(files.failures), max_attempts())
+
+
+def _make_way(files: CollectionFiles, asked: Reverification) -> None:
+    if asked.append or asked.resume:
+        return
+    for path in (files.rollouts, files.failures):
+        if path.exists() and not asked.overwrite:
+            raise ConfigError(
+                f"{path} is there. Pass --overwrite to remove it, --resume to go on with it, or name another --output."
+            )
+        path.unlink(missing_ok=True)
+
+
+def _taken_over(rollouts: Path, output: Path) -> set[Key]:
+    """Add the judged rollouts to the output as they are; the keys that it then has."""
+    present = {key_of(row) for row in _rows(output)}
+    with Appender(output) as file:
+        for row in _rows(rollouts):
+            if key_of(row) not in present:
+                file.append(row)
+                present.add(key_of(row))
+    return present
+
+
+def _recoverable(failures: Path, present: Iterable[Key]) -> Iterator[Row]:
+    """Rows whose judge failed, each once, that the output has not."""
+    seen = set(present)
+    for row in _rows(failures):
+        if row.get(FAILURE) == JUDGE_FAILED and key_of(row) not in seen:
+            seen.add(key_of(row))
+            yield row
+
+
+def _payload(inputs: Mapping[Key, Row], rollout: Row, path: Path) -> Row:
+    given = inputs.get((rollout.get(TASK, -1), rollout.get(ROLLOUT, -1)))
+    if given is None:
+        raise DataError(
+            f"The rollout {rollout.get(TASK)}-{rollout.get(ROLLOUT)} has no row in {path}: name the materialized inputs of the "
+            "same collection."
+        )
+    if not isinstance(rollout.get("response"), dict):
+        raise DataError(f"The rollout {rollout[TASK]}-{rollout[ROLLOUT]} has no response that could be judged.")
+    return given | {"response": rollout["response"]}
+
+
+def _key(path: Path, number: int, row: Row) -> Key:
+    task, rollout = row.get(TASK), row.get(ROLLOUT)
+    if not is_index(task) or not is_index(rollout):
+        raise DataError(f"{path}, line {number} has {TASK} {task!r} and {ROLLOUT} {rollout!r}; both are whole numbers.")
+    return task, rollout
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    return (row for _, row in iter_rows(path)) if path.exists() else iter(())
+
+
+async def verifiers_of_head(url: str, seconds: float) -> Verifiers:
+    """The resources servers of the agents that a head server knows.
+
+    Raises:
+        InfraError: it does not answer, or not with a configuration.
+        ConfigError: it knows none.
+    """
+    from roundhouse.compat.nemo_gym.clients.head_lookup import look_up_verifiers
+
+    connection = Connection(url, SHORT_SECONDS, key="--head")
+    try:
+        found: dict[str, Any] = await look_up_verifiers(connection, every=EVERY)
+    finally:
+        await connection.close()
+    if not found:
+        raise ConfigError(f"--head is {url}, which knows no resources server that judges an agent's rows.")
+    return Verifiers(found, seconds, key="--head")

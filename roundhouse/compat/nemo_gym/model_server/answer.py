@@ -1,0 +1,231 @@
+"""From an engine's reply to an answer in any dialect; pure functions.
+
+Invariant: the token IDs of an answer are those that the engine told, never made up: where two places of a reply tell them,
+they are equal, and a reply that tells a part is refused. An answer without tokens has generated nothing (the prompt did not
+fit) or was not asked for them.
+
+Token IDs are taken from the first of these that is there:
+    1. the message: prompt_token_ids, generation_token_ids, generation_log_probs
+    2. the reply's prompt_token_ids and the choice's token_ids, with the choice's log-probabilities
+    3. the choice's log-probabilities, whose tokens read `token_id:<n>`; the prompt is then for /tokenize to tell
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundhouse.compat.nemo_gym.model_server.requests import RESPONSES_FIELDS, Body
+from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.generation.protocol import TOKEN_FIELDS, BadReply
+from roundhouse.rollout.responses import Message, assistant_items, response_object, usage_object, with_token_fields
+
+_MARK = "token_id:"
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Token IDs of one call."""
+
+    prompt: list[int] | None
+    """None where only /tokenize can tell."""
+    generation: list[int]
+    log_probs: list[float]
+    routed_experts: Any = None
+
+    def fields(self) -> dict[str, Any]:
+        """As they stand on a message or an item."""
+        told = dict(zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True))
+        return told if self.routed_experts is None else {**told, "routed_experts": self.routed_experts}
+
+
+@dataclass(slots=True)
+class Answer:
+    """One model call as all dialects need it."""
+
+    message: Message
+    """Role, content (think blocks inside) and tool calls; without token fields."""
+    finish_reason: str
+    model: str
+    tokens: Tokens | None = None
+    logprobs: Any = None
+    """The choice's, for a caller that asked for them and not for token IDs."""
+    usage: dict[str, Any] | None = None
+    policy_version: int | None = None
+    created: float = field(default_factory=time.time)
+    reply: Body = field(default_factory=dict)
+    """What else the engine's reply holds at its top level."""
+
+
+def empty_answer(model: str, finish_reason: str) -> Answer:
+    """What stands for a call that no engine answered: the prompt does not fit (`length`) or is not asked (`content_filter`)."""
+    return Answer({"role": "assistant", "content": None}, finish_reason, model)
+
+
+def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Answer:
+    """The engine's chat completion as an answer.
+
+    Raises:
+        BadReply: it is none, its token IDs are partial or contradict each other, or it tells reasoning apart although the
+            configuration says that it does not.
+    """
+    try:
+        choice = reply["choices"][0]
+        told = choice["message"]
+        message = {"role": "assistant", "content": _content(told, config)}
+        if told.get("tool_calls"):
+            message["tool_calls"] = told["tool_calls"]
+        return Answer(
+            message=message,
+            finish_reason=choice.get("finish_reason") or "stop",
+            model=reply.get("model") or config.model,
+            tokens=_tokens(reply, choice, told) if tokens else None,
+            logprobs=None if tokens else choice.get("logprobs"),
+            usage=reply.get("usage"),
+            policy_version=reply.get("policy_version"),
+            created=reply.get("created") or time.time(),
+            reply={
+                key: reply[key] for key in ("id", "system_fingerprint", "service_tier") if reply.get(key) is not None
+            },
+        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise BadReply(f"The engine's reply is not a chat completion: {error!r}") from error
+
+
+def _content(told: Message, config: ModelServerConfig) -> str | None:
+    content = told.get("content")
+    reasoning = told.get("reasoning_content") or told.get("reasoning")
+    if not reasoning:
+        return content
+    if not config.uses_reasoning_parser:
+        raise BadReply(
+            "The engine tells reasoning apart (it runs a reasoning parser), but uses_reasoning_parser is false. Set it to "
+            "true, or start the engine without the parser."
+        )
+    return f"<think>{reasoning}</think>{content or ''}"
+
+
+def _tokens(reply: Body, choice: Body, message: Message) -> Tokens:
+    in_message = _message_tokens(message)
+    beside = _reply_tokens(reply, choice)
+    drawn = _log_prob_tokens(choice)
+    if in_message is None and drawn is None:
+        raise BadReply(
+            "The engine was asked for token IDs and told none: its message has none of "
+            f"{', '.join(TOKEN_FIELDS)}, and its log-probabilities do not read {_MARK}<n>."
+        )
+    if beside is not None:
+        _must_agree(in_message.prompt if in_message else beside[0], beside[0], "prompt")
+        _must_agree(in_message.generation if in_message else beside[1], beside[1], "generation")
+    if in_message is not None:
+        if drawn is not None:
+            _must_agree(in_message.generation, drawn[0], "generation")
+        return in_message
+    assert drawn is not None
+    if beside is not None:
+        _must_agree(beside[1], drawn[0], "generation")
+    return Tokens(beside[0] if beside else None, *drawn, message.get("routed_experts"))
+
+
+def _message_tokens(message: Message) -> Tokens | None:
+    lists = [message.get(name) for name in TOKEN_FIELDS]
+    if all(value is None for value in lists):
+        return None
+    if not all(isinstance(value, list) for value in lists):
+        raise BadReply(f"The reply's message has only some of {', '.join(TOKEN_FIELDS)}.")
+    prompt, generation, log_probs = lists
+    if len(generation or ()) != len(log_probs or ()):
+        raise BadReply(
+            f"The reply's message has {len(generation or ())} generated tokens and {len(log_probs or ())} log-probabilities."
+        )
+    return Tokens(prompt, generation or [], log_probs or [], message.get("routed_experts"))
+
+
+def _reply_tokens(reply: Body, choice: Body) -> tuple[list[int], list[int]] | None:
+    prompt, generation = reply.get("prompt_token_ids"), choice.get("token_ids")
+    if prompt is None and generation is None:
+        return None
+    if not (isinstance(prompt, list) and isinstance(generation, list)):
+        raise BadReply("The reply has only one of prompt_token_ids and choices[0].token_ids.")
+    return prompt, generation
+
+
+def _log_prob_tokens(choice: Body) -> tuple[list[int], list[float]] | None:
+    entries = (choice.get("logprobs") or {}).get("content")
+    if not isinstance(entries, list):
+        return None
+    tokens, log_probs = [], []
+    for entry in entries:
+        token = entry["token"]
+        if not token.startswith(_MARK) or not token[len(_MARK) :].isdigit():
+            return None
+        tokens.append(int(token[len(_MARK) :]))
+        log_probs.append(float(entry["logprob"]))
+    return tokens, log_probs
+
+
+def _must_agree(one: Any, other: Any, what: str) -> None:
+    if one != other:
+        raise BadReply(f"The reply tells two different {what}s in tokens; which one was sampled cannot be known.")
+
+
+# -- dialects -------------------------------------------------------------------------------------------------------
+
+
+def as_response(answer: Answer, asked: Body, config: ModelServerConfig) -> Body:
+    """The Responses object; its token fields stand on the last item of the output."""
+    output = assistant_items(answer.message, f"msg_{uuid.uuid4().hex}", reasoning=config.uses_reasoning_parser)
+    if answer.tokens is not None and config.return_token_id_information:
+        output = with_token_fields(output, answer.tokens.fields())
+    params: Body = dict.fromkeys(_ECHOED)
+    params |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    params |= {key: asked[key] for key in _ECHOED if key in asked}
+    return {
+        **response_object(
+            f"resp_{uuid.uuid4().hex}",
+            output,
+            model=config.model,
+            created_at=float(answer.created),
+            finish_reason=answer.finish_reason,
+            params=params,
+        ),
+        "usage": _responses_usage(answer.usage),
+    }
+
+
+_ECHOED = tuple(key for key in RESPONSES_FIELDS if key not in ("input", "include", "store", "stream"))
+
+
+def as_chat_completion(answer: Answer, config: ModelServerConfig) -> Body:
+    """The chat completion; its token fields stand in the message."""
+    message = answer.message
+    if answer.tokens is not None and config.return_token_id_information:
+        message = {**message, **answer.tokens.fields()}
+    completion = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(answer.created),
+        "model": answer.model,
+        "choices": [
+            {"index": 0, "finish_reason": answer.finish_reason, "message": message, "logprobs": answer.logprobs}
+        ],
+        "usage": answer.usage,
+        **answer.reply,
+    }
+    if answer.policy_version is not None:
+        completion["policy_version"] = answer.policy_version
+    return completion
+
+
+def _responses_usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not usage:
+        return None
+    return usage_object(
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or 0,
+        total_tokens=usage.get("total_tokens"),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens"),
+    )

@@ -1,0 +1,254 @@
+"""The model server: three dialects in front of one or more engines, as a bare ASGI application.
+
+Invariant: every answer, whatever its status, sends the session cookie again, and a session's calls go to one engine for as
+long as that engine lives; every call ends within the configured time, with an answer or a typed error; a stream replays a
+whole answer. Token arrays are read and written as JSON once, and never validated number by number.
+
+    POST /v1/responses          strict: unknown fields are refused
+    POST /v1/chat/completions   unknown fields are ignored
+    POST /v1/messages           Anthropic's dialect
+    GET  /v1/models             the one model
+    GET  /                      {"status": "ok"}
+    GET  /health                the engines; 503 when all are out
+    GET, DELETE /captures/<id>  calls recorded under /ng-rollout/<id>/training-token-capture/…
+
+A raw ASGI callable, no web framework: with an instant engine the framework would cost more than the translation.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from roundhouse.compat.nemo_gym.model_server import anthropic, sse
+from roundhouse.compat.nemo_gym.model_server.answer import (
+    Answer,
+    as_chat_completion,
+    as_response,
+    empty_answer,
+    read_answer,
+)
+from roundhouse.compat.nemo_gym.model_server.captures import Captures
+from roundhouse.compat.nemo_gym.model_server.engine_call import (
+    chat_from_responses,
+    ends_in_reasoning_only,
+    engine_body,
+    tokenize_body,
+)
+from roundhouse.compat.nemo_gym.model_server.engine_client import EngineClient
+from roundhouse.compat.nemo_gym.model_server.history import reply_digest, with_recorded_tokens
+from roundhouse.compat.nemo_gym.model_server.http import (
+    EVENTS,
+    JSON,
+    ClientGone,
+    anthropic_error_reply,
+    error_reply,
+    read_json,
+    reply,
+    while_connected,
+)
+from roundhouse.compat.nemo_gym.model_server.requests import Body, InvalidRequest, check_chat, check_responses
+from roundhouse.compat.nemo_gym.model_server.rollout_path import KEY, RolloutMark, RolloutPath
+from roundhouse.compat.nemo_gym.model_server.streaming_dialect import strict_body, with_namespaces
+from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.generation.protocol import ContextOverflow
+from roundhouse.http.body_limit import BodyLimit
+from roundhouse.http.middleware import StickySession
+from roundhouse.http.same_origin import host_name, is_loopback
+
+log = logging.getLogger(__name__)
+
+CAPTURES = "/captures/"
+PROXY_HEADERS = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}
+Content = tuple[bytes, bytes]
+"""A body and its content type."""
+Ask = Callable[[Body], Awaitable[Answer]]
+
+
+def build_app(config: ModelServerConfig, instance_name: str = "policy_model") -> ASGIApp:
+    """The server of a configuration.
+
+    Args:
+        instance_name: part of the cookie's name, which must differ between the servers of a rollout.
+    """
+    cookie = f"{ModelServer.__name__}___{instance_name}"
+    app: ASGIApp = ModelServer(config)
+    app = SessionMiddleware(StickySession(app), secret_key=cookie, session_cookie=cookie)
+    return BodyLimit(RolloutPath(app))
+
+
+class ModelServer:
+    """The routes."""
+
+    def __init__(self, config: ModelServerConfig) -> None:
+        self._config = config
+        self._engines = EngineClient(config)
+        self._captures = Captures(
+            config.capture_max_calls, config.capture_max_mebibytes * 2**20, config.capture_max_age_seconds
+        )
+        self._gets: dict[str, Callable[[], tuple[int, Any]]] = {
+            "/": lambda: (200, {"status": "ok"}),
+            "/health": self._health,
+            "/v1/models": self._models,
+        }
+        self._dialects: dict[str, Callable[[Any, Ask], Coroutine[Any, Any, Content]]] = {
+            "/v1/responses": self._responses,
+            "/v1/chat/completions": self._chat,
+            "/v1/messages": self._messages,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        if method == "POST" and path in self._dialects:
+            await self._call(scope, receive, send)
+            return
+        if method == "GET" and path in self._gets:
+            status, body = self._gets[path]()
+        elif path.startswith(CAPTURES):
+            status, body = self._captured(scope)
+        elif path in self._dialects or path in self._gets:
+            status, body = 405, {"detail": "Method Not Allowed"}
+        else:
+            status, body = 404, {"detail": "Not Found"}
+        await reply(send, status, orjson.dumps(body))
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One model call, its border: every error becomes a reply."""
+        mark: RolloutMark = scope[KEY]
+        session: str = scope["session"]["session_id"]
+        anthropic_dialect = scope["path"] == "/v1/messages"
+
+        async def ask(chat: Body) -> Answer:
+            return await self._answer(chat, session, mark)
+
+        try:
+            body = await read_json(receive)
+            content, kind = await while_connected(receive, self._dialects[scope["path"]](body, ask))
+        except ClientGone:
+            return
+        except Exception as error:
+            status, told = (anthropic_error_reply if anthropic_dialect else error_reply)(error)
+            if status == 500:
+                log.exception("%s raised", scope["path"])
+            await reply(send, status, orjson.dumps(told, default=repr))
+        else:
+            await reply(send, 200, content, kind)
+
+    async def _responses(self, body: Any, ask: Ask) -> Content:
+        if not isinstance(body, dict) or body.get("stream") is not True:
+            chat = chat_from_responses(check_responses(body))
+            return orjson.dumps(as_response(await ask(chat), body, self._config)), JSON
+        asked, namespaces = strict_body(body)
+        chat = chat_from_responses(check_responses(asked))
+        try:
+            response = as_response(await ask(chat), asked, self._config)
+        except InvalidRequest:
+            raise
+        except Exception as error:  # noqa: BLE001 (the stream's border: its clients read failures from events)
+            log.warning("A streamed response failed: %r", error)
+            return sse.responses_failure(str(error)), EVENTS
+        return sse.responses_events(with_namespaces(response, namespaces)), EVENTS
+
+    async def _chat(self, body: Any, ask: Ask) -> Content:
+        completion = as_chat_completion(await ask(check_chat(body)), self._config)
+        if body.get("stream") is not True:
+            return orjson.dumps(completion), JSON
+        include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        return sse.chat_chunks(completion, include_usage=include_usage), EVENTS
+
+    async def _messages(self, body: Any, ask: Ask) -> Content:
+        asked = anthropic.responses_body(body)
+        response = as_response(await ask(chat_from_responses(check_responses(asked))), asked, self._config)
+        message = anthropic.message_object(response, body.get("model") or self._config.model)
+        return (sse.messages_events(message), EVENTS) if body.get("stream") is True else (orjson.dumps(message), JSON)
+
+    async def _answer(self, chat: Body, session: str, mark: RolloutMark) -> Answer:
+        """Ask an engine; record the call where its path wants it."""
+        if mark.rollout is None or not (mark.capture or self._config.capture_all):
+            return await self._complete(chat, session, tokens=self._config.return_token_id_information)
+        if self._config.capture_continues:
+            chat = with_recorded_tokens(chat, partial(self._captures.recall, mark.rollout))
+        number = self._captures.begin(mark.rollout)
+        try:
+            answer = await self._complete(chat, session, tokens=True)
+        except BaseException:
+            self._captures.abandon(mark.rollout, number)
+            raise
+        self._captures.record(mark.rollout, number, answer, reply_digest(chat, answer.message))
+        return answer
+
+    async def _complete(self, chat: Body, session: str, *, tokens: bool) -> Answer:
+        body = engine_body(chat, self._config, tokens=tokens)
+        if not self._config.sequential_reasoning_allowed and ends_in_reasoning_only(body):
+            return empty_answer(self._config.model, "content_filter")
+        try:
+            engine, completion = await self._engines.complete(session, body)
+        except ContextOverflow:
+            return empty_answer(self._config.model, "length")
+        answer = read_answer(completion, self._config, tokens=tokens)
+        if answer.tokens is not None and answer.tokens.prompt is None:
+            answer.tokens.prompt = await self._engines.tokenize(engine, tokenize_body(body))
+        return answer
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
+
+    def _health(self) -> tuple[int, Any]:
+        engines = self._engines.health()
+        alive = any(engine["state"] == "in" for engine in engines)
+        captures = {"calls": self._captures.calls, "bytes": self._captures.bytes}
+        return 200 if alive else 503, {"status": "ok" if alive else "down", "engines": engines, "captures": captures}
+
+    def _models(self) -> tuple[int, Any]:
+        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "roundhouse"}
+        return 200, {"object": "list", "data": [model]}
+
+    def _captured(self, scope: Scope) -> tuple[int, Any]:
+        rollout = scope["path"].removeprefix(CAPTURES)
+        if not self._may_read(scope):
+            return 403, {
+                "detail": "Captures answer to their bearer token, or on this machine only where none is configured."
+            }
+        if scope["method"] == "GET":
+            record = self._captures.read(rollout)
+            return (404, {"detail": f"No call was recorded for {rollout}."}) if record is None else (200, record)
+        if scope["method"] == "DELETE":
+            return 200, {"deleted": self._captures.delete(rollout)}
+        return 405, {"detail": "Method Not Allowed"}
+
+    def _may_read(self, scope: Scope) -> bool:
+        if self._config.capture_token is None:
+            return _from_this_machine(scope)
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        wanted = f"Bearer {self._config.capture_token.get_secret_value()}".encode()
+        return hmac.compare_digest(given, wanted)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self._engines.open()
+            else:
+                await self._engines.close()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+
+
+def _from_this_machine(scope: Scope) -> bool:
+    """Whether a program of this machine asks: its address is a loopback one (none: a local socket), no reverse proxy here hands
+    on what others ask, and the name by which it asks is no site's that points here."""
+    headers = dict(scope["headers"])
+    caller, name = (scope.get("client") or ("",))[0], host_name(headers.get(b"host", b"localhost").decode("latin-1"))
+    return (caller == "" or is_loopback(caller)) and is_loopback(name) and not PROXY_HEADERS & headers.keys()

@@ -1,0 +1,198 @@
+"""Token IDs of the calls made under a rollout's id, kept in memory for its collector.
+
+Invariant: what is kept is bounded in calls, bytes and age, and a record that lost a call says so for ever (`complete` is
+false): a rollout is trained on with all of its calls or not at all. Whole rollouts go, the longest untouched first.
+
+    number = captures.begin("7-0")          an agent calls the model
+    captures.record("7-0", number, answer)  it was answered
+    captures.read("7-0")                    {"calls": [{"call": 0, "prompt_token_ids": […], …}], "complete": true, …}
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundhouse.compat.nemo_gym.model_server.answer import Answer
+from roundhouse.generation.protocol import TOKEN_FIELDS
+
+REMEMBERED_LOSSES = 100_000
+"""Rollout ids whose loss is remembered."""
+
+
+@dataclass(slots=True)
+class CapturedCall:
+    """One answered call; tokens as 4-byte, log-probabilities as 8-byte numbers."""
+
+    number: int
+    prompt: array[int] | None
+    generation: array[int] | None
+    log_probs: array[float] | None
+    policy_version: int | None
+    finish_reason: str
+    started_at: float
+    latency_seconds: float
+
+    @property
+    def size(self) -> int:
+        """Memory in bytes, of the token lists."""
+        return sum(
+            len(part) * part.itemsize for part in (self.prompt, self.generation, self.log_probs) if part is not None
+        )
+
+    def token_fields(self) -> dict[str, Any]:
+        """The three lists by their names; null for what is missing."""
+        lists = zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True)
+        return {name: None if part is None else part.tolist() for name, part in lists}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "call": self.number,
+            **self.token_fields(),
+            "policy_version": self.policy_version,
+            "finish_reason": self.finish_reason,
+            "started_at": self.started_at,
+            "latency_seconds": self.latency_seconds,
+        }
+
+
+@dataclass(slots=True)
+class _Record:
+    touched_at: float
+    calls: list[CapturedCall] = field(default_factory=list)
+    begun: dict[int, float] = field(default_factory=dict)
+    """When the calls in flight began, in seconds since the epoch."""
+    ends: dict[bytes, CapturedCall] = field(default_factory=dict)
+    """Calls by the digest of the conversation that their reply ends."""
+    next_number: int = 0
+    size: int = 0
+
+
+class Captures:
+    """The records of all rollouts."""
+
+    def __init__(
+        self,
+        max_calls: int,
+        max_bytes: int,
+        max_age_seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._max_age = max_age_seconds
+        self._clock = clock
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+        self.calls = 0
+        self.bytes = 0
+
+    def begin(self, rollout: str) -> int:
+        """A call begins; its number, in order of the beginnings."""
+        self._expire()
+        record = self._touched(rollout)
+        number, record.next_number = record.next_number, record.next_number + 1
+        record.begun[number] = self._clock()
+        return number
+
+    def record(self, rollout: str, number: int, answer: Answer, digest: bytes = b"") -> None:
+        """The call was answered. One that generated nothing, since its prompt did not fit, leaves no record.
+
+        Args:
+            digest: `reply_digest` of the conversation, for `recall`.
+        """
+        record = self._touched(rollout)
+        started = record.begun.pop(number, None)
+        if started is None:  # the record went, or was fetched and deleted, while the call was in flight
+            self._lose(rollout)
+            return
+        if answer.tokens is None:
+            return
+        tokens = answer.tokens
+        call = CapturedCall(
+            number,
+            _array("i", tokens.prompt),
+            _array("i", tokens.generation),
+            _array("d", tokens.log_probs),
+            answer.policy_version,
+            answer.finish_reason,
+            started,
+            self._clock() - started,
+        )
+        record.calls.append(call)
+        if digest and call.prompt is not None and call.generation and call.log_probs is not None:
+            record.ends[digest] = call
+        record.size += call.size
+        self.calls += 1
+        self.bytes += call.size
+        self._make_room()
+
+    def recall(self, rollout: str, digest: bytes) -> dict[str, Any] | None:
+        """Token fields of the rollout's call whose reply ended this conversation."""
+        record = self._records.get(rollout)
+        call = record.ends.get(digest) if record else None
+        return None if call is None else call.token_fields()
+
+    def abandon(self, rollout: str, number: int) -> None:
+        """The call failed, or its caller left: the agent has seen none of its tokens."""
+        if (record := self._records.get(rollout)) is not None:
+            record.begun.pop(number, None)
+
+    def read(self, rollout: str) -> dict[str, Any] | None:
+        """The record, or None when nothing was ever recorded under this id."""
+        self._expire()
+        record = self._records.get(rollout)
+        if record is None and rollout not in self._lost:
+            return None
+        calls = sorted(record.calls, key=lambda call: call.number) if record else []
+        return {
+            "calls": [call.as_json() for call in calls],
+            "complete": rollout not in self._lost,
+            "in_flight": len(record.begun) if record else 0,
+        }
+
+    def delete(self, rollout: str) -> bool:
+        """Forget a rollout; whether there was anything."""
+        known = self._drop(rollout)
+        return self._lost.pop(rollout, known) is None or known
+
+    def _touched(self, rollout: str) -> _Record:
+        record = self._records.setdefault(rollout, _Record(0.0))
+        record.touched_at = self._clock()
+        self._records.move_to_end(rollout)
+        return record
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._max_age
+        while self._records and (first := next(iter(self._records))) and self._records[first].touched_at < oldest:
+            self._lose(first)
+
+    def _make_room(self) -> None:
+        while self._records and (self.calls > self._max_calls or self.bytes > self._max_bytes):
+            self._lose(next(iter(self._records)))
+
+    def _lose(self, rollout: str) -> None:
+        self._drop(rollout)
+        self._lost[rollout] = None
+        if len(self._lost) > REMEMBERED_LOSSES:
+            self._lost.popitem(last=False)
+
+    def _drop(self, rollout: str) -> bool:
+        record = self._records.pop(rollout, None)
+        if record is None:
+            return False
+        self.calls -= len(record.calls)
+        self.bytes -= record.size
+        return True
+
+
+def _array(code: Any, values: list[Any] | None) -> array[Any] | None:
+    """None for what is no list of numbers: the collector then learns that tokens are missing."""
+    try:
+        return None if values is None else array(code, values)
+    except (TypeError, OverflowError):
+        return None

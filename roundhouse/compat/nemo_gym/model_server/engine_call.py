@@ -1,0 +1,188 @@
+"""From what a caller asks to what an engine is asked; pure functions.
+
+Invariant: `sampling_overrides` beat everything, then come the caller's own fields, then the extra fields of the request's
+metadata, then the configuration's. Recorded tokens travel once, on the newest message that has them: the engine needs no
+others to continue a prompt exactly, and so a call costs the same on every turn but for what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from roundhouse.compat.nemo_gym.model_server.requests import Body, invalid
+from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.generation.protocol import TOKEN_FIELDS
+from roundhouse.rollout.responses import CARRIED, Message, UnsupportedItem, chat_messages, chat_tools, split_thinking
+
+_SHARED_FIELDS = (
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "service_tier",
+    "store",
+    "temperature",
+    "tool_choice",
+    "top_logprobs",
+    "top_p",
+    "user",
+)
+"""Parameters that both dialects have. What chat has not (text, include, truncation, …) is left out, as NeMo Gym does."""
+
+_TOKENIZE_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "required_prefix_token_ids",
+)
+
+
+def chat_from_responses(body: Body) -> Body:
+    """A chat-completion body of a checked Responses body.
+
+    Raises:
+        InvalidRequest: an item, a content part or a tool has no form in chat, or is malformed.
+    """
+    try:
+        messages = chat_messages(body["input"], body.get("instructions"), developer_as_system=False)
+        tools = chat_tools(body.get("tools") or ())
+    except (UnsupportedItem, KeyError, TypeError, AttributeError) as error:
+        text = str(error) if isinstance(error, UnsupportedItem) else f"malformed item: {error!r}"
+        raise invalid(["input"], text) from error
+    chat: Body = {"messages": messages}
+    chat |= {key: body[key] for key in _SHARED_FIELDS if body.get(key) is not None}
+    if (limit := body.get("max_output_tokens")) is not None:
+        chat["max_tokens"] = limit
+    if (effort := (body.get("reasoning") or {}).get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if tools:
+        chat["tools"] = tools
+        chat["tool_choice"] = _chat_tool_choice(chat.get("tool_choice", "auto"))
+    else:
+        chat.pop("tool_choice", None)
+        chat.pop("parallel_tool_calls", None)
+    return chat
+
+
+def _chat_tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def engine_body(chat: Body, config: ModelServerConfig, *, tokens: bool) -> Body:
+    """What the engine is asked.
+
+    Args:
+        chat: a chat-completion body; not changed.
+        tokens: whether token IDs and log-probabilities are wanted.
+
+    Raises:
+        InvalidRequest: the metadata is not what it should be, or several choices are asked for.
+    """
+    metadata = chat.get("metadata") or {}
+    body = {**chat, "model": config.model, "messages": _engine_messages(chat["messages"], config, tokens=tokens)}
+    template = {**(config.chat_template_kwargs or {}), **_from_metadata(metadata, "chat_template_kwargs")}
+    if template:
+        body["chat_template_kwargs"] = template
+    if tokens:
+        # Zero, not null: vLLM gives no log-probability at all for null.
+        body |= {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
+        if config.request_prompt_and_generation_token_ids:
+            body["return_token_ids"] = True
+    if body.get("top_logprobs", 0) is None:
+        del body["top_logprobs"]
+    body = {**(config.extra_body or {}), **_from_metadata(metadata, "extra_body"), **body}
+    _splice_audio(body, metadata)
+    body |= config.sampling_overrides or {}
+    if body.get("n") not in (None, 1):
+        raise invalid(["n"], "one choice a call", body["n"])
+    return body
+
+
+def tokenize_body(body: Body) -> Body:
+    """Of an engine's body, what decides its prompt."""
+    return {key: body[key] for key in _TOKENIZE_FIELDS if key in body}
+
+
+def ends_in_reasoning_only(body: Body) -> bool:
+    """Whether the conversation's last message is an assistant's without text and tool calls."""
+    last = body["messages"][-1] if body["messages"] else {}
+    return last.get("role") == "assistant" and not last.get("content") and not last.get("tool_calls")
+
+
+def _from_metadata(metadata: Any, key: str) -> dict[str, Any]:
+    """A JSON object that the metadata carries as a string."""
+    try:
+        value = orjson.loads(metadata.get(key) or "{}")
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise invalid(["metadata", key], f"not a JSON object in a string: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid(["metadata", key], "not a JSON object in a string", value)
+    return value
+
+
+def _engine_messages(messages: list[Message], config: ModelServerConfig, *, tokens: bool) -> list[Message]:
+    newest = -1
+    if tokens:
+        newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get(TOKEN_FIELDS[0])), -1)
+    cut = config.uses_reasoning_parser and not config.preserve_reasoning_in_assistant_content
+    sent = []
+    for place, message in enumerate(messages):
+        role = message["role"]
+        if place != newest and not message.keys().isdisjoint(CARRIED):
+            message = {key: value for key, value in message.items() if key not in CARRIED}
+        if role == "assistant" and cut and message.get("content"):
+            message = _without_thinking(message, keep=config.uses_interleaved_reasoning)
+        elif role == "developer" and config.replace_developer_role_with_system:
+            message = {**message, "role": "system"}
+        sent.append(message)
+    return sent
+
+
+def _without_thinking(message: Message, *, keep: bool) -> Message:
+    """The message without think blocks; the first one in fields of its own where they are kept."""
+    content = message["content"]
+    thoughts: list[str] = []
+    if isinstance(content, str):
+        thoughts, content = split_thinking(content)
+    else:
+        parts = []
+        for part in content:
+            found, text = split_thinking(part.get("text") or "")
+            thoughts += found
+            parts.append({**part, "text": text} if found else part)
+        content = parts
+    if not thoughts:
+        return message
+    # vLLM from 0.16 on reads `reasoning`, earlier ones and chat templates read `reasoning_content`.
+    reasoning = {"reasoning_content": thoughts[0], "reasoning": thoughts[0]} if keep else {}
+    return {**message, "content": content, **reasoning}
+
+
+def _splice_audio(body: Body, metadata: Mapping[str, Any]) -> None:
+    """Put the metadata's audio before the text of the newest user message: Responses items have no form for it."""
+    for key in ("audio_path", "audio_paths"):
+        if metadata.get(key):
+            raise invalid(
+                ["metadata", key], "files of this machine are not read; send the audio in metadata.audio_data"
+            )
+    url = metadata.get("audio_data")
+    if not url:
+        return
+    body["metadata"] = {key: value for key, value in metadata.items() if key != "audio_data"}
+    if not body["metadata"]:
+        del body["metadata"]
+    audio = {"type": "audio_url", "audio_url": {"url": url}}
+    messages = body["messages"]
+    for place in range(len(messages) - 1, -1, -1):
+        if messages[place].get("role") == "user":
+            content = messages[place].get("content") or []
+            text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            messages[place] = {**messages[place], "content": [audio, *text]}
+            return
+    messages.append({"role": "user", "content": [audio]})

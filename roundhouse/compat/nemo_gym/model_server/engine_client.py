@@ -1,0 +1,245 @@
+"""Calls to the engines over HTTP, with failover.
+
+Invariant: a call ends within `request_timeout_seconds`, with the engine's reply or a typed error. An engine's generation
+changes nothing outside of it, so a call that got no answer (a broken connection, 429, 502, 503, 504) may be sent to another
+engine; a refusal (4xx) and a failure (500) are answers and go to the caller. No error text holds a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from roundhouse.compat.nemo_gym.model_server.engines import EngineChoice, EngineState
+from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.errors import InfraError
+from roundhouse.generation.protocol import (
+    BadReply,
+    ContextOverflow,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+)
+
+KEEP_ALIVE_SECONDS = 3.0
+"""Shorter than servers keep an idle connection (uvicorn: 5 s), so that a call does not meet a connection that just closed."""
+_TRY_ANOTHER = frozenset({429, 502, 503, 504, 520})
+
+
+class EngineForbids(InfraError):
+    """An engine does not take our `api_key`."""
+
+
+class _Repeatable(Exception):
+    """This attempt cannot have been answered, so another engine may be asked."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A call that waits for an engine's answer."""
+
+    task: asyncio.Task[Any]
+    taken: bool = False
+    """It was cancelled to be sent to another engine."""
+
+
+class EngineClient:
+    """The engines of a configuration. Close it in the event loop that used it."""
+
+    def __init__(self, config: ModelServerConfig) -> None:
+        self.choice = EngineChoice(config.base_url, config.max_sessions)
+        self._config = config
+        self._secrets = [config.api_key.get_secret_value(), *config.default_headers.values()]
+        self._headers = {"Content-Type": "application/json", **config.default_headers}
+        if config.api_key.get_secret_value():
+            self._headers["Authorization"] = f"Bearer {config.api_key.get_secret_value()}"
+        self._waiting: dict[EngineState, set[_Waiting]] = {engine: set() for engine in self.choice.engines}
+        self._http: aiohttp.ClientSession | None = None
+        self._checks: list[asyncio.Task[None]] = []
+
+    async def complete(self, session: str, body: dict[str, Any]) -> tuple[EngineState, Any]:
+        """A chat completion, and the engine that made it.
+
+        Raises:
+            ContextOverflow, EngineRejected: the request's fault.
+            EngineUnreachable, EngineTimeout, EngineFailed, EngineForbids, BadReply: the engines'.
+        """
+        data, engine = orjson.dumps(body), None
+        try:
+            async with asyncio.timeout(self._config.request_timeout_seconds):
+                tried: list[EngineState] = []
+                for _ in range(self._config.max_attempts):
+                    engine = await self._engine(session, tried)
+                    try:
+                        return engine, await self._ask(engine, "/chat/completions", data)
+                    except _Repeatable:
+                        tried.append(engine)
+        except TimeoutError as error:
+            if engine is not None:
+                self.choice.doubted(engine, time.monotonic(), "a call timed out")
+            raise EngineTimeout(
+                f"No answer within request_timeout_seconds={self._config.request_timeout_seconds:g}."
+            ) from error
+        raise self._unreachable(f"Gave up after {len(tried)} attempts")
+
+    async def tokenize(self, engine: EngineState, body: dict[str, Any]) -> list[int]:
+        """The prompt's token IDs as the engine that answered sees them.
+
+        Raises:
+            EngineUnreachable, EngineFailed, BadReply, …: as above; it is asked once.
+        """
+        try:
+            async with asyncio.timeout(self._config.request_timeout_seconds):
+                reply = await self._ask(engine, "/tokenize", orjson.dumps(body))
+        except _Repeatable as error:
+            raise EngineUnreachable(f"The engine answered, but not /tokenize: {error}") from error
+        except TimeoutError as error:
+            raise EngineTimeout("The engine did not answer /tokenize in time.") from error
+        tokens = reply.get("tokens") if isinstance(reply, dict) else None
+        if not isinstance(tokens, list):
+            raise BadReply("The engine's /tokenize tells no list of tokens.")
+        return tokens
+
+    def health(self) -> list[dict[str, Any]]:
+        """What is known of each engine, for GET /health."""
+        now = time.monotonic()
+        return [
+            {
+                "url": engine.url,
+                "state": "in" if engine.is_in(now) else "out",
+                "seconds_until_in": round(max(engine.out_until - now, 0.0), 3),
+                "in_flight": engine.in_flight,
+                "sessions": engine.sessions,
+                "failures": engine.failures,
+                "last_error": engine.last_error,
+            }
+            for engine in self.choice.engines
+        ]
+
+    def open(self) -> aiohttp.ClientSession:
+        """The HTTP session; the first call on an event loop opens it and begins the health checks."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_seconds),
+            )
+            self._checks = [asyncio.create_task(self._check(engine)) for engine in self.choice.engines]
+        return self._http
+
+    async def close(self) -> None:
+        for check in self._checks:
+            check.cancel()
+        await asyncio.gather(*self._checks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+        self._http, self._checks = None, []
+
+    async def _engine(self, session: str, tried: Collection[EngineState]) -> EngineState:
+        """An engine that is in; waits for one while the outage may pass."""
+        give_up = time.monotonic() + self._config.outage_wait_seconds
+        while (engine := self.choice.choose(session, time.monotonic(), tried)) is None:
+            if self.choice.next_return() > give_up:
+                raise self._unreachable(f"All {len(self.choice.engines)} engines are out")
+            await asyncio.sleep(max(self.choice.next_return() - time.monotonic(), 0.001))
+        return engine
+
+    async def _ask(self, engine: EngineState, path: str, data: bytes) -> Any:
+        base = engine.url.removesuffix("/v1") if path == "/tokenize" else engine.url
+        engine.in_flight += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting[engine].add(waiting := _Waiting(task))
+        try:
+            async with self.open().post(base + path, data=data, headers=self._headers) as reply:
+                status, answer = reply.status, await reply.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise self._failed(engine, f"cannot be reached ({type(error).__name__})") from error
+        except aiohttp.ClientError as error:
+            # An idle connection may close under a call; only a row of them is the engine's failure.
+            text = f"broke the connection ({type(error).__name__})"
+            self.choice.doubted(engine, time.monotonic(), text)
+            raise _Repeatable(text) from error
+        except asyncio.CancelledError:
+            if waiting.taken and task.uncancel() == 0:
+                raise _Repeatable("does not answer") from None
+            raise
+        finally:
+            self._waiting[engine].discard(waiting)
+            engine.in_flight -= 1
+        if status != 200:
+            raise self._error_of(engine, status, answer)
+        self.choice.answered(engine)
+        try:
+            return orjson.loads(answer)
+        except orjson.JSONDecodeError as error:
+            raise BadReply(f"The engine's reply is not JSON: {error}") from error
+
+    def _error_of(self, engine: EngineState, status: int, answer: bytes) -> Exception:
+        text = self._without_secrets(answer[:2000].decode(errors="replace"))
+        if status in _TRY_ANOTHER or (status == 404 and not answer.startswith(b"{")):
+            # A proxy that knows no replica yet answers 404 without an error object.
+            return self._failed(engine, f"answered {status}: {text[:200]}")
+        if status == 400 and ("context length" in text or "max_tokens" in text):
+            return ContextOverflow(text)
+        if status in (401, 403):
+            return EngineForbids(f"The engine answered {status}: check api_key and default_headers.")
+        if status < 500:
+            self.choice.answered(engine)
+            return EngineRejected(f"The engine refuses the request ({status}): {text}")
+        self.choice.doubted(engine, time.monotonic(), f"answered {status}: {text[:200]}")
+        return EngineFailed(f"The engine answered {status}: {text}")
+
+    def _failed(self, engine: EngineState, text: str) -> _Repeatable:
+        self.choice.failed(engine, time.monotonic(), text)
+        return _Repeatable(text)
+
+    def _unreachable(self, text: str) -> EngineUnreachable:
+        states = "; ".join(f"{engine.url}: {engine.last_error or 'in'}" for engine in self.choice.engines)
+        return EngineUnreachable(f"{text}. {states}")
+
+    def _without_secrets(self, text: str) -> str:
+        for secret in self._secrets:
+            if secret:
+                text = text.replace(secret, "***")
+        return text
+
+    def _take_calls_away(self, engine: EngineState) -> None:
+        """Calls of an engine that hangs go to another one, if there is one."""
+        now = time.monotonic()
+        if engine.is_in(now) or not any(other.is_in(now) for other in self.choice.engines):
+            return
+        for waiting in self._waiting[engine]:
+            if not waiting.taken:
+                waiting.taken = True
+                waiting.task.cancel()
+
+    async def _check(self, engine: EngineState) -> None:
+        """Look after one engine for as long as the client is open."""
+        url = engine.url.removesuffix("/v1") + "/health"
+        while True:
+            await asyncio.sleep(self._config.health_check_seconds)
+            try:
+                async with (
+                    asyncio.timeout(self._config.connect_timeout_seconds),
+                    self.open().get(url, headers=self._headers) as reply,
+                ):
+                    status = reply.status
+            except TimeoutError:
+                self.choice.doubted(engine, time.monotonic(), "its health check timed out")
+                self._take_calls_away(engine)
+            except (aiohttp.ClientError, OSError) as error:
+                self.choice.failed(engine, time.monotonic(), f"cannot be reached ({type(error).__name__})")
+            else:
+                # An engine without /health answers 404, which shows that it is there.
+                if status < 500:
+                    self.choice.passed_check(engine)
+                else:
+                    self.choice.failed(engine, time.monotonic(), f"its health check answered {status}")

@@ -1,0 +1,1 @@
+"""Servers of NeMo Gym's contracts."""

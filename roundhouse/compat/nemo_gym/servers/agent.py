@@ -1,0 +1,214 @@
+"""The agent server: our agent loop behind NeMo Gym's routes, against a resources server and a model server reached by URL.
+
+Invariants: /run answers 200 for every row, whatever happens to it (`run_answers`); a session that was begun is given back;
+every answer sends the session cookie again; every call that this server makes has a time limit.
+
+    GET  /                                       {"status":"ok"}
+    POST /run                    task row     -> what /verify answered, its response with token fields
+    POST /v1/responses           parameters   -> Responses object with the new items of all turns; tools are called in the
+                                                 session whose cookies the request carries, and these cookies come back
+    POST /aggregate_metrics      {"verify_responses": […]} -> what the resources server makes of them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServer
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.compat.nemo_gym.model_server.rollout_path import KEY, RolloutPath
+from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
+from roundhouse.compat.nemo_gym.servers.endpoints import answer, guarded, json_answer, object_body, with_sessions
+from roundhouse.compat.nemo_gym.servers.rollout_ids import path_prefix, rollout_id
+from roundhouse.compat.nemo_gym.servers.run_answers import failed_row, run_answer, without_results
+from roundhouse.compat.nemo_gym.servers.unverified import UnverifiedEnvironment
+from roundhouse.config.gym_servers import AgentServerConfig
+from roundhouse.config.models import RolloutConfig, Sampling
+from roundhouse.environments.tools import ToolResult
+from roundhouse.errors import DataError, InfraError
+from roundhouse.rollout.agent import play_rollout
+from roundhouse.rollout.attempt import Attempt
+from roundhouse.rollout.episodes import RemoteEpisodeClient
+from roundhouse.rollout.failures import BadTaskRow, classify
+from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.responses import whole_response
+from roundhouse.rollout.tool_loop import ToolEpisode
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+
+CLASS_NAME = "RoundhouseAgent"
+UNLIMITED_TURNS = 1_000_000
+AGGREGATE_SECONDS = 300.0
+MARGIN_SECONDS = 30.0
+"""After the limit of a rollout, for closing its session and writing the answer."""
+
+
+def build_app(
+    config: AgentServerConfig,
+    name: str,
+    resources_url: str,
+    model_url: str,
+    *,
+    names_calls: bool = False,
+    captures: bool = False,
+) -> FastAPI:
+    """The agent server.
+
+    Args:
+        name: the instance's name; part of the cookie's name.
+        names_calls: model calls go out under `ng-rollout/<id>`.
+        captures: they ask to be recorded under it, with their tokens.
+    """
+    server = _Server(config, name, resources_url, model_url, names_calls or captures, captures)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await server.close()
+
+    app = FastAPI(title=name, lifespan=lifespan)
+    app.get("/")(server.alive)
+    limit = config.timeout_seconds + MARGIN_SECONDS
+    app.post("/run")(guarded(server.run, limit))
+    app.post("/v1/responses")(guarded(server.responses, limit))
+    app.post("/aggregate_metrics")(guarded(server.aggregate, AGGREGATE_SECONDS))
+    with_sessions(app, CLASS_NAME, name)
+    app.add_middleware(RolloutPath)
+    return app
+
+
+class _Server:
+    """The routes."""
+
+    def __init__(
+        self,
+        config: AgentServerConfig,
+        name: str,
+        resources_url: str,
+        model_url: str,
+        names_calls: bool,
+        captures: bool,
+    ) -> None:
+        self._config = config
+        self._model = ModelServer(model_url, config.model_route, config.model_timeout_seconds)
+        client = RemoteEpisodeClient if config.protocol == "gymnasium" else RemoteEnvironmentClient
+        self._environment = client(
+            resources_url,
+            name=config.resources_server.name,
+            request_seconds=config.timeout_seconds,
+            close_route=config.close_route,
+        )
+        self._cookie = f"{CLASS_NAME}___{name}"
+        self._names_calls = names_calls
+        self._captures = captures
+        self._judges_overflow = config.first_turn_overflow == "judged"
+        self._limits = RolloutConfig(
+            max_turns=config.max_steps or UNLIMITED_TURNS,
+            max_tokens=config.max_tokens or 2 * UNLIMITED_TOKENS,
+            timeout_seconds=config.timeout_seconds,
+            tool_timeout_seconds=config.tool_timeout_seconds,
+            parallel_tool_calls=config.parallel_tool_calls,
+        )
+        self._sampling = Sampling(max_new_tokens=UNLIMITED_TOKENS)
+
+    async def alive(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def run(self, request: Request) -> Response:
+        row = without_results(await object_body(request))
+        try:
+            played = await self._play(row)
+        except DataError as error:  # the row is at fault before anything was begun
+            kind, code, detail = classify(error)
+            return json_answer(failed_row(row, code, detail, terminal=kind is FailureKind.DATA))
+        return json_answer(run_answer(played))
+
+    async def _play(self, row: dict[str, Any]) -> Attempt:
+        params = row.get("responses_create_params")
+        if not isinstance(params, dict):
+            raise BadTaskRow(f"responses_create_params is {params!r}; a task row needs an object there.")
+        prefix = path_prefix(rollout_id(row) if self._names_calls else None, capture=self._captures)
+        policy = self._model.rollout(params, prefix=prefix)
+        environment: EnvironmentClient = self._environment
+        if self._config.skip_verification and isinstance(self._environment, RemoteEnvironmentClient):
+            environment = UnverifiedEnvironment(self._environment, self._config.skip_verification_reward)
+        return await play_rollout(
+            _spec(row),
+            policy,
+            environment,
+            self._limits,
+            self._sampling,
+            on_policy=False,
+            judges_overflow=self._judges_overflow,
+        )
+
+    async def responses(self, request: Request) -> Response:
+        params = await object_body(request, "input")
+        if not isinstance(self._environment, RemoteEnvironmentClient):
+            text = "A Gymnasium environment is played by /run only: its steps need the task row."
+            return answer(ToolResult(orjson.dumps(text).decode(), 501))
+        mark = request.scope[KEY]
+        given = {key: value for key, value in request.cookies.items() if key != self._cookie}
+        policy = self._model.rollout(
+            params, prefix=path_prefix(mark.rollout, capture=mark.capture or (self._captures and bool(mark.rollout)))
+        )
+        attempt = Attempt(
+            _rollout({"responses_create_params": params}),
+            policy,
+            self._limits,
+            self._sampling,
+            on_policy=False,
+            judges_overflow=self._judges_overflow,
+        )
+        session = self._environment.join_session(attempt.rollout.task, given)
+        async with asyncio.timeout(self._config.timeout_seconds):
+            episode = ToolEpisode(attempt)
+            attempt.response = episode.response(await episode.converse(session))
+        reply = json_answer(whole_response(attempt.response_with_tokens() or attempt.response))
+        for key, value in {**given, **policy.cookies}.items():
+            reply.headers.append("set-cookie", f"{key}={value}; path=/; HttpOnly; SameSite=lax")
+        return reply
+
+    async def aggregate(self, request: Request) -> Response:
+        body = await object_body(request, "verify_responses")
+        if self._config.skip_verification:
+            return json_answer({"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}})
+        try:
+            status, text = await self._environment.connection.post("aggregate_metrics", body, seconds=AGGREGATE_SECONDS)
+        except InfraError:
+            status, text = 503, ""
+        if status == 200:
+            return Response(text, media_type="application/json")
+        return json_answer(aggregate_metrics(body["verify_responses"]))  # rollouts are kept; so are their statistics
+
+    async def close(self) -> None:
+        await self._model.close()
+        await self._environment.close()
+
+
+def _spec(row: dict[str, Any]) -> RolloutSpec:
+    """The seed names items only: model servers draw for themselves."""
+    group = str(row.get("_ng_task_index", row.get("task_id", "row")))
+    sample = row.get("_ng_rollout_index")
+    return RolloutSpec(group, sample if isinstance(sample, int) else 0, row, random.getrandbits(32))
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    spec = _spec(row)
+    return Rollout(
+        group_id=spec.group_id,
+        sample=spec.sample,
+        task=row,
+        environment="",
+        status=Status.FAILED,
+        seed=spec.seed,
+        started_at=time.time(),
+    )

@@ -1,0 +1,231 @@
+"""Any `Environment` over HTTP, by the contract of NeMo Gym's resources servers; Gymnasium environments by theirs.
+
+Invariants: every answer, whatever its status, sends the session cookie again (NeMo's agents keep only the newest answer's
+cookies); sessions are bounded in number and in age; each is given back (`close_session`) once: when its client closes it, when
+it was unused for too long, when room is needed after its verdict, or when the server stops. A tool that still runs then is
+cancelled.
+
+    GET  /                  {"status":"ok"}
+    POST /seed_session      task row                       -> {} or {"supports_explicit_close": true}
+    POST /<tool>            arguments                      -> what the tool returns
+    POST /verify            row fields + response          -> the same + reward, reward_components, metrics, mask_sample
+    POST /close             {}                             -> {}
+    POST /aggregate_metrics {"verify_responses": […]}      -> statistics
+    /mcp                    MCP, where it was asked for: the tools again, for agents that speak it (`mcp_server`)
+
+A client that will not use its session after the verdict says so in the request to /verify (`X-Roundhouse-Session: last-use`);
+the answer then says `closed`, and no call to /close is needed.
+
+    python -m roundhouse.compat.nemo_gym.servers.resources --environment calculator --port 8001
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+
+from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
+from roundhouse.compat.nemo_gym.servers.endpoints import (
+    REQUEST_SECONDS,
+    RequestTimeout,
+    answer,
+    guarded,
+    json_answer,
+    json_body,
+    object_body,
+    with_sessions,
+)
+from roundhouse.environments.base import Environment, Verdict
+from roundhouse.environments.gymnasium import GymnasiumEnvironment
+from roundhouse.environments.tools import NOT_FOUND, RESERVED, Toolbox, ToolResult
+from roundhouse.errors import ConfigError
+from roundhouse.http.closing import Closing
+from roundhouse.http.sessions import SessionStore, outcome
+from roundhouse.rollout.failures import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
+
+if TYPE_CHECKING:
+    from roundhouse.compat.mcp.server import McpEndpoint
+
+__all__ = ["RequestTimeout", "build_app"]
+
+log = logging.getLogger(__name__)
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def build_app(
+    environment: Environment | GymnasiumEnvironment,
+    name: str | None = None,
+    sessions: SessionStore | None = None,
+    request_seconds: float = REQUEST_SECONDS,
+    expose_tools_over_mcp: bool = False,
+) -> FastAPI:
+    """The server of `environment`.
+
+    Args:
+        name: the instance's name; part of the cookie's name, which must differ between the servers of a rollout.
+        request_seconds: time limit of the environment's code in one request.
+        expose_tools_over_mcp: serve /mcp as well, and hand out its token with each session.
+
+    Raises:
+        ConfigError: the tools of a Gymnasium environment cannot be served over MCP.
+    """
+    store = SessionStore() if sessions is None else sessions
+    if isinstance(environment, GymnasiumEnvironment):
+        return _gymnasium_app(environment, name, store, request_seconds, expose_tools_over_mcp)
+    server = _Server(environment, store)
+    mcp = _mcp_endpoint(environment, server, name, request_seconds) if expose_tools_over_mcp else None
+    app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, mcp))
+    _add_routes(app, server, request_seconds)
+    if mcp is not None:
+        mcp.mount(app)
+    with_sessions(app, type(environment).__name__, name or environment.name)
+    return app
+
+
+def _gymnasium_app(
+    environment: GymnasiumEnvironment, name: str | None, store: SessionStore, seconds: float, over_mcp: bool
+) -> FastAPI:
+    from roundhouse.compat.nemo_gym.servers.gymnasium import build_gymnasium_app
+
+    if over_mcp:
+        raise ConfigError(
+            f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
+            "tool calls itself. Leave it out."
+        )
+    return build_gymnasium_app(environment, name, store, seconds)
+
+
+def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | None) -> Lifespan:
+    """The server's life: sessions are given back while it runs and at its end."""
+    holds_something = type(environment).close_session is not Environment.close_session
+    closing = Closing(store, environment.close_session if holds_something else None)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with closing.lifespan(app):
+            if mcp is None:
+                yield
+                return
+            async with mcp.lifespan():
+                yield
+
+    return lifespan
+
+
+def _add_routes(app: FastAPI, server: _Server, seconds: float) -> None:
+    app.get("/")(server.alive)
+    app.get("/reverify_mode")(server.reverify_mode)
+    routes = [
+        ("/seed_session", server.seed_session),
+        ("/verify", server.verify),
+        ("/aggregate_metrics", server.aggregate),
+    ]
+    if server.offers_close:
+        routes.append(("/close", server.close))
+    for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
+        app.add_route(path, guarded(endpoint, seconds), methods=["POST"])
+
+
+def _mcp_endpoint(environment: Environment, server: _Server, name: str | None, seconds: float) -> McpEndpoint:
+    from roundhouse.compat.mcp.server import McpEndpoint  # the SDK takes long to import, and most servers do without
+
+    tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
+    server.mcp = McpEndpoint(name or environment.name, tools, server.run_tool, seconds)
+    return server.mcp
+
+
+class _Server:
+    """The routes."""
+
+    def __init__(self, environment: Environment, sessions: SessionStore) -> None:
+        self._environment = environment
+        self._toolbox = Toolbox(environment)
+        self._sessions = sessions
+        self._stateless = type(environment).seed_session is Environment.seed_session
+        self.offers_close = not self._stateless and "close" not in self._toolbox
+        """A tool named close has the route."""
+        self.mcp: McpEndpoint | None = None
+
+    async def alive(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def reverify_mode(self) -> str:
+        return "stateless" if self._stateless else "unsupported"
+
+    async def seed_session(self, request: Request) -> Response:
+        row = await object_body(request)
+        session_id = request.session["session_id"]
+        told: dict[str, Any] = {} if self.mcp is None else {"mcp": self.mcp.offer(session_id)}
+        if self._stateless:  # nothing to keep, so nothing to give back
+            return json_answer(told)
+        self._sessions.reserve()
+        state = await self._environment.seed_session(row)
+        self._sessions.put(session_id, state)
+        return json_answer(told | {"supports_explicit_close": True} if self.offers_close else told)
+
+    async def call_tool(self, request: Request) -> Response:
+        name = request.path_params["tool_name"]
+        if name not in self._toolbox:
+            return answer(NOT_FOUND)
+        arguments = await json_body(request)
+        return answer(await self.run_tool(request.session["session_id"], name, arguments))
+
+    async def run_tool(self, session_id: str, name: str, arguments: Any) -> ToolResult:
+        """Call a tool in a session; the call ends with the session.
+
+        Raises:
+            InfraError: there is no such session, it ended, or the tool says that its infrastructure failed.
+        """
+        if self._stateless:
+            return await self._toolbox.call(None, name, arguments)
+        session = self._sessions.get(session_id)
+        return await outcome(session.begin(self._toolbox.call(session.state, name, arguments)))
+
+    async def verify(self, request: Request) -> Response:
+        body = await object_body(request, "responses_create_params", "response")
+        response = body.pop("response")
+        judged = response if self.mcp is None else self.mcp.judged(response)
+        verdict = await self._environment.verify(self._state(request), body, judged)
+        told = json_answer({**body, "response": response, **verdict_fields(verdict)})
+        if self.offers_close and request.headers.get(SESSION_HEADER) == SESSION_LAST_USE:
+            self._sessions.close(request.session["session_id"])
+            told.headers[SESSION_HEADER] = SESSION_CLOSED
+        else:
+            self._sessions.finished(request.session["session_id"])
+        return told
+
+    async def close(self, request: Request) -> Response:
+        self._sessions.close(request.session["session_id"])
+        return json_answer({})
+
+    async def aggregate(self, request: Request) -> Response:
+        body = await object_body(request, "verify_responses")
+        return json_answer(aggregate_metrics(body["verify_responses"], self._environment.compute_metrics))
+
+    def _state(self, request: Request) -> Any:
+        if self._stateless:  # nothing can be lost, so nothing needs to have been seeded
+            return None
+        return self._sessions.get(request.session["session_id"]).state
+
+
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as it stands in an answer to /verify."""
+    fields: dict[str, Any] = {"reward": verdict.reward}
+    if verdict.reward_components:
+        fields["reward_components"] = verdict.reward_components
+    if verdict.metrics:
+        fields["metrics"] = verdict.metrics
+    if verdict.mask:
+        fields["mask_sample"] = True
+    return fields
+
+
+if __name__ == "__main__":
+    from roundhouse.compat.nemo_gym.servers.serve import main
+
+    main()

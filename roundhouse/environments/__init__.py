@@ -1,0 +1,132 @@
+"""The environments that come with Roundhouse, and the way to one of your own.
+
+Invariant: `load` and `load_any` either return an environment that can be used, or raise a ConfigError that names the key at
+fault. A built-in environment is a section in `roundhouse.config.environments`, a class, and a line in `BUILT_IN`: the section's
+fields are the class's keyword arguments. Its module is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from roundhouse.config.environments import (
+    ArithmeticChainEnvironment,
+    CalculatorEnvironment,
+    CodeEnvironment,
+    CountdownEnvironment,
+    CustomEnvironment,
+    EnvironmentConfig,
+    FrozenLakeEnvironment,
+    GuessNumberEnvironment,
+    InstructionConstraintsEnvironment,
+    LookupEnvironment,
+    SortEnvironment,
+    SqlWorldEnvironment,
+    SudokuEnvironment,
+    WarehouseEnvironment,
+    WorkerEnvironment,
+)
+from roundhouse.config.secrets import resolved
+from roundhouse.config.section import Section
+from roundhouse.environments.base import Environment
+from roundhouse.environments.calculator import Calculator
+from roundhouse.environments.guess_number import GuessNumber
+from roundhouse.environments.gymnasium import GymnasiumEnvironment
+from roundhouse.environments.sort import Sort
+from roundhouse.errors import ConfigError
+from roundhouse.import_string import load_class
+
+__all__ = ["BUILT_IN", "Calculator", "GuessNumber", "Sort", "load", "load_any"]
+
+BUILT_IN: dict[type[Section], str] = {
+    CalculatorEnvironment: "calculator:Calculator",
+    SortEnvironment: "sort:Sort",
+    GuessNumberEnvironment: "guess_number:GuessNumber",
+    ArithmeticChainEnvironment: "arithmetic_chain:ArithmeticChain",
+    LookupEnvironment: "lookup:Lookup",
+    CountdownEnvironment: "countdown:Countdown",
+    SudokuEnvironment: "sudoku:Sudoku",
+    WarehouseEnvironment: "warehouse:Warehouse",
+    SqlWorldEnvironment: "sql_world:SqlWorld",
+    CodeEnvironment: "code:Code",
+    InstructionConstraintsEnvironment: "instruction_constraints:InstructionConstraints",
+    FrozenLakeEnvironment: "frozen_lake:FrozenLake",
+}
+"""From a kind's configuration to its class in this package."""
+_KINDS: tuple[type[Environment], type[GymnasiumEnvironment]] = (Environment, GymnasiumEnvironment)
+
+
+def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
+    """The environment that `config` describes, in this process, whichever protocol it speaks.
+
+    Raises:
+        ConfigError: it cannot be imported or made, or it lives in another process.
+    """
+    found = class_of(config)
+    return _made(found, config) if isinstance(config, CustomEnvironment) else built_in(config)
+
+
+def class_of(config: EnvironmentConfig) -> type[Environment] | type[GymnasiumEnvironment]:
+    """The class of that environment; nothing is made of it.
+
+    Raises:
+        ConfigError: it cannot be imported, or it lives in another process.
+    """
+    if isinstance(config, CustomEnvironment):
+        return load_class(config.target, _KINDS, "environment.target")
+    if type(config) not in BUILT_IN:
+        raise ConfigError(_elsewhere(config))
+    return load_class(f"{__name__}.{BUILT_IN[type(config)]}", _KINDS, "environment.kind")
+
+
+@functools.lru_cache(maxsize=8)
+def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
+    """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
+    found: Any = class_of(config)
+    made: Environment | GymnasiumEnvironment = found(**_fields(config))
+    return made
+
+
+def load(config: EnvironmentConfig) -> Environment:
+    """The environment with tools and a verifier that `config` describes, in this process.
+
+    Raises:
+        ConfigError: as `load_any`, or it speaks the Gymnasium protocol.
+    """
+    environment = load_any(config)
+    if isinstance(environment, GymnasiumEnvironment):
+        raise ConfigError(
+            f"environment.kind is {config.kind}: {environment.name} speaks the Gymnasium protocol (reset, step) and has "
+            "neither tools nor a verifier, which are needed here."
+        )
+    return environment
+
+
+def _fields(config: Section) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).model_fields if name != "kind"}
+
+
+def _elsewhere(config: EnvironmentConfig) -> str:
+    if isinstance(config, WorkerEnvironment):
+        return (
+            f"environment.kind is worker ({config.worker}): its rollouts are played by that class, which has no "
+            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+        )
+    return (
+        f"environment.kind is {config.kind} ({getattr(config, 'url', None)}): its tasks, tools and verifier live in that "
+        "server and cannot be loaded into this process. Reach it over HTTP for rollouts; where an environment must be in "
+        "process (a warm_start policy, serving it yourself), set environment.kind to calculator, sort, another built-in "
+        "kind, or custom."
+    )
+
+
+def _made(found: Any, config: CustomEnvironment) -> Environment | GymnasiumEnvironment:
+    try:
+        made: Environment | GymnasiumEnvironment = found(**resolved(config.parameters))
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
+            "They are the keyword arguments of the class."
+        ) from error
+    return made

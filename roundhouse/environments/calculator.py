@@ -1,0 +1,143 @@
+"""Two-step arithmetic with a calculator that takes one operator a call.
+
+Invariant: the reward is 1 exactly when the rollout ends with the sentence "The answer is N." with the right N, else 0. How
+N was found is not judged, but the policy cannot calculate, so only the tool used twice finds it reliably:
+
+    What is 3*4+5?  ->  calculate("3*4") = 12  ->  calculate("12+5") = 17  ->  The answer is 17.
+
+The demonstrations show this procedure and three wrong ones; which is right is what training has to find out.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
+from roundhouse.environments.conversations import Message, calls, closing_text, returns, says, user
+from roundhouse.environments.splits import TaskList, deal, split_problems
+
+MAX_CALLS = 3
+ERROR = "error"
+_EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*([-+*/])\s*(-?\d{1,9})\s*", re.ASCII)
+
+WRONG_PROCEDURES = {"guess": 0.34, "stop_after_product": 0.26, "finish_in_head": 0.15}
+"""Shares of the wrong demonstrations among all when a quarter is right; for other shares they keep their proportions."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """a*b+c"""
+
+    a: int
+    b: int
+    c: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.a}*{self.b}+{self.c}"
+
+    @property
+    def product(self) -> int:
+        return self.a * self.b
+
+    @property
+    def answer(self) -> int:
+        return self.product + self.c
+
+
+PROBLEMS = [Problem(a, b, c) for a in range(2, 13) for b in range(2, 6) for c in range(1, 21)]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one rollout did with the tool."""
+
+    calls: int = 0
+    errors: int = 0
+
+
+def evaluate(expression: str) -> str:
+    """The value of `number operator number`, as text; "error" for anything else, and where it is no whole number."""
+    match = _EXPRESSION.fullmatch(expression)
+    if match is None:
+        return ERROR
+    left, operator, right = int(match[1]), match[2], int(match[3])
+    if operator == "/":
+        return str(left // right) if right and left % right == 0 else ERROR
+    return str({"+": left + right, "-": left - right, "*": left * right}[operator])
+
+
+class Calculator(Environment):
+    """`What is a*b+c?` for a in 2..12, b in 2..5, c in 1..20: 880 problems."""
+
+    name = "calculator"
+    restoration = "replay"
+
+    def __init__(self, heldout_fraction: float = 0.2) -> None:
+        self._problems = split_problems(PROBLEMS, lambda problem: f"calculator/{problem.text}", heldout_fraction)
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        schemas = self.tool_schemas()
+        return TaskList(
+            self._problems[split],
+            lambda problem: task_row(
+                question(problem), task_id=f"calculator/{problem.text}", tools=schemas, answer=problem.answer
+            ),
+        )
+
+    async def seed_session(self, row: TaskRow) -> Tally:
+        return Tally()
+
+    @tool("Calculate with one operator.", expression="Two whole numbers with one of + - * / between them.")
+    async def calculate(self, session: Tally, expression: str) -> str:
+        session.calls += 1
+        value = evaluate(str(expression)) if session.calls <= MAX_CALLS else ERROR
+        session.errors += value == ERROR
+        return value
+
+    async def verify(self, session: Tally, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        right = closing_text(response) == answer_sentence(int(row["answer"]))
+        metrics = {"tool_calls": float(session.calls), "tool_errors": float(session.errors)}
+        return Verdict(reward=float(right), metrics=metrics)
+
+    def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
+        """`good_fraction` of them follow the right procedure, the rest one of `WRONG_PROCEDURES`."""
+        rng = random.Random(seed)
+        wrong = {name: share * (1 - good_fraction) / 0.75 for name, share in WRONG_PROCEDURES.items()}
+        problems = self._problems[split]
+        return [
+            list(_demonstration(rng.choice(problems), procedure, rng))
+            for procedure in deal({"right": good_fraction, **wrong}, count, rng)
+        ]
+
+
+def question(problem: Problem) -> str:
+    return f"What is {problem.text}?"
+
+
+def answer_sentence(answer: int) -> str:
+    return f"The answer is {answer}."
+
+
+def _demonstration(problem: Problem, procedure: str, rng: random.Random) -> Iterator[Message]:
+    yield user(question(problem))
+    if procedure == "guess":
+        yield says(answer_sentence(rng.choice(PROBLEMS).answer))
+        return
+    yield from _used_tool("call_1", f"{problem.a}*{problem.b}")
+    if procedure == "stop_after_product":
+        yield says(answer_sentence(problem.product))
+    elif procedure == "finish_in_head":
+        yield says(answer_sentence(problem.product + rng.randint(1, 20)))
+    else:
+        yield from _used_tool("call_2", f"{problem.product}+{problem.c}")
+        yield says(answer_sentence(problem.answer))
+
+
+def _used_tool(call_id: str, expression: str) -> Iterator[Message]:
+    yield calls("calculate", call_id, expression=expression)
+    yield returns(call_id, evaluate(expression))

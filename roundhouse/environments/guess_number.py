@@ -1,0 +1,112 @@
+"""Find a hidden number with few guesses: the search has to be discovered, the demonstrations need not show it.
+
+Invariant: the reward is 1 exactly when one of the allowed guesses hit the number, else 0. The tool, not the policy's words,
+decides that.
+
+    Guess my number from 1 to 7.  ->  guess(4) = higher  ->  guess(6) = lower  ->  guess(5) = correct  ->  Done.
+
+With `upper` = 7 and 3 guesses, halving always finds the number; guessing at random within what the answers leave finds 68 %,
+guessing blindly without repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and half, and
+no halving: that the middle is the best guess is then found by reward alone.
+
+Train and held-out differ in nothing but their ids: both draw from the same `upper` hidden numbers (there are no others) and
+the prompt is the same for all. A held-out reward here measures how well the policy searches, not what it does with anything
+new.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
+from roundhouse.environments.conversations import Message, calls, returns, says, user
+from roundhouse.environments.splits import TaskList, deal, position
+
+GAMES_PER_NUMBER = 20
+"""Tasks of a split for each hidden number, so that a batch or an evaluation does not run out of them."""
+CLOSING = "Done."
+
+
+@dataclass(slots=True)
+class Game:
+    """One hidden number and what was tried."""
+
+    hidden: int
+    guesses: int = 0
+    found: bool = False
+
+
+class GuessNumber(Environment):
+    """A number in 1..upper, `guesses` guesses."""
+
+    name = "guess_number"
+    restoration = "replay"
+
+    def __init__(self, upper: int = 7, guesses: int = 3) -> None:
+        self.upper = upper
+        self.guesses = guesses
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        games = [(hidden, game) for hidden in range(1, self.upper + 1) for game in range(GAMES_PER_NUMBER)]
+        schemas = self.tool_schemas()
+
+        def row(game: tuple[int, int]) -> TaskRow:
+            task_id = f"guess_number/{split}/{game[0]}-{game[1]}"
+            return task_row(self.question(), task_id=task_id, tools=schemas, hidden=game[0])
+
+        return TaskList(sorted(games, key=lambda game: position(f"{split}/{game}")), row)
+
+    def question(self) -> str:
+        return f"Guess my number from 1 to {self.upper}."
+
+    async def seed_session(self, row: TaskRow) -> Game:
+        return Game(hidden=int(row["hidden"]))
+
+    @tool("Guess the hidden number.", number="The guess.")
+    async def guess(self, session: Game, number: int) -> str:
+        if session.guesses >= self.guesses:
+            return "no guesses left"
+        session.guesses += 1
+        answer = compare(number, session.hidden)
+        session.found = session.found or answer == "correct"
+        return answer
+
+    async def verify(self, session: Game, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        return Verdict(reward=float(session.found), metrics={"guesses": float(session.guesses)})
+
+    def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
+        """`good_fraction` of them halve the range. Of the rest, half guess at random within it, half blindly."""
+        rng = random.Random(seed)
+        other = (1 - good_fraction) / 2
+        procedures = deal({"halving": good_fraction, "in_range": other, "blind": other}, count, rng)
+        return [list(self._demonstration(procedure, rng)) for procedure in procedures]
+
+    def _demonstration(self, procedure: str, rng: random.Random) -> Iterator[Message]:
+        yield user(self.question())
+        hidden = rng.randint(1, self.upper)
+        low, high = 1, self.upper
+        blind = rng.sample(range(1, self.upper + 1), self.upper)
+        for turn in range(min(self.guesses, self.upper)):
+            number = {"halving": (low + high) // 2, "in_range": rng.randint(low, high), "blind": blind[turn]}[procedure]
+            answer = compare(number, hidden)
+            yield calls("guess", f"call_{turn + 1}", number=number)
+            yield returns(f"call_{turn + 1}", answer)
+            if answer == "correct":
+                break
+            if procedure != "blind":
+                low, high = (number + 1, high) if answer == "higher" else (low, number - 1)
+        yield says(CLOSING)
+
+
+def compare(number: Any, hidden: int) -> str:
+    """What the tool says of a guess: correct, or where the hidden number lies; "error" for anything but a whole number."""
+    try:
+        guess = int(str(number))
+    except ValueError:
+        return "error"
+    if guess == hidden:
+        return "correct"
+    return "higher" if hidden > guess else "lower"

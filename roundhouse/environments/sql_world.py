@@ -1,0 +1,196 @@
+"""A small SQL world: questions to be answered by a query, and changes to be made with a statement.
+
+Invariants: a question is rewarded exactly when the rollout ends with a query whose rows (as a multiset) are the reference's, in
+the session's world and in three that the policy never sees, so that a constant is no answer. A change is rewarded exactly
+when the session's tables end as the reference statement leaves them. Every reference changes something, or differs in its
+rows from the query without its condition.
+
+    Query: how many people live in Oslo?  ->  query("SELECT count(*) FROM people WHERE city = 'Oslo'") = 2  ->  the same query
+    Change: delete all orders of pens.    ->  query("DELETE FROM orders WHERE item = 'pens'") = done       ->  Done.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roundhouse.environments.base import TaskRow, Verdict, tool
+from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
+from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.sql_child import Refused, Result, execute
+from roundhouse.environments.sql_engine import Database, image_of
+
+SCHEMA = """
+CREATE TABLE people (name TEXT, city TEXT, age INTEGER);
+CREATE TABLE orders (name TEXT, item TEXT, amount INTEGER);
+"""
+TABLES = ("people", "orders")
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
+CITIES = ("Oslo", "Rome", "Kyiv", "Lima")
+ITEMS = ("pens", "cups", "hats", "maps")
+ORDERS = 16
+SHOWN_ROWS = 20
+HIDDEN_WORLDS = 3
+
+QUESTIONS = {
+    "how many people live in {city}": "SELECT count(*) FROM people WHERE city = '{city}'",
+    "who lives in {city}": "SELECT name FROM people WHERE city = '{city}'",
+    "who is older than {age}": "SELECT name FROM people WHERE age > {age}",
+    "which items did {name} order": "SELECT item FROM orders WHERE name = '{name}'",
+    "what is the total amount of {item}": "SELECT sum(amount) FROM orders WHERE item = '{item}'",
+    "what is the total amount of orders from {city}": (
+        "SELECT sum(amount) FROM orders JOIN people USING (name) WHERE city = '{city}'"
+    ),
+}
+CHANGES = {
+    "delete all orders of {item}": "DELETE FROM orders WHERE item = '{item}'",
+    "move {name} to {city}": "UPDATE people SET city = '{city}' WHERE name = '{name}'",
+    "double the amount of orders by {name}": "UPDATE orders SET amount = 2 * amount WHERE name = '{name}'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What is to be done in world number `world`, and the statement that does it."""
+
+    world: int
+    text: str
+    statement: str
+    change: bool
+
+    @property
+    def careless(self) -> str:
+        """The statement without its condition."""
+        return self.statement.partition(" WHERE")[0]
+
+
+class SqlWorld(GeneratedEnvironment[Assignment]):
+    """`worlds` worlds of eight people and sixteen orders; `changes` is the share of assignments that change data."""
+
+    name = "sql_world"
+    restoration = "replay"
+
+    def __init__(
+        self, worlds: int = 100, changes: float = 0.3, problems: int = 2000, heldout_fraction: float = 0.2
+    ) -> None:
+        made = distinct(lambda rng: draw(worlds, changes, rng), self.key, problems, f"sql_world with {worlds} worlds")
+        super().__init__(made, heldout_fraction)
+
+    def key(self, problem: Assignment) -> str:
+        return f"{problem.world}/{problem.statement}"
+
+    def row(self, problem: Assignment) -> TaskRow:
+        prompt = f"Tables: people(name, city, age), orders(name, item, amount). {problem.text}"
+        fields = {"world": problem.world, "statement": problem.statement, "change": problem.change}
+        return self.task(problem, prompt, **fields)
+
+    async def seed_session(self, row: TaskRow) -> Database:
+        return Database(world_image(int(row["world"])), writable=bool(row["change"]))
+
+    @tool("Run one SQL statement.", sql="SQLite.")
+    async def query(self, session: Database, sql: str) -> str:
+        try:
+            return shown(await session.run(sql))
+        except Refused as refusal:
+            return f"error: {refusal}"
+
+    async def verify(self, session: Database, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        world, statement = int(row["world"]), row["statement"]
+        if row["change"]:
+            return Verdict(float(await same_tables(session, changed(world, statement))))
+        reply = closing_text(response) or ""
+        hidden = [-HIDDEN_WORLDS * world - number for number in range(1, HIDDEN_WORLDS + 1)]
+        for each in (world, *hidden):
+            if not await same_rows(reply, statement, each):
+                return Verdict(0.0)
+        return Verdict(1.0)
+
+    def demonstration(self, problem: Assignment, right: bool, rng: random.Random) -> Iterator[Message]:
+        statement = problem.statement if right else problem.careless
+        result, _ = execute(world_image(problem.world), statement, problem.change)
+        yield calls("query", "call_1", sql=statement)
+        yield returns("call_1", shown(result))
+        yield says("Done." if problem.change else statement)
+
+
+def draw(worlds: int, changes: float, rng: random.Random) -> Assignment:
+    """An assignment for which the condition of its statement matters."""
+    while True:
+        change = rng.random() < changes
+        text, statement = rng.choice(sorted((CHANGES if change else QUESTIONS).items()))
+        parts = {
+            "name": rng.choice(NAMES),
+            "city": rng.choice(CITIES),
+            "item": rng.choice(ITEMS),
+            "age": rng.randint(20, 60),
+        }
+        opening, end = ("Change: ", ".") if change else ("Query: ", "?")
+        found = Assignment(
+            rng.randrange(worlds), f"{opening}{text.format(**parts)}{end}", statement.format(**parts), change
+        )
+        if _matters(found):
+            return found
+
+
+def _matters(assignment: Assignment) -> bool:
+    world, statement = assignment.world, assignment.statement
+    if assignment.change:
+        after = changed(world, statement)
+        return after != changed(world, assignment.careless) and after != changed(world, "SELECT 1")
+    return found(world, statement) != found(world, assignment.careless)
+
+
+async def same_rows(query: str, reference: str, world: int) -> bool:
+    """Whether a policy's query returns the reference's rows in a fresh world."""
+    try:
+        result = await Database(world_image(world)).run(query)
+    except Refused:
+        return False
+    return Counter(result.rows) == found(world, reference)
+
+
+async def same_tables(database: Database, wanted: Mapping[str, Counter[tuple[Any, ...]]]) -> bool:
+    """Whether a policy's database has these rows. Of more rows than there should be, one is read."""
+    try:
+        for name, rows in wanted.items():
+            result = await database.run(f"SELECT * FROM {name} LIMIT {rows.total() + 1}")
+            if Counter(result.rows) != rows:
+                return False
+    except Refused:  # the rows are too large to be the wanted ones
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def found(world: int, statement: str) -> Counter[tuple[Any, ...]]:
+    """The rows that a statement of ours returns in a world."""
+    return Counter(execute(world_image(world), statement, writable=False)[0].rows)
+
+
+@functools.lru_cache(maxsize=256)
+def changed(world: int, statement: str) -> dict[str, Counter[tuple[Any, ...]]]:
+    """The rows of a world's tables after a statement of ours."""
+    _, image = execute(world_image(world), statement, writable=True)
+    return {name: Counter(execute(image, f"SELECT * FROM {name}", writable=False)[0].rows) for name in TABLES}
+
+
+@functools.lru_cache(maxsize=1024)
+def world_image(number: int) -> bytes:
+    """The database of world `number`, the same wherever it is made."""
+    rng = random.Random(f"sql_world/{number}")
+    people = [(name, rng.choice(CITIES), rng.randint(20, 60)) for name in NAMES]
+    orders = [(rng.choice(NAMES), rng.choice(ITEMS), rng.randint(1, 20)) for _ in range(ORDERS)]
+    return image_of(SCHEMA, dict(zip(TABLES, (people, orders), strict=True)))
+
+
+def shown(result: Result) -> str:
+    """A result as the policy sees it: a line a row, `done` when there are none."""
+    if not result.columns:
+        return "done"
+    lines = ["|".join("null" if cell is None else str(cell) for cell in row) for row in result.rows[:SHOWN_ROWS]]
+    more = len(result.rows) - SHOWN_ROWS
+    return "\n".join(lines + [f"{more} more rows"] * (more > 0)) or "no rows"

@@ -1,1 +1,0 @@
-"""NeMo Gym's configuration and processes: a configuration is resolved, its servers are started, watched and ended."""

@@ -1,0 +1,102 @@
+"""Classes named in a configuration: `path.py:Class` or `module:Class`.
+
+Invariant: a symbol is either returned as the kind that was asked for, or refused with what is there instead. A file is executed
+once in a process, however often it is named, so that its classes keep their identity.
+
+A relative path is looked for under each of `bases` in turn, then under NEXRL_PATH, where it is set, then in the working
+directory.
+
+    load_class("evaluator.py:Exact", Evaluator, "environment.evaluator", ["recipes/quiz/agent_workspace"])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from roundhouse.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases: Sequence[str | Path] = ()) -> type[T]:
+    """The class that `target` names.
+
+    Args:
+        kind: what it must be a subclass of; of one of them, if there are several.
+        key: the configuration key, for the error.
+
+    Raises:
+        ConfigError: no such file, module or class, or it is no `kind`.
+    """
+    where, separator, name = target.rpartition(":")
+    if not separator or not where or not name:
+        raise ConfigError(f"{key} is {target!r}: write path/to/file.py:Class or package.module:Class.")
+    module = _file_module(where, key, bases) if where.endswith(".py") else _module(where, key)
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, kind):
+        return found
+    wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+    there = sorted(
+        each
+        for each, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, kind) and not each.startswith("_")
+    )
+    what = f"has no {name}" if found is None else f"has a {name} that is no {wanted}"
+    raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(there) or f'no {wanted}'}.")
+
+
+def add_import_path(directory: str | Path) -> None:
+    """Let files of `directory` import each other by name; last, so that they hide nothing installed."""
+    path = str(Path(directory).resolve())
+    if path not in sys.path:
+        sys.path.append(path)
+
+
+def _module(name: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}: importing {name} failed ({error}). Install the package, put its directory on PYTHONPATH, or name a file: "
+            "path/to/file.py:Class."
+        ) from error
+
+
+def _file_module(path: str, key: str, bases: Sequence[str | Path]) -> ModuleType:
+    file = _found(path, key, bases)
+    name = f"roundhouse_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, "a path that ends in .py has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the file's own code ends here
+        del sys.modules[name]
+        raise ConfigError(f"{key}: {file} cannot be executed: {error!r}") from error
+    return module
+
+
+def _found(path: str, key: str, bases: Sequence[str | Path]) -> Path:
+    nexrl = [os.environ["NEXRL_PATH"]] if os.environ.get("NEXRL_PATH") else []
+    tried = [Path(path)] if Path(path).is_absolute() else [Path(base) / path for base in (*bases, *nexrl, ".")]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate.resolve()
+    directory = next((candidate.parent for candidate in tried if candidate.parent.is_dir()), None)
+    beside = sorted(file.name for file in directory.glob("*.py")) if directory else []
+    there = f" {directory} has: {', '.join(beside) or 'no .py file'}." if directory else ""
+    raise ConfigError(f"{key}: no file {path}; tried {', '.join(map(str, tried))}.{there}")

@@ -1,0 +1,196 @@
+"""The rollout engine: many rollouts at once, each handled when it completes, all returned in the plan's order.
+
+Invariants: every spec yields exactly one rollout; no more than `config.concurrency` are in flight and no work exists for those
+not yet begun; only infrastructure failures are tried again, a bounded number of times; when `collect` returns, raises or is
+cancelled, no task of its own is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
+from roundhouse.generation.protocol import PolicyClient
+from roundhouse.health.activity import ACTIVITY
+from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.outage import Outage, RetryBudget
+from roundhouse.rollout.plan import ReorderError, RolloutSpec, plan_rollouts, reorder
+from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.replay import Tape
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.tokens import derive_seed
+
+__all__ = ["Collection", "ReorderError", "RolloutSpec", "collect", "plan_rollouts", "reorder", "retry_delay"]
+
+log = logging.getLogger(__name__)
+
+OnRollout = Callable[[Rollout], None]
+"""Called in the event loop for each final rollout as it completes: the others wait for their engine meanwhile."""
+
+
+async def collect(
+    specs: Sequence[RolloutSpec],
+    policy: PolicyClient,
+    environment: EnvironmentClient,
+    config: RolloutConfig,
+    sampling: Sampling,
+    on_rollout: OnRollout | None = None,
+    *,
+    on_policy: bool = True,
+    policy_version: int | None = None,
+    journal: Journal | None = None,
+) -> list[Rollout]:
+    """Make all rollouts of `specs`; the result is in their order.
+
+    Args:
+        on_policy: they are to be trained on; a row that asks for another sampling than `sampling` then fails.
+        policy_version: version that the engine holds, for agents whose answers do not tell it.
+        journal: model calls that were finished before, and where those of each attempt are recorded; also an attempt that
+            follows on an infrastructure failure here goes on behind them. Without one, each attempt starts from its first call.
+
+    Failures are outcomes and do not raise; what `on_rollout` raises does, and ends the collection.
+    """
+    given = Collection.of(
+        specs,
+        policy,
+        environment,
+        config,
+        sampling,
+        on_policy=on_policy,
+        policy_version=policy_version,
+        journal=journal,
+    )
+    return await given.run(on_rollout)
+
+
+def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
+    """Seconds to wait after failed attempt `attempt` (1, 2, …): exponential, the upper half of it at random by `seed`,
+    so that rollouts which failed together do not come back together."""
+    longest = min(retry.max_delay_seconds, retry.first_delay_seconds * retry.factor ** (attempt - 1))
+    return longest * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
+
+
+class Collection:
+    """Rollouts that are made together: what one failure says about the others. `run` makes all of them with workers that take
+    specs from a shared iterator; who has an order of its own makes one after another with `roll_out`."""
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[RolloutSpec],
+        policy: PolicyClient,
+        environment: EnvironmentClient,
+        config: RolloutConfig,
+        sampling: Sampling,
+        *,
+        on_policy: bool = True,
+        policy_version: int | None = None,
+        journal: Journal | None = None,
+    ) -> Collection:
+        """Arguments as of `collect`."""
+        play = partial(
+            run_rollout,
+            policy=policy,
+            environment=environment,
+            config=config,
+            sampling=sampling,
+            on_policy=on_policy,
+            policy_version=policy_version,
+        )
+        tape = None if journal is None else partial(journal.tape, restoration=environment.restoration)
+        return cls(specs, play, environment.name, config, tape)
+
+    def __init__(
+        self,
+        specs: Sequence[RolloutSpec],
+        play: Callable[..., Awaitable[Rollout]],
+        environment_name: str,
+        config: RolloutConfig,
+        tape: Callable[[RolloutSpec], Tape] | None,
+    ) -> None:
+        self._specs = specs
+        self._play = play
+        self._environment_name = environment_name
+        self._config = config
+        self._tape = tape
+        self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
+        self._workers = min(config.concurrency or len(specs), len(specs))
+        self._outage = Outage(self._workers)
+        self._budget = RetryBudget(len(specs), config.retry.budget_fraction, config.retry.budget_seconds)
+        self._results: list[tuple[int, Rollout]] = []
+
+    async def run(self, on_rollout: OnRollout | None = None) -> list[Rollout]:
+        """All of them, in the order of the specs."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._workers):
+                    group.create_task(self._work(on_rollout))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return reorder(self._results, len(self._specs))
+
+    async def roll_out(self, spec: RolloutSpec, **given: Any) -> Rollout:
+        """One of them, to its outcome; `given` overrides what `collect` has for all."""
+        with ACTIVITY.track("collect", "rollout", spec.rollout_id):
+            rollout = self._not_tried(spec) if self._outage.open else await self._try(spec, given)
+        self._note(rollout)
+        return rollout
+
+    async def _work(self, on_rollout: OnRollout | None) -> None:
+        for index, spec in self._queue:
+            rollout = await self.roll_out(spec)
+            self._results.append((index, rollout))
+            if on_rollout is not None:
+                on_rollout(rollout)
+
+    async def _try(self, spec: RolloutSpec, given: Mapping[str, Any]) -> Rollout:
+        """Attempts until one is not an infrastructure failure, or none is left."""
+        retry = self._config.retry
+        attempt = 1
+        while True:
+            tape = None if self._tape is None else self._tape(spec)
+            rollout = await self._play(spec, attempt=attempt, tape=tape, **given)
+            if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
+                return rollout
+            if not self._budget.take(time.monotonic()):
+                log.info("%s: %s, and the budget of retries is spent", rollout.rollout_id, rollout.failure_code)
+                return rollout
+            delay = retry_delay(retry, attempt, spec.seed)
+            log.info("%s: %s, attempt %d; again in %.1f s", rollout.rollout_id, rollout.failure_code, attempt, delay)
+            await asyncio.sleep(delay)
+            attempt += 1
+
+    def _note(self, rollout: Rollout) -> None:
+        if rollout.status is Status.FAILED:
+            log.info("%s failed: %s: %s", rollout.rollout_id, rollout.failure_code, rollout.failure_detail)
+        was_open = self._outage.open
+        self._outage.record(rollout)
+        if self._outage.open and not was_open:
+            log.warning(
+                "The last %d rollouts all failed for infrastructure (%s: %s); those not begun yet are not tried.",
+                self._outage.threshold,
+                rollout.failure_code,
+                rollout.failure_detail,
+            )
+
+    def _not_tried(self, spec: RolloutSpec) -> Rollout:
+        last = self._outage.last
+        assert last is not None
+        return Rollout(
+            group_id=spec.group_id,
+            sample=spec.sample,
+            task=spec.row,
+            environment=self._environment_name,
+            status=Status.FAILED,
+            attempt=0,
+            seed=spec.seed,
+            failure_kind=FailureKind.INFRA,
+            failure_code=last.failure_code,
+            failure_detail=f"Not tried: {self._outage.threshold} rollouts before it failed in a row. {last.failure_detail}",
+        )
