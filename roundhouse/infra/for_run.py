@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from roundhouse.config.models import RunConfig
-from roundhouse.infra.engine_turn import engine_turn
+from roundhouse.infra.engine_lock import engine_lock
 from roundhouse.infra.services import Services, has_engine_here, local_services, needed_services, state_directory
 from roundhouse.infra.state import ServiceRecord
 from roundhouse.logs import about
@@ -40,7 +40,7 @@ def services_of(config: RunConfig) -> Iterator[Services]:
         local_services(
             state_directory(config), wanted, keep=kept, unawaited=("mlflow",), on_progress=on_progress
         ) as services,
-        engine_turn(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
+        engine_lock(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
     ):
         if "mlflow" in wanted and "KUBERNETES_SERVICE_HOST" in os.environ:
             log.warning(

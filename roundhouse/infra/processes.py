@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import psutil
 
 from roundhouse.infra.identity import birth, boot_id, is_alive
-from roundhouse.infra.state import Running, ServiceRecord, StateDirectory
+from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
 
 MARK = "ROUNDHOUSE_SERVICE_OF"
 """Environment variable of every process of a service: `<state directory>::<service>`."""
@@ -75,7 +75,7 @@ def _marked(process: psutil.Process, wanted: str, *, exact: bool) -> bool:
     return found == wanted if exact else found.startswith(wanted)
 
 
-def _sessions(running: Running, service: str | None) -> dict[int, ServiceRecord]:
+def _sessions(running: RunningServices, service: str | None) -> dict[int, ServiceRecord]:
     """Sessions of recorded services that cannot have been given to anybody else since."""
     if running.boot_id != boot_id():
         return {}

@@ -19,11 +19,18 @@ from pathlib import Path
 
 from roundhouse.config.models import KubernetesInfra, RunConfig
 from roundhouse.errors import InfraError
-from roundhouse.infra import requests
+from roundhouse.infra import lease_client
+from roundhouse.infra.lease_client import LeaseRequest, Progress
 from roundhouse.infra.ports import LOOPBACK
-from roundhouse.infra.recipes import RECIPES, prefect_auth_string, prefect_client, ray_client, ray_token, with_no_proxy
-from roundhouse.infra.requests import Progress, Request
-from roundhouse.infra.state import PREFECT_SIGN_IN_FILE, Holder, ServiceRecord, StateDirectory
+from roundhouse.infra.service_specs import (
+    SERVICE_SPECS,
+    prefect_auth_string,
+    prefect_client,
+    ray_client,
+    ray_token,
+    with_no_proxy,
+)
+from roundhouse.infra.state import PREFECT_SIGN_IN_FILE, ServiceHolder, ServiceRecord, StateDirectory
 
 DEFAULT_STATE_DIRECTORY = Path(".roundhouse/services")
 DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
@@ -136,17 +143,17 @@ def up(
         InfraError: a port is in use, a service did not start (with the end of its log), or the time is over. What this call
             started has then been ended again.
     """
-    holder = Holder("user") if owner is None else Holder.of_process(owner)
-    wish = Request(
+    holder = ServiceHolder("user") if owner is None else ServiceHolder.of_process(owner)
+    wish = LeaseRequest(
         StateDirectory(state_dir),
         holder,
-        requests.known(tuple(services)),
+        lease_client.known(tuple(services)),
         _by_service(ports or {}),
         arguments or {},
         unawaited,
     )
-    requests.known(tuple(arguments or {}))
-    return Services(wish.state, requests.request(wish, time_limit, on_progress))
+    lease_client.known(tuple(arguments or {}))
+    return Services(wish.state, lease_client.request(wish, time_limit, on_progress))
 
 
 def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str] | None = None) -> list[str]:
@@ -155,7 +162,9 @@ def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str
     Raises:
         InfraError: a process could not be ended.
     """
-    return requests.withdraw(StateDirectory(state_dir), None if services is None else requests.known(tuple(services)))
+    return lease_client.withdraw(
+        StateDirectory(state_dir), None if services is None else lease_client.known(tuple(services))
+    )
 
 
 def status(state_dir: str | Path = DEFAULT_STATE_DIRECTORY) -> Services:
@@ -198,13 +207,13 @@ def local_services(
         time_limit=time_limit,
         on_progress=on_progress,
     )
-    holder = Holder.this_process()
+    holder = ServiceHolder.this_process()
     try:
         yield running
     except BaseException:
-        requests.release(running.state, holder, names)
+        lease_client.release(running.state, holder, names)
         raise
-    requests.release(running.state, holder, names, keep=keep)
+    lease_client.release(running.state, holder, names, keep=keep)
 
 
 def needed_services(config: RunConfig) -> tuple[str, ...]:
@@ -233,9 +242,9 @@ def _by_service(ports: Mapping[str, int]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for key, port in ports.items():
         name, _, port_name = key.partition(".")
-        (name,) = requests.known([name])
-        port_name = port_name or RECIPES[name].ports[0]
-        if port_name not in RECIPES[name].ports:
-            raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(RECIPES[name].ports)}.")
+        (name,) = lease_client.known([name])
+        port_name = port_name or SERVICE_SPECS[name].ports[0]
+        if port_name not in SERVICE_SPECS[name].ports:
+            raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(SERVICE_SPECS[name].ports)}.")
         found.setdefault(name, {})[port_name] = port
     return found

@@ -34,7 +34,7 @@ Status = Literal["starting", "ready", "restarting", "failed", "stopping", "stopp
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class ServiceHolder:
     """Who wants a service: a person (`user`), a run that ended and left the pages up (`kept`), or a live process."""
 
     kind: Literal["user", "kept", "process"]
@@ -43,11 +43,11 @@ class Holder:
     """`identity.birth` of the process."""
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> ServiceHolder:
         return cls.of_process(os.getpid())
 
     @classmethod
-    def of_process(cls, pid: int) -> Holder:
+    def of_process(cls, pid: int) -> ServiceHolder:
         born = birth(pid)
         if born is None:
             raise InfraError(f"No process {pid} is alive that could own the services. Pass the number of one.")
@@ -58,10 +58,10 @@ class Holder:
 
 
 @dataclass(slots=True)
-class Lease:
+class ServiceLease:
     """The wish for one service."""
 
-    holders: list[Holder]
+    holders: list[ServiceHolder]
     asked: int
     """Number of the newest request for it."""
     ports: dict[str, int] = field(default_factory=dict)
@@ -71,11 +71,11 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedServices:
     """All leases."""
 
     revision: int = 0
-    services: dict[str, Lease] = field(default_factory=dict)
+    services: dict[str, ServiceLease] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class ServiceRecord:
 
 
 @dataclass(slots=True)
-class Running:
+class RunningServices:
     """What the supervisor reports."""
 
     supervisor_pid: int = 0
@@ -119,7 +119,7 @@ class EngineUse:
     """Whose turn it is with the engine."""
 
     run_id: str
-    holder: Holder
+    holder: ServiceHolder
 
 
 class StateDirectory:
@@ -167,13 +167,13 @@ class StateDirectory:
         handle.close()
         return False
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedServices:
         data = self._read("wanted.json")
         leases = {
-            name: Lease(**{**lease, "holders": [Holder(**holder) for holder in lease["holders"]]})
+            name: ServiceLease(**{**lease, "holders": [ServiceHolder(**holder) for holder in lease["holders"]]})
             for name, lease in data.get("services", {}).items()
         }
-        return Wanted(data.get("revision", 0), leases)
+        return WantedServices(data.get("revision", 0), leases)
 
     def wishes_changed(self) -> int:
         """When somebody last wrote `wanted.json`, in nanoseconds; 0 without one."""
@@ -182,24 +182,24 @@ class StateDirectory:
         except OSError:
             return 0
 
-    def write_wanted(self, wanted: Wanted) -> None:
+    def write_wanted(self, wanted: WantedServices) -> None:
         self._write("wanted.json", asdict(wanted))
 
-    def running(self) -> Running:
+    def running(self) -> RunningServices:
         data = self._read("services.json")
         known = {item.name for item in fields(ServiceRecord)}
         services = {
             name: ServiceRecord(**{key: value for key, value in record.items() if key in known})
             for name, record in data.get("services", {}).items()
         }
-        return Running(data.get("supervisor_pid", 0), data.get("boot_id", ""), services)
+        return RunningServices(data.get("supervisor_pid", 0), data.get("boot_id", ""), services)
 
-    def write_running(self, running: Running) -> None:
+    def write_running(self, running: RunningServices) -> None:
         self._write("services.json", asdict(running))
 
     def engine_use(self) -> EngineUse | None:
         data = self._read("engine.json")
-        return EngineUse(data["run_id"], Holder(**data["holder"])) if data else None
+        return EngineUse(data["run_id"], ServiceHolder(**data["holder"])) if data else None
 
     def write_engine_use(self, use: EngineUse | None) -> None:
         self._write("engine.json", {} if use is None else asdict(use))

@@ -21,9 +21,9 @@ from typing import TextIO
 
 from roundhouse.infra import ports, processes
 from roundhouse.infra.identity import boot_id
-from roundhouse.infra.keeper import Keeper
-from roundhouse.infra.recipes import RECIPES
-from roundhouse.infra.state import Lease, Running, ServiceRecord, StateDirectory, Wanted
+from roundhouse.infra.service_monitor import ServiceMonitor
+from roundhouse.infra.service_specs import SERVICE_SPECS
+from roundhouse.infra.state import RunningServices, ServiceLease, ServiceRecord, StateDirectory, WantedServices
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class Supervisor:
     """All services of one state directory."""
 
     state: StateDirectory
-    running: Running
+    running: RunningServices
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
-    keepers: dict[str, Keeper] = field(default_factory=dict)
+    monitors: dict[str, ServiceMonitor] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def serve(self, supervision: TextIO) -> None:
@@ -69,10 +69,10 @@ class Supervisor:
                 await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
                 return
 
-    def _current_wishes(self) -> Wanted:
+    def _current_wishes(self) -> WantedServices:
         """The leases of those who are alive. A state directory that is gone wants nothing."""
         if not self.state.path.exists():
-            return Wanted()
+            return WantedServices()
         wanted = self.state.wanted()
         if all(holder.alive() for lease in wanted.services.values() for holder in lease.holders):
             return wanted
@@ -85,13 +85,13 @@ class Supervisor:
         log.info("a holder is gone; still wanted: %s", ", ".join(wanted.services) or "nothing")
         return wanted
 
-    def _follow(self, wanted: Wanted) -> None:
+    def _follow(self, wanted: WantedServices) -> None:
         """Start what is wanted and not kept, end what is kept and not wanted."""
         for name, task in list(self.tasks.items()):
             if task.done():
                 del self.tasks[name]
                 if error := task.exception() if not task.cancelled() else None:
-                    log.error("%s: the keeper failed", name, exc_info=error)
+                    log.error("%s: the monitor failed", name, exc_info=error)
             elif name not in wanted.services and not task.cancelling():
                 task.cancel()
         # At every request, also one that starts nothing: what was handed over holds secrets and must not lie about.
@@ -104,14 +104,14 @@ class Supervisor:
             if name not in self.tasks:
                 self._begin(record, lease)
             elif not self.tasks[name].cancelling():
-                self.keepers[name].ask(lease.asked)
+                self.monitors[name].ask(lease.asked)
 
-    def _begin(self, record: ServiceRecord, lease: Lease) -> None:
+    def _begin(self, record: ServiceRecord, lease: ServiceLease) -> None:
         others = {
             port for other in self.running.services.values() if other is not record for port in other.ports.values()
         }
         chosen: dict[str, int] = {}
-        for port_name in RECIPES[record.name].ports:
+        for port_name in SERVICE_SPECS[record.name].ports:
             chosen[port_name] = lease.ports.get(port_name) or ports.choose(
                 f"{self.state.path}::{record.name}::{port_name}",
                 record.ports.get(port_name),
@@ -119,9 +119,9 @@ class Supervisor:
             )
         record.ports, record.arguments, record.answered = chosen, lease.arguments, lease.asked
         record.status, record.detail, record.restarts, record.url = "starting", "", 0, ""
-        keeper = Keeper(self.state, record, self.environment, self.directory, self.publish, lease.asked)
-        self.keepers[record.name] = keeper
-        self.tasks[record.name] = asyncio.create_task(keeper.keep())
+        monitor = ServiceMonitor(self.state, record, self.environment, self.directory, self.publish, lease.asked)
+        self.monitors[record.name] = monitor
+        self.tasks[record.name] = asyncio.create_task(monitor.keep())
 
     def _retire(self, supervision: TextIO) -> bool:
         """Give up supervision, unless a lease came in at the last moment. Under the lock, so that none is overlooked."""
@@ -167,7 +167,7 @@ def main() -> None:
     if orphans := processes.members(state):
         log.warning("ending %d processes that an earlier supervisor left", len(orphans))
         processes.end(lambda: processes.members(state), grace_seconds=ORPHAN_GRACE_SECONDS)
-    running = Running(os.getpid(), boot_id(), state.running().services)
+    running = RunningServices(os.getpid(), boot_id(), state.running().services)
     for record in running.services.values():
         record.status, record.pid, record.process_group, record.answered = "stopped", 0, 0, 0
     supervisor = Supervisor(state, running)

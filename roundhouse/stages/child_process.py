@@ -59,10 +59,17 @@ class ChildProcess:
             InfraError: it took too long.
             Stopped: it was told to end.
         """
-        leash = [sys.executable, "-m", "roundhouse.infra.leash", str(os.getpid()), sys.executable, *self.arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "roundhouse.infra.die_with_parent",
+            str(os.getpid()),
+            sys.executable,
+            *self.arguments,
+        ]
         with self.log.open("wb") as output:
             process = subprocess.Popen(
-                leash,
+                command,
                 env=os.environ | self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -18,8 +18,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.infra import services
 from roundhouse.infra.checks import machine, packages, reachability, storage
 from roundhouse.infra.doctor import Finding, diagnose
-from roundhouse.infra.recipes import RECIPES
-from roundhouse.infra.state import Running, ServiceRecord, StateDirectory
+from roundhouse.infra.service_specs import SERVICE_SPECS
+from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
 from tests.gym.playground import serving
 
 GYM = {"gym": ["--environment", "calculator"]}
@@ -110,7 +110,7 @@ def test_a_service_that_hangs_is_found_and_one_that_answers_is_ok(state_dir: Pat
     assert "gym.log" in finding.remedy
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SERVICE_SPECS)
 def test_every_kind_of_service_is_looked_at_while_it_runs(name: str, state_dir: Path) -> None:
     """The deployments of `roundhouse up` had no route: the check broke, and hid Prefect's and MLflow's lines."""
     app = FastAPI()
@@ -119,7 +119,7 @@ def test_every_kind_of_service_is_looked_at_while_it_runs(name: str, state_dir: 
         record = ServiceRecord(name, status="ready", url=url, ports={"serve": int(url.rsplit(":", 1)[1])})
         state = StateDirectory(state_dir)
         state.create()
-        state.write_running(Running(services={name: record}))
+        state.write_running(RunningServices(services={name: record}))
         supervisor = state.take_supervision()
         assert supervisor is not None
         with supervisor:

@@ -20,7 +20,7 @@ import pytest
 from roundhouse.errors import InfraError
 from roundhouse.infra import identity, services
 from roundhouse.infra.services import Services, local_services
-from roundhouse.infra.state import Running, ServiceRecord, StateDirectory
+from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
 
 GYM = {"gym": ["--environment", "calculator"]}
 Remaining = Callable[[Path], list[psutil.Process]]
@@ -180,7 +180,7 @@ def test_a_state_of_another_machine_harms_nobody(state_dir: Path) -> None:
     state = StateDirectory(state_dir)
     state.create()
     me = ServiceRecord("gym", "ready", os.getpid(), os.getsid(0), identity.birth(os.getpid()) or 0, ports={"http": 1})
-    state.write_running(Running(os.getpid(), "another boot", {"gym": me}))
+    state.write_running(RunningServices(os.getpid(), "another boot", {"gym": me}))
     assert not services.status(state_dir).is_ready("gym")
     assert answers(up(state_dir).gym_url)
     services.down(state_dir)

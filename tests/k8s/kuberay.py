@@ -22,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.serve_app import application_digest
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from tests.k8s.validation import CRDS, crd_of
 
 Object = dict[str, Any]
@@ -168,7 +168,7 @@ class Operator:
             for service in self._cluster.get(self._path).get("items") or []:
                 try:
                     self._look(service)
-                except (Refused, httpx.HTTPError):
+                except (ApiRefused, httpx.HTTPError):
                     continue  # as the operator: again at the next look
 
     def _look(self, service: Object) -> None:
@@ -229,7 +229,7 @@ def install_crd(admin: Cluster) -> None:
     def known() -> bool:
         try:
             return bool(admin.get("/apis/ray.io/v1/namespaces/default/rayservices"))
-        except Refused:
+        except ApiRefused:
             return False
 
     if not known():

@@ -21,7 +21,7 @@ import pytest
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.job import RunJobs
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
@@ -94,7 +94,7 @@ class Nodes:
         """All that it has said, also when it has ended; what is not there (yet) is empty."""
         try:
             answer = self.cluster.stream(f"{self.path('pods')}/{pod}/log", {}, 20)
-        except Refused as refused:
+        except ApiRefused as refused:
             return f"<{refused}>"
         return answer.data.decode(errors="replace")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.watching import Watched
 from tests.k8s.api_server import ApiState
 
@@ -63,7 +63,7 @@ class Kubelet:
     def _act(self, pod: Object) -> None:
         try:
             self.behave(pod)
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status not in (404, 409):
                 raise
 
@@ -73,7 +73,7 @@ class Kubelet:
         body = {"gracePeriodSeconds": 0}
         try:
             self.cluster._json("DELETE", f"{self._path}/{pod['metadata']['name']}", {}, body)
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status != 404:
                 raise
 

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from urllib3.exceptions import HTTPError
 
-from roundhouse.infra.kubernetes.cluster import Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.stages.parts import FLUSH_SECONDS
 from tests.k8s.nodes import until
 from tests.k8s.overlay import Deployed, deployed_overlay
@@ -57,7 +57,7 @@ class Drill:
         path = f"{self.deployed.nodes.path('pods')}/{self.flow_pod()}:9464/proxy/metrics"
         try:
             text = self.deployed.nodes.cluster.stream(path, {}, 20).data.decode()
-        except (Refused, HTTPError, OSError):  # no page yet
+        except (ApiRefused, HTTPError, OSError):  # no page yet
             return None
         lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("roundhouse_collect_finished")]
         return int(float(lines[0][2])) if lines else None

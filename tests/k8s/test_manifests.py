@@ -14,7 +14,7 @@ import yaml
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import load_config
 from roundhouse.config.train_service import ProcessService
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 from tests.k8s.control_plane import ControlPlane
@@ -318,7 +318,7 @@ def test_pod_security_takes_every_pod_and_refuses_one_that_may_be_root(installed
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "roundhouse"}, "spec": spec}
         _dry_run(installed, pod)
     pod["spec"] = {**pod["spec"], "securityContext": {}}
-    with pytest.raises(Refused, match=r'403 Forbidden.*violates PodSecurity "restricted'):
+    with pytest.raises(ApiRefused, match=r'403 Forbidden.*violates PodSecurity "restricted'):
         _dry_run(installed, pod)
 
 

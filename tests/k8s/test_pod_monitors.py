@@ -13,7 +13,7 @@ import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
-from roundhouse.infra.kubernetes.cluster import Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 from tests.k8s.control_plane import ControlPlane
@@ -175,7 +175,7 @@ def test_a_real_api_server_takes_the_monitors_by_the_definition_that_is_used_off
     def known() -> bool:
         try:
             return bool(admin.get(path))
-        except Refused:
+        except ApiRefused:
             return False
 
     if not known():
@@ -183,5 +183,5 @@ def test_a_real_api_server_takes_the_monitors_by_the_definition_that_is_used_off
         until(known, 60)
     for item in yaml.safe_load_all((ROOT / "k8s/components/pod-monitors/monitors.yaml").read_text()):
         admin.create(path, item, dry_run=True)
-        with pytest.raises(Refused, match="unknown field"):
+        with pytest.raises(ApiRefused, match="unknown field"):
             admin.create(path, {**item, "spec": {**item["spec"], "selectors": {}}}, dry_run=True)

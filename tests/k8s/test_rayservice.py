@@ -19,7 +19,7 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.infra.kubernetes import rayservice
-from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
+from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.kubernetes.serve_config import (
     application_in,
     as_handed_on,
@@ -69,7 +69,7 @@ class Scene:
             {"namespace": self.stand.namespace, "engine": settings, "patience_seconds": 5}
         )
         assert infra.engine is not None
-        return RayServiceServed(infra, infra.engine, Holder(run, f"uid-of-{run}", location))
+        return RayServiceServed(infra, infra.engine, ServedRun(run, f"uid-of-{run}", location))
 
     def service(self) -> Object:
         return self.stand.admin.get(self.path)

@@ -14,7 +14,7 @@ import s3fs
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.deployment import DeploymentFailed
-from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
+from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance
@@ -61,7 +61,7 @@ def test_the_flow_starts_the_application_of_a_rayservice_and_refits_its_replica_
             {"namespace": stand.namespace, "engine": {"ray_service": name, "url": ray.http_url}}
         )
         assert infra.engine is not None
-        engine = RayServiceServed(infra, infra.engine, Holder("a", "uid-of-a", run.uri))
+        engine = RayServiceServed(infra, infra.engine, ServedRun("a", "uid-of-a", run.uri))
         try:
             [first] = engine.ensure(CONFIG, uris[0], uris[0], 0)
             [second] = engine.ensure(CONFIG, uris[0], uris[1], 1)

@@ -18,9 +18,9 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError
 from roundhouse.infra.checks import kubernetes as checks
-from roundhouse.infra.kubernetes.cluster import Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.job import Unwanted
-from roundhouse.infra.kubernetes.rayservice import Holder, RayServiceServed
+from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.kubernetes.shard_job import PLACE
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd
@@ -128,7 +128,7 @@ def test_the_flows_account_may_refit_a_rayservice_and_neither_make_nor_delete_on
             engine = {"ray_service": "engine", "url": url}
             infra = KubernetesInfra.model_validate({"namespace": as_flow.namespace, "engine": engine})
             assert infra.engine is not None
-            served = RayServiceServed(infra, infra.engine, Holder("mine", "uid", "/nowhere"))
+            served = RayServiceServed(infra, infra.engine, ServedRun("mine", "uid", "/nowhere"))
             assert len(served.ensure(GenerationConfig(replicas=1), "s3://b/0", "s3://b/1", 1)) == 1
     finally:
         operator.stop()
@@ -139,7 +139,7 @@ def test_the_flows_account_may_refit_a_rayservice_and_neither_make_nor_delete_on
         lambda: as_flow.cluster.apply(f"{path}/another", manifest("another", as_flow.namespace), "roundhouse"),
         lambda: as_flow.cluster.delete(f"{path}/engine"),
     ):
-        with pytest.raises(Refused, match="403 Forbidden"):
+        with pytest.raises(ApiRefused, match="403 Forbidden"):
             attempt()
 
 
@@ -162,7 +162,7 @@ def test_the_flows_account_may_not_do_what_a_run_does_not_do(as_flow: Stand) -> 
         lambda: cluster.create(f"{RBAC}/{as_flow.namespace}/roles", {"metadata": {"name": "r"}}),
         lambda: cluster.get("/api/v1/nodes"),
     ):
-        with pytest.raises(Refused, match="403 Forbidden"):
+        with pytest.raises(ApiRefused, match="403 Forbidden"):
             attempt()
 
 

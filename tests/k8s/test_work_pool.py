@@ -18,7 +18,7 @@ import yaml
 
 from roundhouse.config.deployments import JobTemplate, read_template
 from roundhouse.config.loading import load_config
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.players import Kubelet, run_container
 from tests.k8s.stand import Stand, cluster_of, real_stand
@@ -191,7 +191,7 @@ def install(stand: Stand) -> str:
         prefix = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
         stand.admin.create(f"{prefix}/namespaces/{stand.namespace}/{plurals[item['kind']]}", item)
     body = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "roundhouse-flow"}}
-    with suppress(Refused):  # there from another test
+    with suppress(ApiRefused):  # there from another test
         stand.admin.create("/apis/scheduling.k8s.io/v1/priorityclasses", body | {"value": 1})
     path = f"/api/v1/namespaces/{stand.namespace}/serviceaccounts/roundhouse-worker/token"
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}

@@ -12,7 +12,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import RoundhouseError
 from roundhouse.infra.checks.finding import Finding, fail, ok, warn
-from roundhouse.infra.kubernetes.cluster import Cluster, Object, Refused, connect
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, Object, connect
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 
@@ -45,7 +45,7 @@ def cluster(infra: KubernetesInfra) -> list[Finding]:
         return [fail("cluster", str(error), "Set KUBECONFIG, or run this in a pod of the cluster.")]
     try:
         version = connection.get("/version")
-    except (RoundhouseError, Refused) as error:
+    except (RoundhouseError, ApiRefused) as error:
         connection.close()
         remedy = "Check the server's address and certificate in the kubeconfig, and that this machine reaches it."
         return [fail("cluster", str(error), remedy)]
@@ -83,7 +83,7 @@ def job(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     path = f"/apis/batch/v1/namespaces/{infra.namespace}/jobs"
     try:
         connection.create(path, plan.job(1, owner), dry_run=True)
-    except Refused as refused:
+    except ApiRefused as refused:
         remedy = "Change infra.trainer or the quota."
         if refused.status == 404:
             remedy = "Create the namespace (k8s/base/namespace.yaml), or set infra.namespace."
@@ -100,7 +100,7 @@ def ray(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         return [fail("kuberay", f"infra.engine names RayService {name}, which the cluster knows nothing of", remedy)]
     try:
         service = connection.get(f"/apis/ray.io/v1/namespaces/{infra.namespace}/rayservices/{name}")
-    except Refused as refused:
+    except ApiRefused as refused:
         if refused.status != 404:
             return [warn("kuberay", f"this account may not look at RayService {name}", "See the finding on rights.")]
         detail = f"infra.engine.ray_service: there is no {name} in {infra.namespace}"
@@ -126,7 +126,7 @@ def gpus(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         return []
     try:
         nodes = connection.get("/api/v1/nodes").get("items") or []
-    except Refused:
+    except ApiRefused:
         remedy = "Ask an administrator for `kubectl describe nodes`: nvidia.com/gpu under Allocatable."
         return [warn("gpus", "this account may not list nodes, so their GPUs are not known", remedy)]
     each = sorted((int(node["status"].get("allocatable", {}).get("nvidia.com/gpu", 0)) for node in nodes), reverse=True)
@@ -154,7 +154,7 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         try:
             connection.get(f"/api/v1/namespaces/{infra.namespace}/{plural}/{name}")
             found.append(ok(plural, f"{key}: {name} is there"))
-        except Refused as refused:
+        except ApiRefused as refused:
             remedy = f"kubectl get {plural} {name} -n {infra.namespace}"
             if refused.status == 404:
                 found.append(
@@ -204,5 +204,5 @@ def _guarded(
 ) -> list[Finding]:
     try:
         return check(connection, infra)
-    except (RoundhouseError, Refused) as error:
+    except (RoundhouseError, ApiRefused) as error:
         return [fail(check.__name__, str(error), "Look at the API server, and start again.")]

@@ -15,7 +15,7 @@ import psutil
 
 from roundhouse.infra.checks.finding import Finding, fail, ok, warn
 from roundhouse.infra.checks.packages import installed
-from roundhouse.infra.recipes import RAY_OBJECT_STORE_BYTES, ray_base_directory
+from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
 
 GIB = 2**30
 MEMORY_WANTED, MEMORY_NEEDED = 6 * GIB, 3 * GIB

@@ -23,7 +23,7 @@ from roundhouse.store.manifest import model_location
 
 PROBE_SECONDS = 2.0
 ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/", "deployments": "/health"}
-"""What is asked of each service of `RECIPES`."""
+"""What is asked of each service of `SERVICE_SPECS`."""
 
 
 def services(state_dir: Path) -> list[Finding]:

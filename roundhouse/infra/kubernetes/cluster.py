@@ -42,7 +42,7 @@ _SLOWEST = 15.0
 IN_CLUSTER_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
-class Refused(Exception):
+class ApiRefused(Exception):
     """An answer that is no success and will not become one; for the caller to understand."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
@@ -80,7 +80,7 @@ class Cluster:
         """Create an object; unknown fields are refused. A dry run goes through all checks and creates nothing.
 
         Raises:
-            Refused: 409 when there is one of that name, 422 when the server does not accept it.
+            ApiRefused: 409 when there is one of that name, 422 when the server does not accept it.
         """
         query = {"fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return self._json("POST", path, query, body)
@@ -95,7 +95,7 @@ class Cluster:
             body["preconditions"] = {"uid": uid}
         try:
             self._json("DELETE", path, {}, body)
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status in (404, 409):
                 return False
             raise
@@ -108,7 +108,7 @@ class Cluster:
         """Server-side apply: the fields in the body are the manager's from then on, and no others change.
 
         Raises:
-            Refused: 409 when the body names a resourceVersion that is not the newest.
+            ApiRefused: 409 when the body names a resourceVersion that is not the newest.
         """
         query = {"fieldManager": manager, "force": "true", "fieldValidation": "Strict"}
         return self._json("PATCH", path, query, body, {"Content-Type": "application/apply-patch+yaml"})
@@ -117,7 +117,7 @@ class Cluster:
         """An answer that is read as it comes: a watch, a log. Not repeated.
 
         Raises:
-            Refused: any status but success.
+            ApiRefused: any status but success.
             urllib3.exceptions.HTTPError: the connection broke.
         """
         verb = "watch" if query.get("watch") else "follow"
@@ -139,7 +139,7 @@ class Cluster:
             try:
                 answer = self._send(method, path, query, body, headers or {}, CALL_SECONDS, _VERBS[method])
                 return json.loads(answer.data)
-            except Refused as refused:
+            except ApiRefused as refused:
                 if refused.status not in _PASSING and not (method == "POST" and refused.reason == _CONTENDED):
                     raise
                 problem, wait = str(refused), refused.retry_after
@@ -209,7 +209,7 @@ def connect(infra: KubernetesInfra) -> Cluster:
     return Cluster(client.ApiClient(settings), patience_seconds=infra.patience_seconds)
 
 
-def explained(refused: Refused, doing: str) -> ConfigError | InfraError:
+def explained(refused: ApiRefused, doing: str) -> ConfigError | InfraError:
     """A refusal as the error that a person gets."""
     if refused.status == 401:
         return ConfigError(
@@ -238,14 +238,14 @@ def _kind(path: str) -> str:
     return parts[-1]
 
 
-def _refusal(answer: urllib3.HTTPResponse) -> Refused:
+def _refusal(answer: urllib3.HTTPResponse) -> ApiRefused:
     text = answer.data.decode(errors="replace")
     try:
         told = json.loads(text)
         reason, message = str(told.get("reason", "")), str(told.get("message", ""))
     except (ValueError, AttributeError):
         reason, message = str(answer.reason or ""), text[:500]
-    return Refused(answer.status, reason, message, _retry_after(answer.headers.get("Retry-After")))
+    return ApiRefused(answer.status, reason, message, _retry_after(answer.headers.get("Retry-After")))
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -24,14 +24,14 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.infra.kubernetes.job_deadlines import JobDeadlines
+from roundhouse.infra.kubernetes.job_status import INDEX, Failed, Succeeded, Waiting, judge
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
-from roundhouse.infra.kubernetes.own_objects import OwnObjects
-from roundhouse.infra.kubernetes.patience import Patience
+from roundhouse.infra.kubernetes.owned_resources import OwnedResources
 from roundhouse.infra.kubernetes.pod_keys import PodKeys
 from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
 from roundhouse.infra.kubernetes.stage_pod import PodSettings
-from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, Waiting, judge
 from roundhouse.infra.kubernetes.watching import Watched
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class RunJobs:
         self._lock = threading.Lock()
         self._waiters: dict[str, threading.Event] = {}
         """By the uid of the Job that somebody waits for."""
-        self._own = OwnObjects(cluster, namespace)
+        self._own = OwnedResources(cluster, namespace)
         selector = f"{LABEL}run-uid={run_uid}"
         self._jobs = Watched(cluster, self._own.path("batch/v1", "jobs"), selector, self._wake)
         self._pods = Watched(cluster, self._own.path("v1", "pods"), selector, self._wake)
@@ -108,7 +108,7 @@ class RunJobs:
             stopped: once set, the Job is not wanted any more.
 
         Raises:
-            DataError, ConfigError, InfraError, StoreError: see `verdict`.
+            DataError, ConfigError, InfraError, StoreError: see `job_status`.
             Unwanted: `stopped` was set; the Job is gone.
         """
         number, job = self._create_or_find(plan, prepare, left, stopped)
@@ -162,8 +162,8 @@ class RunJobs:
             if found["metadata"].get("deletionTimestamp"):
                 self._until_gone(found["metadata"]["name"], found["metadata"]["uid"])
                 found = self._own.ensure("batch/v1", "jobs", wanted)
-            verdict = judge(found, [], plan.keys)
-            if isinstance(verdict, Waiting) or (isinstance(verdict, Succeeded) and left(number)):
+            outcome = judge(found, [], plan.keys)
+            if isinstance(outcome, Waiting) or (isinstance(outcome, Succeeded) and left(number)):
                 return number, found
         raise InfraError(
             f"{MOST_TRIES} Jobs of this stage failed; the last was {wanted['metadata']['name']}. Look at them, and delete them "
@@ -180,7 +180,7 @@ class RunJobs:
         stopped: threading.Event | None,
     ) -> int:
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-        patience = Patience(plan)
+        deadlines = JobDeadlines(plan)
         said = ""
         log: PodLog | None = None
         changed = self._waiter(uid)
@@ -188,22 +188,22 @@ class RunJobs:
             while True:
                 changed.clear()
                 job, pods = self._look(name, uid, job)
-                verdict = judge(job, pods, plan.keys)
-                if isinstance(verdict, Succeeded):
+                outcome = judge(job, pods, plan.keys)
+                if isinstance(outcome, Succeeded):
                     log = log or self._log(pods, say) or self._late_log(job, say)
                     return number
-                if isinstance(verdict, Failed):
+                if isinstance(outcome, Failed):
                     if log is not None:
                         log.finish(5)
                     raise _Over(self._explained(plan.keys, job, pods, lambda: told(number)))
-                if verdict.text != said:
-                    said = verdict.text
+                if outcome.text != said:
+                    said = outcome.text
                     say(f"Job {name}: {said}")
                 log = log or self._log(pods, say)
-                seconds = patience.left(verdict, bool(pods), time.monotonic())
-                if not pods and patience.is_time_for_events(time.monotonic()):
-                    self._tell_events(uid, say, patience)
-                _pause(changed, stopped, patience.next_look(seconds))
+                seconds = deadlines.left(outcome, bool(pods), time.monotonic())
+                if not pods and deadlines.is_time_for_events(time.monotonic()):
+                    self._tell_events(uid, say, deadlines)
+                _pause(changed, stopped, deadlines.next_look(seconds))
         finally:
             self._waiters.pop(uid, None)
             if log is not None:
@@ -235,7 +235,7 @@ class RunJobs:
     def _late_log(self, job: Object, say: Say) -> PodLog | None:
         try:
             return self._log(self._fresh_pods(job), say)
-        except (Refused, InfraError) as error:  # the work is done all the same
+        except (ApiRefused, InfraError) as error:  # the work is done all the same
             logger.info("the pods of Job %s cannot be listed: %s", job["metadata"]["name"], error)
             return None
 
@@ -259,24 +259,24 @@ class RunJobs:
         said = last_lines(self._cluster, self._namespace, failed.pod, container)
         return type(failed.error)(f"{failed.error} The last it said: {said}") if said else failed.error
 
-    def _tell_events(self, uid: str, say: Say, patience: Patience) -> None:
+    def _tell_events(self, uid: str, say: Say, deadlines: JobDeadlines) -> None:
         """Why there is no pod: a quota, an admission webhook, Pod Security."""
         try:
             selector = f"involvedObject.uid={uid},type=Warning"
             events = self._cluster.get(self._own.path("v1", "events"), fieldSelector=selector).get("items") or []
-        except Refused as refused:
+        except ApiRefused as refused:
             logger.info("events cannot be read: %s", refused)
             return
         if events:
-            patience.event = str(events[-1].get("message") or "")
-            say(f"No pod yet: {patience.event}")
+            deadlines.event = str(events[-1].get("message") or "")
+            say(f"No pod yet: {deadlines.event}")
 
     def _delete(self, name: str, uid: str) -> None:
         try:
             there = self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
             if there:
                 self._until_gone(name, uid)
-        except (Refused, InfraError) as error:
+        except (ApiRefused, InfraError) as error:
             logger.error("Job %s could not be deleted: %s. It ends at its deadline.", name, error)
 
     def _until_gone(self, name: str, uid: str) -> None:
@@ -295,7 +295,7 @@ class RunJobs:
         """Ask for a Job that the watch has not told of yet, or not any more."""
         try:
             found = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status == 404:
                 return False
             raise

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from roundhouse.errors import InfraError
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.watching import lines_of, shut
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class PodLog:
                 self._read()
                 if over:  # the container had ended before this connection began: it gave all there is
                     return
-            except Refused as refused:
+            except ApiRefused as refused:
                 # 400 and 404 pass: a container that has just started has no log for a moment
                 if refused.status == 403 or (over and refused.status in (400, 404)):
                     logger.warning("%s cannot be read: %s", self._path, refused.message)
@@ -95,7 +95,7 @@ def last_lines(cluster: Cluster, namespace: str, pod: str, container: str, count
     query = {"container": container, "tailLines": str(count)}
     try:
         return cluster.stream(log_path(namespace, pod), query, 10.0).data.decode(errors="replace").strip()
-    except (Refused, HTTPError, OSError) as error:
+    except (ApiRefused, HTTPError, OSError) as error:
         logger.info("the log of %s cannot be read: %s", pod, error)
         return ""
 

@@ -29,7 +29,7 @@ from roundhouse.errors import ConfigError, InfraError, StoreError
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import DeploymentFailed, Replica
 from roundhouse.generation.terms import Terms
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused, connect, explained
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect, explained
 from roundhouse.infra.kubernetes.names import LABEL, label_value
 from roundhouse.infra.kubernetes.serve_config import (
     Told,
@@ -54,7 +54,7 @@ MOST_WRITERS = 5
 
 
 @dataclass(frozen=True)
-class Holder:
+class ServedRun:
     """The run that a RayService serves."""
 
     run_id: str
@@ -72,7 +72,7 @@ class RayServiceServed:
 
     infra: KubernetesInfra
     engine: RayServiceEngine
-    holder: Holder
+    holder: ServedRun
     calls: Counter[str] = field(default_factory=Counter, compare=False)
     """Of the API server, by verb and kind, since this object was made."""
 
@@ -101,7 +101,7 @@ class RayServiceServed:
         with self._connected() as cluster:
             written, application = self._want(cluster, config, model_dir, weights, version, terms)
             patience = config.start_timeout_seconds + config.refit_timeout_seconds
-            waiting = _Waiting(self, cluster, application, int(written["metadata"]["generation"]), patience)
+            waiting = _RefitWait(self, cluster, application, int(written["metadata"]["generation"]), patience)
             return waiting.until_all_are_there()
 
     def metrics(self) -> dict[str, float]:
@@ -139,7 +139,7 @@ class RayServiceServed:
             application = self._application(config, model_dir, weights, version, terms, current, replicas)
             try:
                 return self._apply(cluster, service, with_application(text, application)), application
-            except Refused as refused:
+            except ApiRefused as refused:
                 if refused.status != 409:
                     raise explained(refused, f"patch RayService {self.engine.ray_service}") from refused
         raise InfraError(
@@ -168,7 +168,7 @@ class RayServiceServed:
         name, namespace = self.engine.ray_service, self.infra.namespace
         try:
             return cluster.get(f"{self.collection}/{name}")
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status != 404:
                 raise explained(refused, f"get RayService {name} in namespace {namespace}") from refused
             raise ConfigError(
@@ -201,7 +201,7 @@ class RayServiceServed:
 
 
 @dataclass
-class _Waiting:
+class _RefitWait:
     """From the written wish to all replicas' word."""
 
     served: RayServiceServed
@@ -282,7 +282,7 @@ class _Waiting:
         selector = f"involvedObject.kind=RayService,involvedObject.name={name},type=Warning"
         try:
             events = self.cluster.get(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector).get("items")
-        except (Refused, InfraError):
+        except (ApiRefused, InfraError):
             return ""
         return f"The cluster says: {events[-1].get('message')}" if events else ""
 

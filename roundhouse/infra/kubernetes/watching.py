@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, explained
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Watched:
             for event in self._events():
                 self._take(event)
                 self._heard = time.monotonic()
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status in (401, 403, 404):
                 raise explained(refused, f"list and watch {self._path}") from refused
             if refused.status == 410:
@@ -198,11 +198,11 @@ class Watched:
         """Apply an event.
 
         Raises:
-            Refused: 410 when the watch cannot go on from the version it has.
+            ApiRefused: 410 when the watch cannot go on from the version it has.
         """
         item, kind = event["object"], event["type"]
         if kind == "ERROR":
-            raise Refused(int(item.get("code") or 500), str(item.get("reason")), str(item.get("message")))
+            raise ApiRefused(int(item.get("code") or 500), str(item.get("reason")), str(item.get("message")))
         self._version = item["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
             return

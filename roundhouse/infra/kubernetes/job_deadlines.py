@@ -10,9 +10,9 @@ import time
 from typing import Any, Protocol
 
 from roundhouse.errors import InfraError
+from roundhouse.infra.kubernetes.job_status import Waiting
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.stage_pod import PodSettings
-from roundhouse.infra.kubernetes.verdict import Waiting
 
 NO_POD_SECONDS = 20.0
 """Without a pod for this long, the Job's events are asked for the reason."""
@@ -32,7 +32,7 @@ class Awaited(Protocol):
     def seconds(self) -> int: ...
 
 
-class Patience:
+class JobDeadlines:
     """How long which state of a Job is borne."""
 
     def __init__(self, plan: Awaited) -> None:

@@ -1,6 +1,6 @@
 """How each local service is started: its ports, command, environment and how to tell that it is healthy.
 
-Invariant: a recipe is a pure function of the state directory and the ports. Everything a service writes lies under the
+Invariant: a service spec is a pure function of the state directory and the ports. Everything a service writes lies under the
 state directory, and every server listens on the loopback interface only (but for statistics and metrics of Serve's HAProxy,
 whose address Ray does not let one choose).
 
@@ -54,7 +54,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ServiceSpec:
     """A kind of service."""
 
     ports: tuple[str, ...]
@@ -248,11 +248,11 @@ def _deployments(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     return Launch(command, f"http://{LOOPBACK}:{ports['http']}", "/health", healthy_below=600)
 
 
-RECIPES: dict[str, Recipe] = {
-    "prefect": Recipe(("http",), _prefect),
+SERVICE_SPECS: dict[str, ServiceSpec] = {
+    "prefect": ServiceSpec(("http",), _prefect),
     # No run waits for it: one that is slow to start had better start late than never.
-    "mlflow": Recipe(("http",), _mlflow, start_seconds=1800.0),
-    "ray": Recipe(
+    "mlflow": ServiceSpec(("http",), _mlflow, start_seconds=1800.0),
+    "ray": ServiceSpec(
         (
             "dashboard",
             "serve",
@@ -272,8 +272,8 @@ RECIPES: dict[str, Recipe] = {
         # It keeps nothing that would need an orderly end, and takes half a minute for one.
         grace_seconds=3.0,
     ),
-    "gym": Recipe(("http",), _gym),
-    "deployments": Recipe(("http",), _deployments),
+    "gym": ServiceSpec(("http",), _gym),
+    "deployments": ServiceSpec(("http",), _deployments),
 }
 
 
@@ -283,7 +283,7 @@ def _tool(name: str) -> str:
 
 
 def service_environment(service: str, launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a service's process: the caller's (credentials, thread counts), with what the recipe fixes.
+    """Environment of a service's process: the caller's (credentials, thread counts), with what its spec fixes.
 
     Settings of a Prefect or MLflow server of the caller's are left out: ours keeps its data in the state directory.
     """

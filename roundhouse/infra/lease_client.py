@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from roundhouse.errors import InfraError
 from roundhouse.infra import ports as tcp
 from roundhouse.infra import processes
-from roundhouse.infra.recipes import RECIPES
-from roundhouse.infra.state import Holder, Lease, ServiceRecord, StateDirectory
+from roundhouse.infra.service_specs import SERVICE_SPECS
+from roundhouse.infra.state import ServiceHolder, ServiceLease, ServiceRecord, StateDirectory
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ _supervisors: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
-class Request:
+class LeaseRequest:
     """The wish of one holder for some services."""
 
     state: StateDirectory
-    holder: Holder
+    holder: ServiceHolder
     services: tuple[str, ...]
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Service -> port name -> number, for ports somebody insists on."""
@@ -58,7 +58,7 @@ class Request:
             revision = 1 + max([wanted.revision, *(record.answered for record in running.services.values())])
             added = set()
             for name in self.services:
-                lease = wanted.services.get(name) or Lease([], revision)
+                lease = wanted.services.get(name) or ServiceLease([], revision)
                 record = running.services.get(name)
                 self._refuse_conflicts(name, record if alive and name in wanted.services else None)
                 if self.holder not in lease.holders:
@@ -96,8 +96,8 @@ class Request:
             )
 
 
-def request(wish: Request, time_limit: float, on_progress: Progress | None = None) -> dict[str, ServiceRecord]:
-    """Lease, start the supervisor if there is none, and wait until all are healthy."""
+def request(wish: LeaseRequest, time_limit: float, on_progress: Progress | None = None) -> dict[str, ServiceRecord]:
+    """ServiceLease, start the supervisor if there is none, and wait until all are healthy."""
     wish.state.create()
     revision, added = wish.lease()
     try:
@@ -107,7 +107,9 @@ def request(wish: Request, time_limit: float, on_progress: Progress | None = Non
         raise
 
 
-def _await_ready(wish: Request, revision: int, time_limit: float, on_progress: Progress) -> dict[str, ServiceRecord]:
+def _await_ready(
+    wish: LeaseRequest, revision: int, time_limit: float, on_progress: Progress
+) -> dict[str, ServiceRecord]:
     state, deadline, starts = wish.state, time.monotonic() + time_limit, 0
     shown: dict[str, str] = {}
     while True:
@@ -137,7 +139,7 @@ def _await_ready(wish: Request, revision: int, time_limit: float, on_progress: P
 
 
 def _is_there(
-    wish: Request, current: Mapping[str, ServiceRecord], records: Mapping[str, ServiceRecord], name: str
+    wish: LeaseRequest, current: Mapping[str, ServiceRecord], records: Mapping[str, ServiceRecord], name: str
 ) -> bool:
     if name not in wish.unawaited:
         return name in current and current[name].status == "ready"
@@ -145,7 +147,9 @@ def _is_there(
     return record is not None and bool(record.url) and (name in current or record.pid != 0)
 
 
-def release(state: StateDirectory, holder: Holder, services: Collection[str], *, keep: Collection[str] = ()) -> None:
+def release(
+    state: StateDirectory, holder: ServiceHolder, services: Collection[str], *, keep: Collection[str] = ()
+) -> None:
     """Give up the holder's leases; those in `keep` stay, as nobody's in particular. Waits until the others have ended."""
     with state.lock():
         wanted = state.wanted()
@@ -155,7 +159,7 @@ def release(state: StateDirectory, holder: Holder, services: Collection[str], *,
                 continue
             lease.holders = [other for other in lease.holders if other != holder]
             if name in keep and not lease.holders:
-                lease.holders = [Holder("kept")]
+                lease.holders = [ServiceHolder("kept")]
             if not lease.holders:
                 del wanted.services[name]
         state.write_wanted(wanted)
@@ -241,6 +245,6 @@ def log_tail(state: StateDirectory, name: str) -> str:
 def known(services: Collection[str]) -> tuple[str, ...]:
     """The names, checked."""
     for name in services:
-        if name not in RECIPES:
-            raise InfraError(f"No service is called {name!r}. There are: {', '.join(RECIPES)}.")
+        if name not in SERVICE_SPECS:
+            raise InfraError(f"No service is called {name!r}. There are: {', '.join(SERVICE_SPECS)}.")
     return tuple(dict.fromkeys(services))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.infra.kubernetes.cluster import Cluster, Refused, explained
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, explained
 from roundhouse.infra.kubernetes.names import LABEL
 
 Object = dict[str, Any]
@@ -24,7 +24,7 @@ class Owned(Protocol):
     def run_service(self, owner: Object) -> Object | None: ...
 
 
-class OwnObjects:
+class OwnedResources:
     """A run's objects in one namespace. Usable from several threads."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
@@ -58,12 +58,12 @@ class OwnObjects:
         path, name = self.path(version, plural), wanted["metadata"]["name"]
         try:
             return self._cluster.create(path, wanted)
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status != 409:
                 raise explained(refused, f"create {plural} in namespace {self._namespace}") from refused
         try:
             found = self._cluster.get(f"{path}/{name}")
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status == 404:
                 raise InfraError(f"{plural[:-1]} {name} was there and vanished while it was looked up.") from refused
             raise explained(refused, f"get {plural} in namespace {self._namespace}") from refused

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from roundhouse.infra import processes
 from roundhouse.infra.identity import birth
-from roundhouse.infra.recipes import RECIPES, Launch, service_environment
+from roundhouse.infra.service_specs import SERVICE_SPECS, Launch, service_environment
 from roundhouse.infra.state import ServiceRecord, StateDirectory
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ LOG_BYTES = 10 * 2**20
 
 
 @dataclass
-class Keeper:
+class ServiceMonitor:
     """One service under supervision."""
 
     state: StateDirectory
@@ -88,8 +88,8 @@ class Keeper:
             self._set("stopped" if cancelled else "failed")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        record, recipe = self.record, RECIPES[self.record.name]
-        launch = recipe.launch(self.state, record.ports)
+        record, spec = self.record, SERVICE_SPECS[self.record.name]
+        launch = spec.launch(self.state, record.ports)
         environment = service_environment(record.name, launch, self.environment)
         environment[processes.MARK] = processes.mark(self.state, record.name)
         path = self.state.log(record.name)
@@ -101,7 +101,7 @@ class Keeper:
             output.write(f"\n--- started {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(command)}\n".encode())
             output.flush()
             process = subprocess.Popen(
-                [sys.executable, "-m", "roundhouse.infra.leash", str(getpid()), *command],
+                [sys.executable, "-m", "roundhouse.infra.die_with_parent", str(getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -116,7 +116,7 @@ class Keeper:
         return process
 
     async def _becomes_healthy(self, process: subprocess.Popen[bytes]) -> bool:
-        began, limit = time.monotonic(), RECIPES[self.record.name].start_seconds
+        began, limit = time.monotonic(), SERVICE_SPECS[self.record.name].start_seconds
         while time.monotonic() - began < limit:
             if process.poll() is not None:
                 self.record.detail = f"It ended with exit code {process.returncode} before it was ready."
@@ -170,7 +170,7 @@ class Keeper:
 
     async def _end(self, grace_seconds: float | None = None) -> None:
         name = self.record.name
-        grace = RECIPES[name].grace_seconds if grace_seconds is None else grace_seconds
+        grace = SERVICE_SPECS[name].grace_seconds if grace_seconds is None else grace_seconds
         left = await asyncio.to_thread(
             processes.end, lambda: processes.members(self.state, name), grace_seconds=grace, first=[self.record.pid]
         )

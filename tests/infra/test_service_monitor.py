@@ -1,4 +1,4 @@
-"""A keeper gives up on a service that keeps dying, and leaves nothing of it."""
+"""A service monitor gives up on a service that keeps dying, and leaves nothing of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.infra import keeper, ports, processes
-from roundhouse.infra.keeper import Keeper
-from roundhouse.infra.recipes import RECIPES, Launch, Recipe
+from roundhouse.infra import ports, processes, service_monitor
+from roundhouse.infra.service_monitor import ServiceMonitor
+from roundhouse.infra.service_specs import SERVICE_SPECS, Launch, ServiceSpec
 from roundhouse.infra.state import ServiceRecord, StateDirectory
 
 SHORT_LIVED = """
@@ -31,14 +31,14 @@ async def test_a_service_that_keeps_dying_is_given_up_with_its_children(
         url = f"http://127.0.0.1:{numbers['http']}"
         return Launch([sys.executable, "-c", SHORT_LIVED, str(numbers["http"])], url, "/")
 
-    monkeypatch.setitem(RECIPES, "short-lived", Recipe(("http",), launch))
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(keeper, "RESTARTS", 2)
+    monkeypatch.setitem(SERVICE_SPECS, "short-lived", ServiceSpec(("http",), launch))
+    monkeypatch.setattr(service_monitor, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(service_monitor, "RESTARTS", 2)
     state = StateDirectory(tmp_path)
     state.create()
     record = ServiceRecord("short-lived", ports={"http": ports.choose(str(tmp_path), None, [])})
     history: list[str] = []
-    one = Keeper(state, record, dict(os.environ), str(tmp_path), lambda: history.append(record.status))
+    one = ServiceMonitor(state, record, dict(os.environ), str(tmp_path), lambda: history.append(record.status))
     await asyncio.wait_for(one.keep(), 60)
     assert record.status == "failed"
     assert "exit code 3" in record.detail
@@ -65,14 +65,14 @@ async def test_a_first_start_that_ends_is_tried_again_only_where_it_had_waited_l
         url = f"http://127.0.0.1:{numbers['http']}"
         return Launch([sys.executable, "-c", LATE, str(numbers["http"])], url, "/")
 
-    monkeypatch.setitem(RECIPES, "late", Recipe(("http",), launch))
-    monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(keeper, "WORTH_SECONDS", worth)
+    monkeypatch.setitem(SERVICE_SPECS, "late", ServiceSpec(("http",), launch))
+    monkeypatch.setattr(service_monitor, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(service_monitor, "WORTH_SECONDS", worth)
     state = StateDirectory(tmp_path)
     state.create()
     record = ServiceRecord("late", ports={"http": ports.choose(str(tmp_path), None, [])})
     reached = asyncio.Event()
-    one = Keeper(
+    one = ServiceMonitor(
         state, record, dict(os.environ), str(tmp_path), lambda: reached.set() if record.status == ends else None
     )
     kept = asyncio.create_task(one.keep())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from roundhouse.infra.state import EngineUse, Holder, StateDirectory
+from roundhouse.infra.state import EngineUse, ServiceHolder, StateDirectory
 from roundhouse.progress import announce
 
 LOOK_SECONDS = 0.5
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def engine_turn(state: StateDirectory, run_id: str) -> Iterator[None]:
+def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
     """Have the engine for the block, from when nobody else has it. Within the block this process may have it again."""
-    mine = EngineUse(run_id, Holder.this_process())
+    mine = EngineUse(run_id, ServiceHolder.this_process())
     if _had_already(state, mine):
         yield
         return

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.infra.engine_turn import engine_turn
+from roundhouse.infra.engine_lock import engine_lock
 from roundhouse.infra.state import StateDirectory
 
 HOLD = """
 import sys
-from roundhouse.infra.engine_turn import engine_turn
+from roundhouse.infra.engine_lock import engine_lock
 from roundhouse.infra.state import StateDirectory
 
-with engine_turn(StateDirectory(sys.argv[1]), "first"):
+with engine_lock(StateDirectory(sys.argv[1]), "first"):
     print("has it", flush=True)
     sys.stdin.readline()
 """
@@ -53,7 +53,7 @@ def test_a_run_waits_for_the_one_that_has_the_engine_and_goes_on_when_that_has_e
     had, done = threading.Event(), threading.Event()
 
     def second() -> None:
-        with engine_turn(state, "second"):
+        with engine_lock(state, "second"):
             had.set()
             done.wait(30)
 
@@ -61,7 +61,7 @@ def test_a_run_waits_for_the_one_that_has_the_engine_and_goes_on_when_that_has_e
         waiting = threading.Thread(target=second)
         waiting.start()
         assert not had.wait(1.5)
-        said = [record.getMessage() for record in caplog.records if record.name == "roundhouse.infra.engine_turn"]
+        said = [record.getMessage() for record in caplog.records if record.name == "roundhouse.infra.engine_lock"]
         assert len(said) == 1, "it says so once"
         assert f"run first (process {process.pid}) has the engine of" in said[0]
         assert "infra.state" in said[0]
@@ -74,9 +74,9 @@ def test_a_run_waits_for_the_one_that_has_the_engine_and_goes_on_when_that_has_e
 
 
 def test_a_process_that_has_the_engine_may_have_it_again_within(state: StateDirectory) -> None:
-    with engine_turn(state, "outer"):
+    with engine_lock(state, "outer"):
         began = time.monotonic()
-        with engine_turn(state, "inner"):
+        with engine_lock(state, "inner"):
             pass
         assert time.monotonic() - began < 5
         assert state.engine_use() is not None, "the outer block has it still"
@@ -84,10 +84,10 @@ def test_a_process_that_has_the_engine_may_have_it_again_within(state: StateDire
 
 
 def test_nothing_stays_behind_an_error_or_in_a_directory_that_is_gone(state: StateDirectory) -> None:
-    with pytest.raises(RuntimeError, match="broken"), engine_turn(state, "run"):
+    with pytest.raises(RuntimeError, match="broken"), engine_lock(state, "run"):
         raise RuntimeError("broken")
     assert state.engine_use() is None
-    with engine_turn(state, "run"):
+    with engine_lock(state, "run"):
         for left in sorted(state.path.rglob("*"), reverse=True):
             left.rmdir() if left.is_dir() else left.unlink()
         state.path.rmdir()

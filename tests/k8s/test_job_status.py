@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.infra.kubernetes.verdict import INDEX, Failed, Succeeded, Waiting, judge
+from roundhouse.infra.kubernetes.job_status import INDEX, Failed, Succeeded, Waiting, judge
 
 Object = dict[str, Any]
 

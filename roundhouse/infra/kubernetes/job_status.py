@@ -78,11 +78,11 @@ class Failed:
     """The process ended by itself, so that it may have left its own message."""
 
 
-Verdict = Waiting | Succeeded | Failed
+JobOutcome = Waiting | Succeeded | Failed
 
 
-def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> Verdict:
-    """The verdict on a Job, given the pods of it that were ever seen, in their last state. Errors name `keys`."""
+def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOutcome:
+    """The outcome of a Job, given the pods of it that were ever seen, in their last state. Errors name `keys`."""
     conditions = {
         item["type"]: item for item in job.get("status", {}).get("conditions") or [] if item["status"] == "True"
     }
