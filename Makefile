@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test test-long check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-pages bench-async bench-overlap bench-delta bench-refit reference format lock clean
+.PHONY: help setup quickstart up down test test-long measure check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-pages bench-async bench-overlap bench-delta bench-refit reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -30,11 +30,14 @@ down: setup ## end them and everything they started
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
 # Half of the suite is waiting for processes to start, so a worker more than there are cores; a file's tests share their services.
-test: setup ## the test suite, files side by side (TEST_WORKERS=3); some of it in one process: PYTEST_ARGS="tests/infra -k port"
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n $(TEST_WORKERS) --dist loadfile)
+test: setup ## the test suite, files in parallel (TEST_WORKERS=3); some of it in one process: PYTEST_ARGS="tests/infra -k port"
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n $(TEST_WORKERS))
 
-test-long: setup ## what takes its time by nature: every benchmark and make target, printed one by one (PYTEST_ARGS="-k soak")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest -m long -v $(PYTEST_ARGS)
+test-long: setup ## what is long by nature, printed one by one: stories, chaos, every benchmark and make target (PYTEST_ARGS="-k soak")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest -m long -v $(or $(PYTEST_ARGS),-n $(TEST_WORKERS))
+
+measure: setup ## how the code is built, in figures: modules, lines, helpers called once, names used twice, cycles
+	@$(BIN)/python tools/measure_structure.py
 
 check: setup ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -12,9 +12,12 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -23,6 +26,36 @@ from roundhouse.config.models import RunConfig
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+SHARED = {
+    f"tests/generation/{name}.py": "vllm on Serve"
+    for name in ("test_adapter", "test_chat", "test_refit", "test_start_failures")
+}
+"""Files that one worker runs after each other, since they use one costly fixture."""
+
+SLOWEST = [line for line in (Path(__file__).parent / "slowest.txt").read_text().splitlines() if line[:1] != "#"]
+"""Files that are started first: a long file that is started last keeps one worker busy and the others idle."""
+
+
+class ByService(LoadScopeScheduling):
+    """A worker takes a file at a time, or the files that share a service, in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return SHARED.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByService:
+    config.option.loadscopereorder = False
+    return ByService(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where workers run side by side: the slowest files first."""
+    if hasattr(config, "workerinput"):
+        rank = {file: place for place, file in enumerate(SLOWEST)}
+        items.sort(key=lambda item: rank.get(item.nodeid.split("::", 1)[0], len(rank)))
 
 
 def pytest_collection() -> None:

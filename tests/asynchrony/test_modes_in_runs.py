@@ -32,7 +32,7 @@ from tests.asynchrony.place import ITERATIONS, SECONDS, TASKS, Place
 from tests.asynchrony.world import check
 from tests.chaos.strikes import Strike
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 MODES: dict[str, dict[str, Any]] = {
     "fully-async": {"mode": "fully-async", "staleness": 2},

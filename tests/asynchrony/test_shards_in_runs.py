@@ -27,7 +27,7 @@ from tests.asynchrony.place import SECONDS, SIZE, STALENESS, TASKS, Place
 from tests.asynchrony.world import check
 from tests.chaos.strikes import Strike
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ITERATIONS, SHARDS = 2, 2
 IN_STEP_1 = Strike("flow", "create iterations/000001/train/manifest.json", "before")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -37,6 +38,7 @@ def _plain(directory: Path) -> list[float]:
     return [float(every[i, token]) for i, token in enumerate(IDS[1:])]
 
 
+@pytest.mark.long
 def test_vllm_serves_the_adapter_of_a_checkpoint_as_the_merged_model_says(tmp_path: Path) -> None:
     """The files under `trainer/` are an adapter that the engine loads on the starting policy."""
     config = Qwen3Config(

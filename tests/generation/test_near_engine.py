@@ -28,7 +28,7 @@ from roundhouse.training.service.actor import RayTrainService
 from tests.generation import tiny
 from tests.generation.cluster import free_ports
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 STARTS = 3
 """A node has half a minute to register, which a busy machine may not give it."""

@@ -153,7 +153,7 @@ def test_a_python_that_is_too_old_is_refused_with_what_to_do(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("body", "code", "closing"), [("assert True", 0, "1 passed"), ("assert False", 2, "1 failed")])
-def test_ci_ends_with_the_closing_line_of_pytest_and_its_verdict(
+def test_ci_runs_both_suites_and_ends_with_their_closing_lines_and_their_verdict(
     tmp_path: Path, body: str, code: int, closing: str
 ) -> None:
     """Through the real Makefile and .ci/run, in a checkout whose set-up is this interpreter."""
@@ -164,13 +164,19 @@ def test_ci_ends_with_the_closing_line_of_pytest_and_its_verdict(
     (tmp_path / "tools" / "setup_environment.sh").write_text("#!/bin/sh\n")
     (tmp_path / "tools" / "setup_environment.sh").chmod(0o755)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / "test_one.py").write_text(f"def test_one():\n    {body}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -m 'not long'\nmarkers = long: slow\n")
+    (tmp_path / "test_one.py").write_text(
+        f"import pytest\n@pytest.mark.long\ndef test_long():\n    {body}\ndef test_quick():\n    pass\n"
+    )
     python = tmp_path / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "MAKE"))}
+    environment["TEST_WORKERS"] = "0"
     result = subprocess.run(
         ["bash", str(tmp_path / ".ci" / "run")], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == code, result.stdout
-    assert closing in result.stdout.splitlines()[-1]
+    long, quick = result.stdout.splitlines()[-2:]
+    assert closing in long
+    assert "1 passed" in quick

@@ -27,7 +27,7 @@ from tests.k8s.fault_plan import DECKS, FaultPlan
 from tests.k8s.players import variables_of
 from tests.k8s.stand import Stand
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 Object = dict[str, Any]
 

@@ -40,6 +40,7 @@ def committed(location: Location, directory: Path, version: int) -> str:
     return attempt.commit(directory=written.directory).uri
 
 
+@pytest.mark.long
 def test_the_flow_starts_the_application_of_a_rayservice_and_refits_its_replica_in_place(
     stand: Stand, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def told_by_ray(running: Services, table: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_a_run_whose_trainer_ray_places_on_its_engines_gpu_takes_turns_with_it_and_makes_the_same_weights(
     tmp_path: Path, with_a_gpu: Services, awake: tuple[Any, ...]
 ) -> None:

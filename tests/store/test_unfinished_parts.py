@@ -66,19 +66,23 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("dataset", ["rollouts", "turns"])
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+ON_DISK = [("file", damage, dataset) for damage in DAMAGES for dataset in ("rollouts", "turns")]
+
+
+@pytest.mark.parametrize(
+    ("store_uri", "damage", "dataset"), [*ON_DISK, ("s3", "truncated", "turns")], indirect=["store_uri"]
+)
 def test_a_damaged_part_is_made_anew_under_the_same_seeds_and_the_rest_is_kept(
     run: Run,
     interrupted: Reference,
     engine: ScriptedEngine,
+    damage: str,
     dataset: str,
-    damage: Callable[[bytes], bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place = run.stage(1, "collect").location
     part = f"{dataset}-a0001-00001.parquet"
-    place.write(part, damage(place.read(part)))
+    place.write(part, DAMAGES[damage](place.read(part)))
     reference = collect_iteration(run, 1, interrupted, engine.url)
     assert len(engine.answered) == PLANNED + 1, "the damaged part held one rollout"
     assert len(set(engine.answered)) == PLANNED, "it was made anew under its own seed"
