@@ -37,11 +37,11 @@ import torch
 from benchmarks.refit_load import load
 from benchmarks.weight_delta import make_model
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.served_policy import ServedPolicy, Wanted
+from roundhouse.generation.served_policy import DesiredPolicy, ServedPolicy
 from roundhouse.generation.vllm_worker import RefitExtension, retie_head
 from roundhouse.generation.weights import digest_of
-from roundhouse.weights.cache import NodeCache
-from roundhouse.weights.transfer import Sender
+from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.transfer import Sender
 
 if TYPE_CHECKING:
     from roundhouse.generation.vllm_engine import VllmEngine
@@ -149,14 +149,14 @@ async def _refit_by(way: str, policy: ServedPolicy, directory: Path) -> None:
     # Another version each time: a wish for what is held already is fulfilled without a refit.
     version = (policy.status()["policy_version"] or 0) + 1
     if way == "store":
-        await policy.want(Wanted(version, str(directory), request=time.time_ns()))
+        await policy.apply(DesiredPolicy(version, str(directory), request=time.time_ns()))
     else:
         digest = digest_of(directory)
         with Sender(directory, "gloo", [policy.replica_id], "127.0.0.1", 60) as sender:
             offered = sender.way("float32").model_dump()
-            await policy.want(Wanted(version, str(directory), digest, time.time_ns(), way=offered))
+            await policy.apply(DesiredPolicy(version, str(directory), digest, time.time_ns(), way=offered))
     status = policy.status()
-    assert (status["ready"], status["way"]) == (True, way), (status["error"], status["way_note"])
+    assert (status["ready"], status["way"]) == (True, way), (status["error"], status["transport_note"])
 
 
 async def _copy_and_reload(on: Bench, directory: Path) -> None:

@@ -28,7 +28,7 @@ from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.terms import RefitOptions
 from tests.generation import tiny
 
 MODES: tuple[RunningGenerations, ...] = ("keep", "finish", "abort")
@@ -144,7 +144,7 @@ def _refit(
     for version in range(1, refits + 1):
         mode = MODES[version % len(MODES)]
         started = time.perf_counter()
-        engine.ensure(config, str(policies[0]), str(policies[version % 2]), version, Terms(running=mode))
+        engine.ensure(config, str(policies[0]), str(policies[version % 2]), version, RefitOptions(running=mode))
         seconds[mode].append(time.perf_counter() - started)
         if version % 50 == 0:
             print(

@@ -33,8 +33,8 @@ from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
-from roundhouse.weights.delta import apply_delta, write_delta
-from roundhouse.weights.tensor_file import TensorFile, weight_files
+from roundhouse.weight_sync.delta import apply_delta, write_delta
+from roundhouse.weight_sync.tensor_file import TensorFile, weight_files
 
 VOCABULARY = 32_000
 T = TypeVar("T")

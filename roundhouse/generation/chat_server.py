@@ -173,8 +173,8 @@ class ChatServer:
 
     async def _ready(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
-        ready = metrics.has_what_is_wanted(status)
-        told = {"ready": ready, "policy_version": status["policy_version"], "wanted": status["wanted"]}
+        ready = metrics.holds_desired_version(status)
+        told = {"ready": ready, "policy_version": status["policy_version"], "desired": status["desired"]}
         await reply(send, 200 if ready else 503, told | {"error": status["error"]})
 
     async def _metrics(self, receive: Receive, send: Send) -> None:

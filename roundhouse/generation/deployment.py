@@ -21,7 +21,7 @@ from roundhouse.config.colocation import Reservation
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.generation import serve_app
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.terms import RefitOptions
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ServeEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaStatus:
     """A replica's own words, from `/rh/replicas`."""
 
     replica_id: str
@@ -67,7 +67,7 @@ class Replica:
     error: str | None
     failed_request: int | None
     """`request` of the wish that `error` is about."""
-    wanted: dict[str, Any] | None
+    desired: dict[str, Any] | None
     digest: str | None
     """Of the tensors that were handed to the engine."""
     tensors: int | None
@@ -75,7 +75,7 @@ class Replica:
     """Log-probabilities of a sequence that is the same for every replica of the model."""
     way: str | None
     """How the weights came."""
-    way_note: str | None
+    transport_note: str | None
     """Why it was not the way that was wanted."""
     asleep: str | None = None
     """What it sleeps for, without weights."""
@@ -83,7 +83,7 @@ class Replica:
     """Id of Ray's, in which a trainer has a place near it."""
 
     @classmethod
-    def parse(cls, status: dict[str, Any]) -> Replica:
+    def parse(cls, status: dict[str, Any]) -> ReplicaStatus:
         fields: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
         return cls(**fields)
 
@@ -95,10 +95,10 @@ def ensure_deployed(
     *,
     weights: str | None = None,
     version: int = 0,
-    terms: Terms = Terms(),
+    options: RefitOptions = RefitOptions(),
     reserved: Reservation | None = None,
     wait: bool = True,
-) -> list[Replica]:
+) -> list[ReplicaStatus]:
     """Deploy the policy, or bring a running deployment to this state.
 
     Args:
@@ -108,7 +108,7 @@ def ensure_deployed(
         weights: directory or URI of the weights. None starts the engines without: they take no request until `refit`. On a
             deployment that has weights already, None leaves them.
         version: policy version of the weights.
-        terms: how the weights come to a replica, and what becomes of its running generations.
+        options: how the weights come to a replica, and what becomes of its running generations.
         reserved: room for the trainer near the replica; another one replaces the replica.
         wait: False returns when Serve has accepted the wanted state, before any replica is up.
 
@@ -125,7 +125,7 @@ def ensure_deployed(
         serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
         current = client.application()
-        user_config = wish(version, weights, terms, current)
+        user_config = desired_state(version, weights, options, current)
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
         application = wanted_application(config, model_dir, user_config, reserved)
@@ -134,8 +134,13 @@ def ensure_deployed(
 
 
 def refit(
-    config: GenerationConfig, serve: ServeEndpoint, *, weights: str, version: int, terms: Terms = Terms()
-) -> list[Replica]:
+    config: GenerationConfig,
+    serve: ServeEndpoint,
+    *,
+    weights: str,
+    version: int,
+    options: RefitOptions = RefitOptions(),
+) -> list[ReplicaStatus]:
     """Bring all replicas of the running deployment to new weights, in place.
 
     Raises:
@@ -149,13 +154,13 @@ def refit(
             raise DeploymentFailed(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
-        user_config = wish(version, weights, terms, application)
+        user_config = desired_state(version, weights, options, application)
         application["deployments"][0] |= {"user_config": user_config, **_pace(config)}
         client.put_application(application, config.refit_timeout_seconds)
         return client.wait(application, config.refit_timeout_seconds)
 
 
-def replicas(serve: ServeEndpoint) -> list[Replica]:
+def replicas(serve: ServeEndpoint) -> list[ReplicaStatus]:
     """The running replicas, as they describe themselves; empty when none answers."""
     with _Serve(serve) as client:
         return client.replicas() or []
@@ -167,10 +172,12 @@ def remove(serve: ServeEndpoint) -> None:
         client.put_application(None)
 
 
-def wish(version: int, weights: str | None, terms: Terms | None, current: dict[str, Any] | None) -> dict[str, Any]:
+def desired_state(
+    version: int, weights: str | None, options: RefitOptions | None, current: dict[str, Any] | None
+) -> dict[str, Any]:
     """The `user_config` that asks for these weights, newer than what the current application wants."""
     before = None if current is None else current["deployments"][0]["user_config"]
-    asked = {} if terms is None else terms.wish()
+    asked = {} if options is None else options.desired_state()
     return {"policy_version": version, "weights": weights, "request": later_than([before]), **asked}
 
 
@@ -280,22 +287,22 @@ class _Serve:
         http_options = {"host": url.host, "port": url.port or 80}
         self._call("PUT", {"http_options": http_options, "applications": wanted}, seconds)
 
-    def replicas(self) -> list[Replica] | None:
+    def replicas(self) -> list[ReplicaStatus] | None:
         try:
             reply = self._http.get("/rh/replicas")
             if reply.status_code != 200:
                 return None
-            return [Replica.parse(status) for status in reply.json()["replicas"]]
+            return [ReplicaStatus.parse(status) for status in reply.json()["replicas"]]
         except (httpx.HTTPError, ValueError):
             return None
 
-    def wait(self, application: dict[str, Any], timeout: float) -> list[Replica]:
+    def wait(self, application: dict[str, Any], timeout: float) -> list[ReplicaStatus]:
         """Until the application's replicas, and no others, hold its `user_config`."""
         deployment = application["deployments"][0]
         count, user_config = deployment["num_replicas"], deployment["user_config"]
         digest = digest_of(application)
         deadline, next_look = time.monotonic() + timeout, 0.0
-        found: list[Replica] | None = None
+        found: list[ReplicaStatus] | None = None
         while time.monotonic() < deadline:
             found = self.replicas()
             if found is not None and all_there(found, count, digest, user_config):
@@ -342,7 +349,7 @@ def last_lines(text: str) -> str:
     return "\n".join(lines[-8:])
 
 
-def all_there(found: list[Replica], count: int, digest: str, user_config: dict[str, Any]) -> bool:
+def all_there(found: list[ReplicaStatus], count: int, digest: str, user_config: dict[str, Any]) -> bool:
     """True when exactly the wanted replicas hold the wanted weights.
 
     Raises:

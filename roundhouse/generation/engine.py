@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from roundhouse.config.generation import RunningGenerations
 from roundhouse.errors import DataError, InfraError, RoundhouseError
-from roundhouse.weights.ways import TransferWay
+from roundhouse.weight_sync.base import TransferWay
 
 AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
 
@@ -59,7 +59,7 @@ class EnginePoisoned(RoundhouseError):
     """The engine holds a mixture of weights or has died. Only a restart helps."""
 
 
-class TransferFailed(InfraError):
+class WeightTransferFailed(InfraError):
     """Weights did not come by a transfer; the engine can still load others."""
 
     def __init__(self, text: str, *, touched: bool) -> None:
@@ -90,7 +90,7 @@ class TakesTransfers(Protocol):
             Digest and number of tensors.
 
         Raises:
-            TransferFailed: they did not come, or were not those that are wanted.
+            WeightTransferFailed: they did not come, or were not those that are wanted.
         """
         ...
 

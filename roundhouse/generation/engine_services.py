@@ -17,8 +17,8 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import InfraError
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import DeploymentFailed, Replica, ServeEndpoint, later_than
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus, ServeEndpoint, later_than
+from roundhouse.generation.terms import RefitOptions
 
 STATUS_SECONDS = 10.0
 """Time limit of a question that needs no work."""
@@ -36,7 +36,7 @@ class EngineService(Protocol):
         """Base URL of its chat completions."""
         ...
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaStatus]:
         """The running replicas in their own words; empty when none answers."""
         ...
 
@@ -49,8 +49,13 @@ class EngineService(Protocol):
         ...
 
     def ensure(
-        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
-    ) -> list[Replica]:
+        self,
+        config: GenerationConfig,
+        model_dir: str,
+        weights: str,
+        version: int,
+        options: RefitOptions = RefitOptions(),
+    ) -> list[ReplicaStatus]:
         """Bring all replicas to these weights.
 
         Raises:
@@ -65,7 +70,7 @@ class EngineService(Protocol):
 
 
 @dataclass(frozen=True)
-class ServedEngine:
+class RayServeEngine:
     """The policy's application on a Ray cluster."""
 
     serve: ServeEndpoint
@@ -75,7 +80,7 @@ class ServedEngine:
     def url(self) -> str:
         return self.serve.http_url
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaStatus]:
         return deployment.replicas(self.serve)
 
     def application(self, config: GenerationConfig, model_dir: str) -> str:
@@ -85,10 +90,15 @@ class ServedEngine:
         deployment.ensure_deployed(config, model_dir, self.serve, reserved=self.reserved, wait=False)
 
     def ensure(
-        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
-    ) -> list[Replica]:
+        self,
+        config: GenerationConfig,
+        model_dir: str,
+        weights: str,
+        version: int,
+        options: RefitOptions = RefitOptions(),
+    ) -> list[ReplicaStatus]:
         return deployment.ensure_deployed(
-            config, model_dir, self.serve, weights=weights, version=version, terms=terms, reserved=self.reserved
+            config, model_dir, self.serve, weights=weights, version=version, options=options, reserved=self.reserved
         )
 
     def metrics(self) -> dict[str, float]:
@@ -101,11 +111,13 @@ class ProcessEngine:
 
     url: str
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaStatus]:
         try:
             with _client(self.url) as client:
                 reply = client.get("/rh/replicas", timeout=STATUS_SECONDS)
-            return [Replica.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+            return (
+                [ReplicaStatus.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+            )
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
@@ -113,38 +125,45 @@ class ProcessEngine:
         return deployment.digest_of(deployment.wanted_application(config, model_dir, {}))
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
-        self._want(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
+        self._apply(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
 
     def ensure(
-        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
-    ) -> list[Replica]:
+        self,
+        config: GenerationConfig,
+        model_dir: str,
+        weights: str,
+        version: int,
+        options: RefitOptions = RefitOptions(),
+    ) -> list[ReplicaStatus]:
         wanted = {
             "policy_version": version,
             "weights": weights,
-            "request": later_than(replica.wanted for replica in self.replicas()),
-            **terms.wish(),
+            "request": later_than(replica.desired for replica in self.replicas()),
+            **options.desired_state(),
         }
-        found = self._want(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
+        found = self._apply(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:
             there = replica.ready and (replica.policy_version, replica.weights) == (version, weights)
-            if not (there if terms.asleep is None else replica.asleep == terms.asleep):
+            if not (there if options.asleep is None else replica.asleep == options.asleep):
                 raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
         return found
 
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def _want(self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float) -> list[Replica]:
+    def _apply(
+        self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float
+    ) -> list[ReplicaStatus]:
         body = {
             "generation": deployment.engine_arguments(config),
             "model_dir": model_dir,
-            "wanted": wanted,
+            "desired": wanted,
         }
         token = read_secret(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             with _client(self.url) as client:
-                reply = client.post("/rh/want", json=body, headers=headers, timeout=seconds)
+                reply = client.post("/rh/desired", json=body, headers=headers, timeout=seconds)
         except httpx.HTTPError as error:
             raise EngineGone(
                 f"The engine at {self.url} does not answer: {type(error).__name__}: {error}. Is it running, and "
@@ -154,7 +173,7 @@ class ProcessEngine:
             raise DeploymentFailed(f"The engine at {self.url} refuses the token. Set {TOKEN_VARIABLE} as it has it.")
         if reply.status_code >= 400:
             raise DeploymentFailed(f"The engine at {self.url} refuses ({reply.status_code}): {reply.text[-2000:]}")
-        return [Replica.parse(status) for status in reply.json()["replicas"]]
+        return [ReplicaStatus.parse(status) for status in reply.json()["replicas"]]
 
 
 def _client(url: str) -> httpx.Client:

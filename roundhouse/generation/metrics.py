@@ -18,9 +18,9 @@ METRICS = {
 }
 
 
-def has_what_is_wanted(status: dict[str, Any]) -> bool:
+def holds_desired_version(status: dict[str, Any]) -> bool:
     """Whether a replica (`ServedPolicy.status`) answers, and with the newest version that it was asked for."""
-    wanted = status["wanted"] or {}
+    wanted = status["desired"] or {}
     return bool(
         status["ready"]
         and wanted.get("weights") is not None
@@ -30,9 +30,9 @@ def has_what_is_wanted(status: dict[str, Any]) -> bool:
 
 def page(status: dict[str, Any]) -> str:
     """The replica's own metrics, in Prometheus' text format."""
-    wanted = (status["wanted"] or {}).get("policy_version")
+    wanted = (status["desired"] or {}).get("policy_version")
     values = {
-        "roundhouse_engine_ready": int(has_what_is_wanted(status)),
+        "roundhouse_engine_ready": int(holds_desired_version(status)),
         "roundhouse_engine_policy_version": -1 if status["policy_version"] is None else status["policy_version"],
         "roundhouse_engine_wanted_version": -1 if wanted is None else wanted,
         "roundhouse_engine_refits_total": status["refits"],

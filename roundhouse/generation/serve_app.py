@@ -1,7 +1,7 @@
 """The Ray Serve application: chat completions on token IDs around one engine a replica.
 
-Invariant: what a replica answers with is decided by the deployment's `user_config` alone (`Wanted`). Serve hands it to every
-replica, also to one that starts later, and each brings itself to it in place; nobody tells a single replica anything.
+Invariant: the deployment's `user_config` alone (`DesiredPolicy`) decides what a replica answers with. Serve hands it to every
+replica, also to one that starts later, and each brings itself to it in place; no single replica is addressed.
 
     POST /v1/chat/completions   ours, on token IDs (`chat.py`), with prefix continuation
     GET  /rh/status             of the replica that answers
@@ -69,9 +69,9 @@ class PolicyReplica:
         self._deployment: Any = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        from roundhouse.generation.served_policy import Wanted
+        from roundhouse.generation.served_policy import DesiredPolicy
 
-        await self.policy.want(Wanted.parse(user_config))
+        await self.policy.apply(DesiredPolicy.parse(user_config))
 
     async def check_health(self) -> None:
         await self.policy.check_health()
@@ -110,7 +110,7 @@ async def start_policy(
     from roundhouse.generation.chat_server import ChatServer
     from roundhouse.generation.model_files import local_model
     from roundhouse.generation.served_policy import ServedPolicy
-    from roundhouse.weights.cache import node_cache
+    from roundhouse.weight_sync.cache import node_cache
 
     model_dir = str(await asyncio.to_thread(local_model, model_dir))
     check_model_directory(model_dir)

@@ -36,10 +36,10 @@ from roundhouse.generation.engine import (
     Generated,
     GenerationAborted,
     TakesTransfers,
-    TransferFailed,
+    WeightTransferFailed,
 )
-from roundhouse.weights.cache import NodeCache, node_cache
-from roundhouse.weights.ways import StoreWay, TransferWay, Way, Weights, bring, parse_way
+from roundhouse.weight_sync.base import FetchedWeights, StoreWay, TransferWay, Way, bring, parse_way
+from roundhouse.weight_sync.cache import NodeCache, node_cache
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class SamplingRefused(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredPolicy:
     """The deployment's `user_config`."""
 
     policy_version: int
@@ -73,7 +73,7 @@ class Wanted:
     """Grows with each wish (nanoseconds since the epoch). A newer wish for the same weights tries them again; an older one that
     arrives late is ignored."""
     way: dict[str, Any] | None = None
-    """A shorter way to the same weights (`roundhouse.weights.ways`); None: the files at `weights`."""
+    """A shorter way to the same weights (`roundhouse.weight_sync.base`); None: the files at `weights`."""
     running: RunningGenerations = "finish"
     """What becomes of generations that are running."""
     keep_prefix_cache: bool = False
@@ -83,7 +83,7 @@ class Wanted:
     """The engine is to give its memory back until the next wish; the text says what for, to whoever asks it meanwhile."""
 
     @classmethod
-    def parse(cls, user_config: dict[str, Any]) -> Wanted:
+    def parse(cls, user_config: dict[str, Any]) -> DesiredPolicy:
         unknown = sorted(set(user_config) - set(cls.__slots__))
         if unknown or type(user_config.get("policy_version")) is not int:
             raise ValueError(
@@ -101,7 +101,7 @@ class Wanted:
             raise ValueError(f"asleep is {wanted.asleep!r}; it is a text that says what for, or null.")
         return wanted
 
-    def same_weights(self, other: Wanted | None) -> bool:
+    def same_weights(self, other: DesiredPolicy | None) -> bool:
         mine = (self.policy_version, self.weights, self.digest)
         return other is not None and mine == (other.policy_version, other.weights, other.digest)
 
@@ -154,10 +154,10 @@ class ServedPolicy:
         self._gate = Gate()
         self._gate.open()
         self._changing = asyncio.Lock()
-        self._wanted: Wanted | None = None
-        self._held: Wanted | None = None
+        self._desired: DesiredPolicy | None = None
+        self._held: DesiredPolicy | None = None
         self._cache = cache
-        self._weights: Weights | None = None
+        self._weights: FetchedWeights | None = None
         self._probe: list[float] | None = None
         self._error: str | None = "No weights were given yet."
         self._failed_request: int | None = None
@@ -201,7 +201,7 @@ class ServedPolicy:
         Raises:
             SamplingRefused: it asks for another.
         """
-        allowed = None if self._wanted is None else self._wanted.sampling
+        allowed = None if self._desired is None else self._desired.sampling
         if allowed is None:
             return
         asked = {name: getattr(draw, name) for name in SAMPLED}
@@ -214,24 +214,24 @@ class ServedPolicy:
 
     @property
     def samples_as_wanted_only(self) -> bool:
-        return self._wanted is not None and self._wanted.sampling is not None
+        return self._desired is not None and self._desired.sampling is not None
 
-    async def want(self, wanted: Wanted) -> None:
+    async def apply(self, wanted: DesiredPolicy) -> None:
         """Bring the engine to `wanted`. Never raises for weights that cannot be had: `status` and 503 tell."""
         async with self._changing:
-            if self._wanted is not None and (wanted.request or 0) < (self._wanted.request or 0):
+            if self._desired is not None and (wanted.request or 0) < (self._desired.request or 0):
                 return
             # Under the lock a retry is asleep or waits for the lock, so cancelling it cannot break off a refit.
             if self._retry is not None:
                 self._retry.cancel()
                 self._retry = None
-            self._wanted = wanted
+            self._desired = wanted
             if wanted.asleep is not None:
                 await self._sleep(wanted, wanted.asleep)
             else:
                 await self._bring(wanted, FIRST_RETRY_SECONDS)
 
-    async def _sleep(self, wanted: Wanted, what_for: str) -> None:
+    async def _sleep(self, wanted: DesiredPolicy, what_for: str) -> None:
         """Requests inside are waited for; those in front of the gate and later ones are refused until the engine is awake."""
         if self._poisoned:
             return
@@ -246,7 +246,7 @@ class ServedPolicy:
         finally:
             self._gate.open()
 
-    async def _bring(self, wanted: Wanted, pause: float) -> None:
+    async def _bring(self, wanted: DesiredPolicy, pause: float) -> None:
         if wanted.weights is None or (wanted.same_weights(self._held) and self._error is None):
             return
         try:
@@ -259,7 +259,7 @@ class ServedPolicy:
         except Exception as error:  # noqa: BLE001 (border of a refit: whatever broke, the engine may be half changed)
             self._poison(wanted, error)
 
-    async def _refit(self, wanted: Wanted) -> None:
+    async def _refit(self, wanted: DesiredPolicy) -> None:
         assert wanted.weights is not None
         started = time.perf_counter()
         way, note = parse_way(wanted.way), None
@@ -267,7 +267,7 @@ class ServedPolicy:
             try:
                 self._hold(await self._received(wanted, way), wanted, started)
                 return
-            except TransferFailed as error:
+            except WeightTransferFailed as error:
                 way, note = StoreWay(dtype=way.dtype), f"{way.kind}: {error}"
                 logger.warning("version %d comes from its checkpoint, not by %s", wanted.policy_version, note)
         # Bringing, proving and checking go on beside the requests; only the change itself shuts them out.
@@ -285,26 +285,26 @@ class ServedPolicy:
         brought.seconds["load"] = time.perf_counter() - ready
         self._hold(brought, wanted, started)
 
-    async def _received(self, wanted: Wanted, way: TransferWay) -> Weights:
+    async def _received(self, wanted: DesiredPolicy, way: TransferWay) -> FetchedWeights:
         """Weights that go straight into the engine; the requests are shut out meanwhile.
 
         Raises:
-            TransferFailed: they did not come.
+            WeightTransferFailed: they did not come.
         """
         engine = self.engine
         if not isinstance(engine, TakesTransfers):
-            raise TransferFailed("this engine takes no transfers", touched=False)
+            raise WeightTransferFailed("this engine takes no transfers", touched=False)
         if self.replica_id not in way.replicas:
-            raise TransferFailed("this replica was not there when the weights were offered", touched=False)
+            raise WeightTransferFailed("this replica was not there when the weights were offered", touched=False)
         started = time.perf_counter()
         async with self._changed(wanted):
             digest, tensors = await engine.receive_weights(
                 way, self.replica_id, wanted.digest, wanted.policy_version, wanted.running, wanted.keep_prefix_cache
             )
-        return Weights(None, digest, tensors, way.kind, seconds={"transfer": time.perf_counter() - started})
+        return FetchedWeights(None, digest, tensors, way.kind, seconds={"transfer": time.perf_counter() - started})
 
     @asynccontextmanager
-    async def _changed(self, wanted: Wanted) -> AsyncIterator[None]:
+    async def _changed(self, wanted: DesiredPolicy) -> AsyncIterator[None]:
         """Requests are shut out while the block changes the engine's weights to the wanted ones, and proved behind it."""
         await self._gate.close(until_empty=wanted.running == "finish")
         try:
@@ -314,7 +314,7 @@ class ServedPolicy:
             yield
             self._probe = await self._probed()
             self._held, self._error, self._failed_request = wanted, None, None
-        except TransferFailed as error:
+        except WeightTransferFailed as error:
             if error.touched:
                 self._error = (
                     f"Version {wanted.policy_version} is read from its checkpoint: its transfer failed: {error}"
@@ -327,7 +327,7 @@ class ServedPolicy:
         finally:
             self._gate.open()
 
-    def _hold(self, brought: Weights, wanted: Wanted, started: float) -> None:
+    def _hold(self, brought: FetchedWeights, wanted: DesiredPolicy, started: float) -> None:
         self._refits += 1
         self._refit_seconds = time.perf_counter() - started
         if self._weights is not None:
@@ -335,7 +335,7 @@ class ServedPolicy:
         self._weights = brought
         logger.info("version %d from %s in %.3f s", wanted.policy_version, wanted.weights, self._refit_seconds)
 
-    def _bring_here(self, wanted: Wanted, way: Way | None) -> Weights:
+    def _bring_here(self, wanted: DesiredPolicy, way: Way | None) -> FetchedWeights:
         assert wanted.weights is not None
         if self._cache is None:
             self._cache = node_cache(weights.DEFAULT_CACHE_BYTES)
@@ -363,7 +363,7 @@ class ServedPolicy:
             raise EnginePoisoned("The probe's log-probabilities are not finite: the weights hold NaN or infinity.")
         return scores
 
-    def _refuse(self, wanted: Wanted, error: Exception, pause: float) -> None:
+    def _refuse(self, wanted: DesiredPolicy, error: Exception, pause: float) -> None:
         self._error = f"Version {wanted.policy_version} cannot be loaded from {wanted.weights}: {error}"
         self._failed_request = wanted.request
         logger.error("%s", self._error)
@@ -375,7 +375,7 @@ class ServedPolicy:
 
         self._retry = asyncio.create_task(again())
 
-    def _poison(self, wanted: Wanted, error: Exception, doing: str | None = None) -> None:
+    def _poison(self, wanted: DesiredPolicy, error: Exception, doing: str | None = None) -> None:
         self._poisoned = True
         doing = doing or f"Loading version {wanted.policy_version} from {wanted.weights}"
         self._error = f"{doing} failed: {type(error).__name__}: {error}"
@@ -402,9 +402,9 @@ class ServedPolicy:
             "tensors": None if self._weights is None else self._weights.tensors,
             "probe": self._probe,
             "way": None if self._weights is None else self._weights.way,
-            "way_note": None if self._weights is None else self._weights.note,
+            "transport_note": None if self._weights is None else self._weights.note,
             "seconds": {} if self._weights is None else self._weights.seconds,
-            "wanted": None if self._wanted is None else asdict(self._wanted),
+            "desired": None if self._desired is None else asdict(self._desired),
             "asleep": self._asleep,
             "placement_group": self.placement_group,
             "error": self._error,

@@ -4,7 +4,7 @@ Invariant: requests and refits go through the same `ServedPolicy` as under Ray S
 that drew it here as there. Who may say which weights are wanted is decided by a token; only on the loopback interface, where
 everybody is the same user, may it be left out.
 
-    POST /rh/want   {"generation": {…}, "model_dir": "…", "wanted": {"policy_version": 3, "weights": "file:///…"}}
+    POST /rh/desired   {"generation": {…}, "model_dir": "…", "desired": {"policy_version": 3, "weights": "file:///…"}}
                     starts the engine, replaces it when its arguments changed, and refits it in place
     …               as a replica: /v1/chat/completions, /rh/status, /rh/replicas, /health
 
@@ -32,7 +32,7 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
 from roundhouse.generation.model_files import path_of
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
-from roundhouse.generation.served_policy import ServedPolicy, Wanted
+from roundhouse.generation.served_policy import DesiredPolicy, ServedPolicy
 from roundhouse.http.body_limit import BodyLimit
 from roundhouse.http.same_origin import SameOrigin, is_loopback
 from roundhouse.logs import set_up_logs
@@ -54,16 +54,16 @@ class StandaloneEngine:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if (scope["method"], scope["path"]) == ("POST", "/rh/want"):
-            await self._want(scope, receive, send)
+        if (scope["method"], scope["path"]) == ("POST", "/rh/desired"):
+            await self._apply(scope, receive, send)
         elif self._server is not None:
             await self._server(scope, receive, send)
         elif scope["path"] == "/rh/replicas":
             await reply(send, 200, {"replicas": []})
         else:
-            await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/want).")
+            await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/desired).")
 
-    async def _want(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def _apply(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if not self._is_allowed(scope):
             await reply_error(
                 send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
@@ -72,7 +72,7 @@ class StandaloneEngine:
         try:
             body = orjson.loads(await read_body(receive))
             arguments = {"generation": body["generation"], "model_dir": body["model_dir"]}
-            wanted = Wanted.parse(body["wanted"])
+            wanted = DesiredPolicy.parse(body["desired"])
             GenerationConfig.model_validate(arguments["generation"])
             if (path := path_of(arguments["model_dir"])) is not None:
                 check_model_directory(str(path))
@@ -94,7 +94,7 @@ class StandaloneEngine:
         assert self._server is not None
         await reply(send, 200, {"replicas": await self._server.replicas()})
 
-    async def _bring(self, arguments: dict[str, Any], wanted: Wanted) -> None:
+    async def _bring(self, arguments: dict[str, Any], wanted: DesiredPolicy) -> None:
         async with self._changing:
             digest = application_digest(arguments)
             if self._policy is None or digest != self._application:
@@ -103,7 +103,7 @@ class StandaloneEngine:
                 if self._policy is not None:
                     self._policy.engine.shutdown()
                 self._policy, self._server, self._application = policy, server, digest
-            await self._policy.want(wanted)
+            await self._policy.apply(wanted)
 
     def _is_allowed(self, scope: dict[str, Any]) -> bool:
         if self._token is None:

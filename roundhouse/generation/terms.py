@@ -1,6 +1,6 @@
-"""On what terms new weights come to a replica, beyond where they lie.
+"""How new weights come to a replica, beyond where they are stored.
 
-Invariant: terms change how the wanted version arrives, never which it is: a replica that cannot follow them (it has just
+Invariant: options change how the wanted version arrives, never which it is: a replica that cannot follow them (it has just
 started, it holds another base) comes to the same version by the checkpoint.
 """
 
@@ -13,20 +13,20 @@ from roundhouse.config.generation import RunningGenerations
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """Fields of `Wanted`; what is left at its default is left out of the wish."""
+class RefitOptions:
+    """Fields of `DesiredPolicy`; what is left at its default is left out of the desired state."""
 
     digest: str | None = None
     """`roundhouse.generation.weights.digest_of` of what the engine is to load; replicas refuse anything else."""
     way: dict[str, Any] | None = None
-    """`roundhouse.weights.ways.Way` as JSON."""
+    """`roundhouse.weight_sync.base.Way` as JSON."""
     running: RunningGenerations = "finish"
     keep_prefix_cache: bool = False
     sampling: list[dict[str, Any]] | None = None
-    """See `Wanted.sampling`."""
+    """See `DesiredPolicy.sampling`."""
     asleep: str | None = None
     """The engine is to sleep at this version, and the text says what for."""
 
-    def wish(self) -> dict[str, Any]:
+    def desired_state(self) -> dict[str, Any]:
         """What differs from the defaults."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}

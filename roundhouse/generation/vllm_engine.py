@@ -25,11 +25,18 @@ import orjson
 
 from roundhouse.config.generation import RunningGenerations
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted, TransferFailed
+from roundhouse.generation.engine import (
+    AsgiApp,
+    Draw,
+    EnginePoisoned,
+    Generated,
+    GenerationAborted,
+    WeightTransferFailed,
+)
 from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
-from roundhouse.weights.tensor_digest import digest_of_tensors
-from roundhouse.weights.transfer import NoSeat, Seat, take_seat
-from roundhouse.weights.ways import TransferWay
+from roundhouse.weight_sync.base import TransferWay
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors
+from roundhouse.weight_sync.transfer import NoSeat, Seat, take_seat
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -202,7 +209,7 @@ class VllmEngine:
         try:
             seat = await asyncio.to_thread(take_seat, way, replica_id, workers)
         except NoSeat as error:
-            raise TransferFailed(str(error), touched=False) from error
+            raise WeightTransferFailed(str(error), touched=False) from error
         try:
             # Gloo keeps the limits by itself. A worker that waits in NCCL can only be ended.
             async with asyncio.timeout(way.seconds * TRANSFER_LIMITS):
@@ -223,7 +230,7 @@ class VllmEngine:
             await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(seat.init))
         except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
             await self.engine.check_health()
-            raise TransferFailed(f"the group did not come together: {_cause(error)}", touched=False) from error
+            raise WeightTransferFailed(f"the group did not come together: {_cause(error)}", touched=False) from error
 
     async def _receive(self, seat: Seat, digest: str | None, version: int) -> tuple[str, int]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -236,7 +243,9 @@ class VllmEngine:
             digests = await engine.collective_rpc("roundhouse_arrived")
             for found in digests:
                 if digest is not None and digest_of_tensors(found) != digest:
-                    raise TransferFailed(f"digest {digest_of_tensors(found)} came, wanted was {digest}", touched=True)
+                    raise WeightTransferFailed(
+                        f"digest {digest_of_tensors(found)} came, wanted was {digest}", touched=True
+                    )
             await engine.finish_weight_update(str(version))
             await engine.collective_rpc("roundhouse_prove")
             await engine.shutdown_weight_transfer_engine()
@@ -247,7 +256,7 @@ class VllmEngine:
             await engine.collective_rpc("roundhouse_abandon")
             await engine.shutdown_weight_transfer_engine()
             await engine.pause_generation(mode="abort", clear_cache=False)
-            raise TransferFailed(f"it broke off: {_cause(error)}", touched=True) from error
+            raise WeightTransferFailed(f"it broke off: {_cause(error)}", touched=True) from error
         return digest_of_tensors(digests[0]), len(digests[0])
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -17,8 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from roundhouse.generation import gloo_transfer, weights
-from roundhouse.weights.tensor_digest import THREADS, torch_digest
+from roundhouse.generation import weights
+from roundhouse.weight_sync import vllm_gloo
+from roundhouse.weight_sync.tensor_digest import THREADS, torch_digest
 
 PROBED_LAYERS = 2
 """Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
@@ -47,7 +48,7 @@ def _end_with_parent() -> None:
 
 
 _end_with_parent()
-gloo_transfer.register()
+vllm_gloo.register()
 
 
 class StaleWeights(RuntimeError):

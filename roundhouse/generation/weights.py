@@ -14,10 +14,10 @@ from typing import Any
 from roundhouse.config.generation import GenerationConfig
 from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.engine import WeightsRefused
-from roundhouse.weights import ways
-from roundhouse.weights.cache import NodeCache, node_cache, private_directory
-from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weights.ways import local_path
+from roundhouse.weight_sync import base
+from roundhouse.weight_sync.base import local_path
+from roundhouse.weight_sync.cache import NodeCache, node_cache, private_directory
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
 
 __all__ = ["check", "digest_of", "expected_shapes", "fetch", "iterate", "local_path", "own_cache", "shapes", "shards"]
 
@@ -50,7 +50,7 @@ def fetch(uri: str, cache: Path | None = None) -> Path:
     """
     try:
         place = node_cache(DEFAULT_CACHE_BYTES) if cache is None else NodeCache(cache, DEFAULT_CACHE_BYTES)
-        directory, entry = ways.fetch(uri, place)
+        directory, entry = base.fetch(uri, place)
     except (DataError, StoreError) as error:
         raise WeightsRefused(str(error)) from error
     if entry is not None:

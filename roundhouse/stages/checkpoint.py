@@ -19,8 +19,8 @@ from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, ModelFiles,
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
-from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weights.tensor_file import TensorFile
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weight_sync.tensor_file import TensorFile
 
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""

@@ -21,11 +21,10 @@ from typing import Any
 from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.errors import InfraError, RoundhouseError, StoreError
-from roundhouse.generation.agreement import proof_of, require_agreement
-from roundhouse.generation.deployment import Replica, ServeEndpoint
-from roundhouse.generation.engine_services import EngineService, ProcessEngine, ServedEngine
+from roundhouse.generation.deployment import ReplicaStatus, ServeEndpoint
+from roundhouse.generation.engine_services import EngineService, ProcessEngine, RayServeEngine
 from roundhouse.generation.served_policy import SAMPLED
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.terms import RefitOptions
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.services import state_directory, status
@@ -36,6 +35,7 @@ from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
+from roundhouse.weight_sync.proof import proof_of, require_agreement
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def engine_service(run: Run) -> EngineService:
         holder = ServedRun(run.run_id, run.uid, run.location.uri)
         return RayServiceServed(config.infra, config.infra.engine, holder)
     services = status(state_directory(config))
-    return ServedEngine(
+    return RayServeEngine(
         ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token), reservation(config)
     )
 
@@ -109,7 +109,7 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     found = engine.replicas()
     return len(found) == run.config.generation.replicas and all(
         (one.application, one.ready, one.policy_version, one.weights, one.digest) == wanted
-        and (one.wanted or {}).get("sampling") == _agents_draw_with(run)
+        and (one.desired or {}).get("sampling") == _agents_draw_with(run)
         for one in found
     )
 
@@ -132,7 +132,7 @@ def start_engine(run: Run) -> None:
         engine_service(run).start(served_generation(run.config), model)
 
 
-def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None = None) -> list[Replica]:
+def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None = None) -> list[ReplicaStatus]:
     """Deploy or refit, until all replicas answer with this checkpoint and have proved to hold the same weights."""
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
     engine = engine or engine_service(run)
@@ -141,10 +141,10 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     model = _model_to_start_from(run)
     with (
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
-        offered(run, checkpoint, engine.replicas() if generation.weights in _TO_SOME else [], engine.url) as terms,
+        offered(run, checkpoint, engine.replicas() if generation.weights in _TO_SOME else [], engine.url) as options,
     ):
-        terms = replace(terms, sampling=_agents_draw_with(run))
-        replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, terms)
+        options = replace(options, sampling=_agents_draw_with(run))
+        replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, options)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     return replicas
 
@@ -176,7 +176,7 @@ def put_to_sleep(run: Run, checkpoint: Reference) -> None:
     engine, generation = engine_service(run), served_generation(run.config)
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
     with ACTIVITY.track("sleep", "engine", "", engine.url, patience):
-        engine.ensure(generation, model, checkpoint.uri, checkpoint.policy_version, Terms(asleep=_what_for(run)))
+        engine.ensure(generation, model, checkpoint.uri, checkpoint.policy_version, RefitOptions(asleep=_what_for(run)))
 
 
 @contextmanager
@@ -247,7 +247,7 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
         },
         details={
             "replicas": [
-                {"id": one.replica_id, "pid": one.pid, "way": one.way, "note": one.way_note} for one in replicas
+                {"id": one.replica_id, "pid": one.pid, "way": one.way, "note": one.transport_note} for one in replicas
             ],
             "proof": {**proof_of(replicas), "format": _format(run)},
         },

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-    from roundhouse.generation.deployment import Replica
+    from roundhouse.generation.deployment import ReplicaStatus
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import StepResult
     from roundhouse.training.trainer import Trainer
@@ -98,7 +98,7 @@ def train_iteration(
 
 
 @contextmanager
-def _turn(run: Run, base: Reference) -> Iterator[list[Replica]]:
+def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaStatus]]:
     """The trainer's turn at the memory that it shares with the engine, whose replicas said that they sleep meanwhile; none
     where they share nothing. Behind it, the trainer holds no memory."""
     if not engine_sleeps(run.config):

@@ -19,24 +19,24 @@ from urllib.parse import urlsplit
 
 from roundhouse.config.generation import running_generations
 from roundhouse.errors import ConfigError, DataError, DiskFull, StoreError
-from roundhouse.generation.deployment import Replica
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.deployment import ReplicaStatus
+from roundhouse.generation.terms import RefitOptions
 from roundhouse.stages.checkpoint import TRAINER, WEIGHTS_DIGEST
 from roundhouse.stages.policy import checkpoint_cache
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
-from roundhouse.weights.adapter import ADAPTER_FILE
-from roundhouse.weights.cache import CacheEntry, NodeCache, private_directory
-from roundhouse.weights.delta import write_delta
-from roundhouse.weights.delta_index import DELTA
-from roundhouse.weights.gloo import own_address
-from roundhouse.weights.retype import retype
-from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weights.tensor_file import weight_files
-from roundhouse.weights.transfer import Sender
-from roundhouse.weights.ways import AdapterWay, DeltaWay, Dtype, SharedMemoryWay, StoreWay, Way, fetch, retyped
+from roundhouse.weight_sync.adapter import ADAPTER_FILE
+from roundhouse.weight_sync.base import AdapterWay, DeltaWay, Dtype, SharedMemoryWay, StoreWay, Way, fetch, retyped
+from roundhouse.weight_sync.cache import CacheEntry, NodeCache, private_directory
+from roundhouse.weight_sync.delta import write_delta
+from roundhouse.weight_sync.delta_index import DELTA
+from roundhouse.weight_sync.gloo import own_address
+from roundhouse.weight_sync.retype import retype
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weight_sync.tensor_file import weight_files
+from roundhouse.weight_sync.transfer import Sender
 
 MEMORY = Path("/dev/shm")
 KEPT_DELTAS = 2
@@ -51,9 +51,9 @@ _in_memory: dict[str, CacheEntry] = {}
 
 @contextmanager
 def offered(
-    run: Run, checkpoint: Reference, replicas: Sequence[Replica], engine_url: str | None = None
-) -> Iterator[Terms]:
-    """The terms of a refit to this checkpoint, valid until the context is left.
+    run: Run, checkpoint: Reference, replicas: Sequence[ReplicaStatus], engine_url: str | None = None
+) -> Iterator[RefitOptions]:
+    """The options of a refit to this checkpoint, valid until the context is left.
 
     Args:
         replicas: as they are now; a delta starts from what most of them hold, a transfer is to them alone.
@@ -68,7 +68,7 @@ def offered(
     running, keep = running_generations(run.config), generation.keep_prefix_cache
     if generation.weights == "store":
         digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
-        yield Terms(digest, None, running, keep)
+        yield RefitOptions(digest, None, running, keep)
         return
     offer = _Offer(run, checkpoint)
     if generation.weights == "shared-memory":
@@ -76,7 +76,7 @@ def offered(
         before = _in_memory.pop(run.uid, None)
         _in_memory[run.uid] = entry
         try:
-            yield Terms(digest, way.model_dump(), running, keep)
+            yield RefitOptions(digest, way.model_dump(), running, keep)
         finally:
             if before is not None:
                 before.release()
@@ -87,10 +87,10 @@ def offered(
         digest = _digest(directory)
         if generation.weights == "transfer" and (sender := offer.sender(directory, replicas, engine_url)) is not None:
             with sender:
-                yield Terms(digest, sender.way(offer.dtype).model_dump(), running, keep)
+                yield RefitOptions(digest, sender.way(offer.dtype).model_dump(), running, keep)
             return
         shorter = offer.shorter(directory, digest, replicas)
-        yield Terms(digest, (shorter or StoreWay(dtype=offer.dtype)).model_dump(), running, keep)
+        yield RefitOptions(digest, (shorter or StoreWay(dtype=offer.dtype)).model_dump(), running, keep)
     finally:
         if held is not None:
             held.release()
@@ -138,7 +138,7 @@ class _Offer:
                 held.release()
         return _digest(entry.path), SharedMemoryWay(dtype=self.dtype, path=str(entry.path)), entry
 
-    def delta(self, directory: Path, digest: str, replicas: Sequence[Replica]) -> Way | None:
+    def delta(self, directory: Path, digest: str, replicas: Sequence[ReplicaStatus]) -> Way | None:
         """None: no replica holds other weights of which a checkpoint is left."""
         bases = Counter(
             (one.digest, one.weights) for one in replicas if (one.ready or one.asleep) and one.digest and one.weights
@@ -170,7 +170,7 @@ class _Offer:
             (deltas / old).delete_tree()
         return DeltaWay(dtype=self.dtype, base=base_digest, uri=place.uri)
 
-    def sender(self, directory: Path, replicas: Sequence[Replica], engine_url: str | None) -> Sender | None:
+    def sender(self, directory: Path, replicas: Sequence[ReplicaStatus], engine_url: str | None) -> Sender | None:
         """None: there is no replica that holds weights, or slept, to send to."""
         generation = self.run.config.generation
         if generation.transfer_backend == "nccl":
@@ -183,7 +183,7 @@ class _Offer:
         seconds = TRANSFER_SHARE * generation.refit_timeout_seconds
         return Sender(directory, generation.transfer_backend, there, address, seconds)
 
-    def shorter(self, directory: Path, digest: str, replicas: Sequence[Replica]) -> Way | None:
+    def shorter(self, directory: Path, digest: str, replicas: Sequence[ReplicaStatus]) -> Way | None:
         """None: there is nothing shorter than the checkpoint."""
         match self.run.config.generation.weights:
             case "delta":

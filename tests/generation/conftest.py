@@ -59,7 +59,7 @@ def deployed(
 def refit(deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]) -> Callable[[str, int], list]:
     """Bring the shared deployment to a policy by name."""
 
-    def to(name: str, version: int) -> list[deployment.Replica]:
+    def to(name: str, version: int) -> list[deployment.ReplicaStatus]:
         return deployment.refit(config, deployed, weights=str(policies[name]), version=version)
 
     return to

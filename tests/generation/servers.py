@@ -14,7 +14,7 @@ import uvicorn
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.serve_app import start_policy
-from roundhouse.generation.served_policy import Wanted
+from roundhouse.generation.served_policy import DesiredPolicy
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def transformers_server(policy_dir: Path) -> Iterator[str]:
 
     async def application() -> Any:
         policy, server = await start_policy(config, str(policy_dir), "only")
-        await policy.want(Wanted(policy_version=1, weights=str(policy_dir), request=1))
+        await policy.apply(DesiredPolicy(policy_version=1, weights=str(policy_dir), request=1))
         return server
 
     with serve(application) as url:

@@ -16,14 +16,14 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig, OptimizerConfig, TrainConfig
 from roundhouse.config.training import LoraConfig
 from roundhouse.generation import deployment
-from roundhouse.generation.agreement import TOLERANCE, difference, proof_of, require_agreement
-from roundhouse.generation.deployment import Replica, ServeEndpoint
+from roundhouse.generation.deployment import ReplicaStatus, ServeEndpoint
 from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from roundhouse.training.trainer import Trainer
+from roundhouse.weight_sync.proof import TOLERANCE, difference, proof_of, require_agreement
 from tests.generation.test_refit import assert_agrees, replies
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import sequences
@@ -88,10 +88,10 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
         directories.append(tmp_path / f"v{version}")
         checkpoints.append(publish(run, trained(run, version, directories[-1])))
 
-    def refitted(checkpoint: Reference) -> list[Replica]:
-        with offered(run, checkpoint, []) as terms:
+    def refitted(checkpoint: Reference) -> list[ReplicaStatus]:
+        with offered(run, checkpoint, []) as options:
             found = deployment.refit(
-                config, deployed, weights=checkpoint.uri, version=checkpoint.policy_version, terms=terms
+                config, deployed, weights=checkpoint.uri, version=checkpoint.policy_version, options=options
             )
         require_agreement(found, config.dtype)
         return found
@@ -101,7 +101,7 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
     for checkpoint, directory in zip(checkpoints[1:], directories[1:], strict=True):
         before, replicas = proof_of(replicas)["probe"], refitted(checkpoint)
         assert {replica.pid for replica in replicas} == processes
-        assert [(replica.way, replica.way_note) for replica in replicas] == [("adapter", None)] * 2
+        assert [(replica.way, replica.transport_note) for replica in replicas] == [("adapter", None)] * 2
         assert {replica.digest for replica in replicas} == {digest_of(directory)}
         assert difference(before, proof_of(replicas)["probe"]) > 10 * TOLERANCE[config.dtype]
         for completion in replies(deployed, config, 4):

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
-from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy, Wanted
+from roundhouse.generation.served_policy import DesiredPolicy, PolicyUnavailable, ServedPolicy
 from roundhouse.generation.transformers_engine import TransformersEngine
-from roundhouse.weights.cache import NodeCache
+from roundhouse.weight_sync.cache import NodeCache
 from tests.generation import tiny
 
 PROMPT = list(range(10, 60))
@@ -32,20 +32,20 @@ async def policy(policies: dict[str, Path], tmp_path: Path) -> AsyncIterator[Ser
     engine = TransformersEngine(GenerationConfig(backend="transformers"), directory, "policy", codec)
     await engine.start()
     policy = ServedPolicy(engine, directory, "r", cache=NodeCache(tmp_path / "cache", 10**9))
-    await policy.want(Wanted(1, directory, request=1))
+    await policy.apply(DesiredPolicy(1, directory, request=1))
     assert policy.status()["ready"]
     yield policy
     engine.shutdown()
 
 
-async def while_running(policy: ServedPolicy, wanted: Wanted, after_tokens: int = 10) -> asyncio.Task[Generated]:
+async def while_running(policy: ServedPolicy, wanted: DesiredPolicy, after_tokens: int = 10) -> asyncio.Task[Generated]:
     """Begin an answer, and have other weights wanted when it has some tokens."""
     engine = policy.engine
     assert isinstance(engine, TransformersEngine)
     task = asyncio.create_task(policy.answer(PROMPT, DRAW))
     for _ in range(after_tokens):
         await engine.score([1, 2])  # is done between two tokens
-    await policy.want(wanted)
+    await policy.apply(wanted)
     return task
 
 
@@ -64,7 +64,7 @@ def held_against(generated: Generated, policies: dict[str, Path], names: dict[in
 
 
 async def test_kept_generations_go_on_with_the_new_weights_and_say_which_token_is_whose(policy, policies):
-    wanted = Wanted(2, str(policies["second"]), request=2, running="keep")
+    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="keep")
     generated = await (await while_running(policy, wanted))
     assert [version for version, _ in generated.versions] == [1, 2]
     assert sum(tokens for _, tokens in generated.versions) == 120
@@ -72,7 +72,7 @@ async def test_kept_generations_go_on_with_the_new_weights_and_say_which_token_i
 
 
 async def test_a_kept_prefix_cache_is_what_the_old_weights_computed(policy, policies):
-    wanted = Wanted(2, str(policies["second"]), request=2, running="keep", keep_prefix_cache=True)
+    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="keep", keep_prefix_cache=True)
     generated = await (await while_running(policy, wanted))
     old, new = held_against(generated, policies, {1: "first", 2: "second"})
     assert old < 1e-4
@@ -80,7 +80,7 @@ async def test_a_kept_prefix_cache_is_what_the_old_weights_computed(policy, poli
 
 
 async def test_aborted_generations_begin_again_and_are_the_new_versions_alone(policy, policies):
-    wanted = Wanted(2, str(policies["second"]), request=2, running="abort")
+    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="abort")
     generated = await (await while_running(policy, wanted))
     assert generated.versions == [(2, 120)]
     assert generated.token_ids == (await policy.answer(PROMPT, DRAW)).token_ids
@@ -88,7 +88,7 @@ async def test_aborted_generations_begin_again_and_are_the_new_versions_alone(po
 
 
 async def test_a_refit_that_finishes_waits_for_running_generations(policy, policies):
-    task = await while_running(policy, Wanted(2, str(policies["second"]), request=2))
+    task = await while_running(policy, DesiredPolicy(2, str(policies["second"]), request=2))
     assert task.done()
     assert (await task).versions == [(1, 120)]
     assert (await policy.answer(PROMPT, DRAW)).versions == [(2, 120)]
@@ -102,7 +102,7 @@ async def test_a_load_that_breaks_off_takes_the_replica_out_of_service_and_answe
         raise RuntimeError("half of it")
 
     monkeypatch.setattr("roundhouse.generation.transformers_engine.load_into", breaks)
-    task = await while_running(policy, Wanted(2, str(policies["second"]), request=2, running="keep"))
+    task = await while_running(policy, DesiredPolicy(2, str(policies["second"]), request=2, running="keep"))
     with pytest.raises(PolicyUnavailable, match="half of it"):
         await task
     assert not policy.status()["ready"]
@@ -116,7 +116,7 @@ async def test_weights_that_compute_no_numbers_are_never_in_service(policy, poli
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    await policy.want(Wanted(2, str(broken), request=2))
+    await policy.apply(DesiredPolicy(2, str(broken), request=2))
     assert "not finite" in policy.status()["error"]
     with pytest.raises(PolicyUnavailable):
         await policy.answer(PROMPT, DRAW)
@@ -127,7 +127,7 @@ async def test_a_replica_tells_the_digest_of_what_it_loaded_and_what_it_computes
 
     first = policy.status()
     assert first["digest"] == digest_of(policies["first"])
-    await policy.want(Wanted(2, str(policies["second"]), digest=digest_of(policies["second"]), request=2))
+    await policy.apply(DesiredPolicy(2, str(policies["second"]), digest=digest_of(policies["second"]), request=2))
     second = policy.status()
     assert (second["digest"], second["way"], second["tensors"]) == (digest_of(policies["second"]), "store", 24)
     ids = [(7919 * place + 13) % 512 for place in range(32)]

@@ -23,7 +23,7 @@ def test_an_engine_is_ready_with_the_wanted_version_and_tells_both(policies: dic
         with pytest.raises(DeploymentFailed):
             engine.ensure(CONFIG, model, str(tmp_path), 2)
         refused = httpx.get(f"{url}/ready")
-        assert (refused.status_code, refused.json()["wanted"]["policy_version"]) == (503, 2)
+        assert (refused.status_code, refused.json()["desired"]["policy_version"]) == (503, 2)
         page = httpx.get(f"{url}/metrics").text
         assert "roundhouse_engine_ready 0.0" in page
         assert "roundhouse_engine_policy_version 1.0" in page

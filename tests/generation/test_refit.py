@@ -18,13 +18,13 @@ import pytest
 
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation import deployment
-from roundhouse.generation.agreement import require_agreement
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.terms import RefitOptions
 from roundhouse.generation.weights import digest_of
-from roundhouse.weights.transfer import Sender
+from roundhouse.weight_sync.proof import require_agreement
+from roundhouse.weight_sync.transfer import Sender
 from tests.generation import tiny
 
 LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 64}]
@@ -136,8 +136,8 @@ def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_
             calls = [policy.complete(LONG, [], Sampling(max_new_tokens=250), seed) for seed in range(16)]
             answers = asyncio.gather(*calls)
             await asyncio.sleep(0.3)
-            weights, terms = str(policies["second"]), Terms(running="keep")
-            await asyncio.to_thread(deployment.refit, config, deployed, weights=weights, version=36, terms=terms)
+            weights, options = str(policies["second"]), RefitOptions(running="keep")
+            await asyncio.to_thread(deployment.refit, config, deployed, weights=weights, version=36, options=options)
             return await answers
 
     answers = asyncio.run(in_flight())
@@ -207,7 +207,7 @@ def test_weights_that_cannot_be_had_fail_the_refit_in_words_and_nobody_answers(
         digest = "sha256:0"
     started = time.monotonic()
     with pytest.raises(DeploymentFailed, match="cannot be loaded"):
-        deployment.refit(config, deployed, weights=str(broken), version=51, terms=Terms(digest=digest))
+        deployment.refit(config, deployed, weights=str(broken), version=51, options=RefitOptions(digest=digest))
     assert time.monotonic() - started < 20
     wait_until_all_wait_for(deployed, 51)
     body = {"model": "policy", "messages": tiny.TOOL_MESSAGES, "max_tokens": 4}
@@ -223,7 +223,7 @@ def wait_until_all_wait_for(serve: ServeEndpoint, version: int) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found = deployment.replicas(serve)
-        if len(found) == 2 and all(r.wanted and r.wanted["policy_version"] == version and not r.ready for r in found):
+        if len(found) == 2 and all(r.desired and r.desired["policy_version"] == version and not r.ready for r in found):
             return
         time.sleep(0.1)
     raise TimeoutError(f"{found}")
@@ -240,7 +240,7 @@ def drop_one_tensor(file: Path) -> None:
 def test_weights_with_the_right_digest_are_taken(deployed, config, policies):
     digest = digest_of(policies["second"])
     found = deployment.refit(
-        config, deployed, weights=f"file://{policies['second']}", version=60, terms=Terms(digest=digest)
+        config, deployed, weights=f"file://{policies['second']}", version=60, options=RefitOptions(digest=digest)
     )
     assert {replica.policy_version for replica in found} == {60}
 
@@ -252,9 +252,9 @@ def test_replicas_take_a_transfer_as_ranks_of_one_group(
     ids = [replica.replica_id for replica in deployment.replicas(deployed)]
     second = policies["second"]
     with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:
-        terms = Terms(digest_of(second), sending.way("float32").model_dump())
-        found = deployment.refit(sending_config, deployed, weights=str(second), version=300, terms=terms)
-    assert [(one.way, one.way_note) for one in found] == [("transfer", None)] * 2
+        options = RefitOptions(digest_of(second), sending.way("float32").model_dump())
+        found = deployment.refit(sending_config, deployed, weights=str(second), version=300, options=options)
+    assert [(one.way, one.transport_note) for one in found] == [("transfer", None)] * 2
     assert {one.replica_id for one in found} == set(ids)
     assert sending.sent == 1
     require_agreement(found, "float32")

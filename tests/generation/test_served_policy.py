@@ -13,7 +13,7 @@ from roundhouse.generation import served_policy
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import ChatServer
 from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
-from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy, Wanted
+from roundhouse.generation.served_policy import DesiredPolicy, PolicyUnavailable, SamplingRefused, ServedPolicy
 
 
 class FaultyEngine:
@@ -67,18 +67,18 @@ async def version_of(policy: ServedPolicy) -> int:
 
 
 async def test_without_weights_nobody_answers(policy):
-    await policy.want(Wanted(policy_version=0, request=1))
+    await policy.apply(DesiredPolicy(policy_version=0, request=1))
     with pytest.raises(PolicyUnavailable, match="No weights"):
         await version_of(policy)
     await policy.check_health()
 
 
 async def test_a_refit_waits_for_requests_inside_and_those_that_come_wait_for_it(policy, engine, policies):
-    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
     engine.slow.clear()
     inside = asyncio.create_task(version_of(policy))
     await asyncio.sleep(0.01)
-    refit = asyncio.create_task(policy.want(Wanted(2, str(policies["second"]), request=2)))
+    refit = asyncio.create_task(policy.apply(DesiredPolicy(2, str(policies["second"]), request=2)))
     while policy._gate._open.is_set():  # noqa: ASYNC110 (a look inside, without a hook for it)
         await asyncio.sleep(0.01)
     later = asyncio.create_task(version_of(policy))
@@ -91,9 +91,9 @@ async def test_a_refit_waits_for_requests_inside_and_those_that_come_wait_for_it
 
 
 async def test_a_refit_that_breaks_off_makes_the_replica_unhealthy(policy, engine, policies):
-    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
     engine.fault = RuntimeError("half of it")
-    await policy.want(Wanted(2, str(policies["second"]), request=2))
+    await policy.apply(DesiredPolicy(2, str(policies["second"]), request=2))
     with pytest.raises(PolicyUnavailable, match="half of it"):
         await version_of(policy)
     with pytest.raises(EnginePoisoned):
@@ -102,26 +102,26 @@ async def test_a_refit_that_breaks_off_makes_the_replica_unhealthy(policy, engin
 
 async def test_an_os_error_in_the_middle_of_loading_is_not_taken_for_a_missing_file(policy, engine, policies):
     engine.fault = OSError("device lost")
-    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
     with pytest.raises(EnginePoisoned):
         await policy.check_health()
 
 
 async def test_refused_weights_leave_the_engine_untouched_and_healthy(policy, engine, policies, tmp_path):
-    await policy.want(Wanted(1, str(policies["first"]), request=1))
-    await policy.want(Wanted(2, str(tmp_path / "nowhere"), request=2))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
+    await policy.apply(DesiredPolicy(2, str(tmp_path / "nowhere"), request=2))
     with pytest.raises(PolicyUnavailable, match="does not exist"):
         await version_of(policy)
     await policy.check_health()
     assert len(engine.loaded) == 1
-    await policy.want(Wanted(3, str(policies["first"]), request=3))
+    await policy.apply(DesiredPolicy(3, str(policies["first"]), request=3))
     assert await version_of(policy) == 3
 
 
 async def test_weights_that_appear_later_are_picked_up_without_a_new_wish(policy, policies, tmp_path, monkeypatch):
     monkeypatch.setattr(served_policy, "FIRST_RETRY_SECONDS", 0.05)
     late = tmp_path / "late"
-    await policy.want(Wanted(1, str(late), request=1))
+    await policy.apply(DesiredPolicy(1, str(late), request=1))
     shutil.copytree(policies["first"], late)
     async with asyncio.timeout(10):
         while not policy.status()["ready"]:  # noqa: ASYNC110 (seen from outside, as /rh/status is)
@@ -130,14 +130,14 @@ async def test_weights_that_appear_later_are_picked_up_without_a_new_wish(policy
 
 
 async def test_an_older_wish_that_arrives_late_is_ignored(policy, policies):
-    await policy.want(Wanted(2, str(policies["second"]), request=20))
-    await policy.want(Wanted(1, str(policies["first"]), request=10))
+    await policy.apply(DesiredPolicy(2, str(policies["second"]), request=20))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=10))
     assert await version_of(policy) == 2
 
 
 async def test_the_same_wish_again_loads_nothing(policy, engine, policies):
     for request in (1, 2):
-        await policy.want(Wanted(1, str(policies["first"]), request=request))
+        await policy.apply(DesiredPolicy(1, str(policies["first"]), request=request))
     assert len(engine.loaded) == 1
 
 
@@ -145,19 +145,19 @@ async def test_a_run_of_foreign_agents_is_drawn_with_its_own_sampling_or_not_at_
     training, greedy = ({"temperature": t, "top_p": 1.0, "top_k": None} for t in (0.8, 0.0))
     weights = str(policies["first"])
     policy.require_sampling(Draw(4, temperature=0.3))
-    await policy.want(Wanted(policy_version=1, weights=weights, request=1, sampling=[training, greedy]))
+    await policy.apply(DesiredPolicy(policy_version=1, weights=weights, request=1, sampling=[training, greedy]))
     policy.require_sampling(Draw(4, temperature=0.8))
     policy.require_sampling(Draw(4, temperature=0))
     for other in (Draw(4, temperature=0.3), Draw(4, 0.8, top_p=0.9), Draw(4, 0.8, top_k=5), Draw(4)):
         with pytest.raises(SamplingRefused, match="draws with"):
             policy.require_sampling(other)
-    await policy.want(Wanted(policy_version=1, weights=weights, request=2))
+    await policy.apply(DesiredPolicy(policy_version=1, weights=weights, request=2))
     policy.require_sampling(Draw(4, temperature=0.3))
 
 
 async def test_the_refusal_reaches_the_agent_as_an_error_with_a_code(policy, policies):
     wanted = [{"temperature": 0.8, "top_p": 1.0, "top_k": None}]
-    await policy.want(Wanted(policy_version=1, weights=str(policies["first"]), request=1, sampling=wanted))
+    await policy.apply(DesiredPolicy(policy_version=1, weights=str(policies["first"]), request=1, sampling=wanted))
     server = ChatServer(policy, ChatCodec(str(policies["first"]), 64), "policy")
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://engine") as client:
@@ -169,4 +169,4 @@ async def test_the_refusal_reaches_the_agent_as_an_error_with_a_code(policy, pol
 
 def test_an_unknown_key_of_user_config_is_refused():
     with pytest.raises(ValueError, match="policy_version"):
-        Wanted.parse({"policy_version": 1, "wieghts": "x"})
+        DesiredPolicy.parse({"policy_version": 1, "wieghts": "x"})

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.deployment import DeploymentFailed, Replica
+from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
 from roundhouse.generation.engine import Draw, Generated
 from roundhouse.generation.engine_services import ProcessEngine
-from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy, Wanted
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.served_policy import DesiredPolicy, PolicyUnavailable, ServedPolicy
+from roundhouse.generation.terms import RefitOptions
 from tests.generation import tiny
 from tests.generation.test_served_policy import FaultyEngine
 from tests.generation.test_standalone import CONFIG, draw, engine_process
@@ -31,8 +31,10 @@ def engine() -> Iterator[ProcessEngine]:
         yield ProcessEngine(url)
 
 
-def put_to_sleep(engine: ProcessEngine, model: str, config: GenerationConfig = CONFIG, version: int = 1) -> Replica:
-    [replica] = engine.ensure(config, model, model, version, Terms(asleep=WHAT_FOR))
+def put_to_sleep(
+    engine: ProcessEngine, model: str, config: GenerationConfig = CONFIG, version: int = 1
+) -> ReplicaStatus:
+    [replica] = engine.ensure(config, model, model, version, RefitOptions(asleep=WHAT_FOR))
     return replica
 
 
@@ -129,18 +131,18 @@ class Sleeper(FaultyEngine):
         self.said.append("load")
 
 
-def asleep(request: int, weights: Path) -> Wanted:
-    return Wanted(1, str(weights), request=request, asleep=WHAT_FOR)
+def asleep(request: int, weights: Path) -> DesiredPolicy:
+    return DesiredPolicy(1, str(weights), request=request, asleep=WHAT_FOR)
 
 
 async def test_it_sleeps_when_the_last_running_answer_is_drawn(policies: dict[str, Path]) -> None:
     engine = Sleeper()
     policy = ServedPolicy(engine, str(policies["first"]), "r1")
-    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
     engine.slow.clear()
     answer = asyncio.create_task(policy.answer([1], Draw(max_tokens=1)))
     await asyncio.sleep(0)
-    going = asyncio.create_task(policy.want(asleep(2, policies["first"])))
+    going = asyncio.create_task(policy.apply(asleep(2, policies["first"])))
     while policy._gate._open.is_set():  # noqa: ASYNC110 (a look inside, without a hook for it)
         await asyncio.sleep(0.01)
     assert engine.said == ["load"]
@@ -150,7 +152,7 @@ async def test_it_sleeps_when_the_last_running_answer_is_drawn(policies: dict[st
     assert engine.said == ["load", "sleep"]
     with pytest.raises(PolicyUnavailable, match=WHAT_FOR):
         await policy.answer([1], Draw(max_tokens=1))
-    await policy.want(Wanted(1, str(policies["first"]), request=3))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=3))
     assert engine.said == ["load", "sleep", "wake", "load"]
     await policy.answer([1], Draw(max_tokens=1))
 
@@ -159,18 +161,18 @@ async def test_a_replica_that_starts_while_the_others_sleep_sleeps_without_weigh
     """What a crash leaves: the wish is the deployment's, and the new process comes to it."""
     engine = Sleeper()
     policy = ServedPolicy(engine, str(policies["first"]), "r2")
-    await policy.want(asleep(7, policies["first"]))
+    await policy.apply(asleep(7, policies["first"]))
     assert (engine.said, policy.status()["asleep"]) == (["sleep"], WHAT_FOR)
-    await policy.want(Wanted(2, str(policies["second"]), request=8))
+    await policy.apply(DesiredPolicy(2, str(policies["second"]), request=8))
     assert (engine.said, policy.status()["ready"]) == (["sleep", "wake", "load"], True)
 
 
 async def test_one_that_cannot_sleep_is_unhealthy_and_not_half_asleep(policies: dict[str, Path]) -> None:
     engine = Sleeper()
     policy = ServedPolicy(engine, str(policies["first"]), "r1")
-    await policy.want(Wanted(1, str(policies["first"]), request=1))
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
     engine.sleepless = RuntimeError("no allocator")
-    await policy.want(asleep(2, policies["first"]))
+    await policy.apply(asleep(2, policies["first"]))
     status = policy.status()
     assert (status["asleep"], status["ready"], status["failed_request"]) == (None, False, 2)
     assert "Going to sleep failed: RuntimeError: no allocator" in status["error"]

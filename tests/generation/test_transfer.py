@@ -18,20 +18,20 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig, Sampling
-from roundhouse.generation.agreement import require_agreement
 from roundhouse.generation.backends import environment
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.terms import RefitOptions
 from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.weights.transfer import Sender
-from roundhouse.weights.ways import TransferWay
+from roundhouse.weight_sync.base import TransferWay
+from roundhouse.weight_sync.proof import require_agreement
+from roundhouse.weight_sync.transfer import Sender
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
@@ -59,8 +59,8 @@ def sender(directory: Path, engine: ProcessEngine) -> Sender:
     return Sender(directory, "gloo", ids, "127.0.0.1", SECONDS, BATCH_BYTES)
 
 
-def by(way: TransferWay, directory: Path, **more: Any) -> Terms:
-    return Terms(digest_of(directory), way.model_dump(), **more)
+def by(way: TransferWay, directory: Path, **more: Any) -> RefitOptions:
+    return RefitOptions(digest_of(directory), way.model_dump(), **more)
 
 
 def test_a_run_sends_each_version_to_the_replicas_that_are_there_and_records_the_proof(
@@ -138,9 +138,9 @@ def test_kept_generations_go_on_with_the_weights_that_were_sent(
             asked = len(callers.answers) + callers.count
             directory = directories[version % 2]
             with sender(directory, engine) as sending:
-                terms = by(sending.way("float32"), directory, running="keep")
-                (replica,) = engine.ensure(CONFIG, str(directories[0]), str(directory), version, terms)
-            assert (replica.way, replica.way_note, sending.sent) == ("transfer", None, 1)
+                options = by(sending.way("float32"), directory, running="keep")
+                (replica,) = engine.ensure(CONFIG, str(directories[0]), str(directory), version, options)
+            assert (replica.way, replica.transport_note, sending.sent) == ("transfer", None, 1)
             # Every caller was in the middle of an answer; those are to come to their end.
             while len(callers.answers) < asked and not callers.failures:
                 assert time.monotonic() < deadline, "no refit met a running generation"
@@ -166,28 +166,28 @@ def test_what_bars_a_transfer_is_told_and_the_checkpoint_is_read(
     with sender(second, engine) as sending:
         late = sending.way("float32").model_copy(update={"replicas": ["another"]})
         (replica,) = engine.ensure(CONFIG, model, str(second), 101, by(late, second))
-        assert (replica.way, replica.way_note) == (
+        assert (replica.way, replica.transport_note) == (
             "store",
             "transfer: this replica was not there when the weights were offered",
         )
         assert sending.sent == 0
         # The sender's are not the weights that are wanted.
-        terms = by(sending.way("float32"), policies["first"])
-        (replica,) = engine.ensure(CONFIG, model, model, 102, terms)
+        options = by(sending.way("float32"), policies["first"])
+        (replica,) = engine.ensure(CONFIG, model, model, 102, options)
         assert (replica.way, replica.digest) == ("store", digest_of(policies["first"]))
-        assert f"{digest_of(second)} came" in str(replica.way_note)
+        assert f"{digest_of(second)} came" in str(replica.transport_note)
         gone = sending.way("float32").model_copy(update={"port": 9})
     (replica,) = engine.ensure(CONFIG, model, str(second), 103, by(gone, second))
     assert replica.way == "store"
-    assert "is not there" in str(replica.way_note)
+    assert "is not there" in str(replica.transport_note)
     assert replica.ready
 
 
 SENDER_THAT_DIES = """
 import os, signal, sys
 from pathlib import Path
-from roundhouse.weights import gloo
-from roundhouse.weights.transfer import Sender
+from roundhouse.weight_sync import gloo
+from roundhouse.weight_sync.transfer import Sender
 
 cut = gloo.batches
 

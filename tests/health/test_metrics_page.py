@@ -89,17 +89,17 @@ def test_an_engine_is_ready_only_with_the_wanted_version() -> None:
         "ready": True,
         "policy_version": 3,
         "weights": "s3://b/3",
-        "wanted": {"policy_version": 3, "weights": "s3://b/3"},
+        "desired": {"policy_version": 3, "weights": "s3://b/3"},
         "refits": 4,
         "refit_seconds": 1.5,
     }
-    assert engine_metrics.has_what_is_wanted(status)
+    assert engine_metrics.holds_desired_version(status)
     assert told(engine_metrics.page(status))[("roundhouse_engine_ready",)] == 1
-    fetching = status | {"wanted": {"policy_version": 4, "weights": "s3://b/4"}}
+    fetching = status | {"desired": {"policy_version": 4, "weights": "s3://b/4"}}
     page = told(engine_metrics.page(fetching))
     assert (page[("roundhouse_engine_ready",)], page[("roundhouse_engine_wanted_version",)]) == (0, 4)
-    for other in ({"ready": False}, {"wanted": None}, {"wanted": {"policy_version": 3, "weights": None}}):
-        assert not engine_metrics.has_what_is_wanted(status | other)
+    for other in ({"ready": False}, {"desired": None}, {"desired": {"policy_version": 3, "weights": None}}):
+        assert not engine_metrics.holds_desired_version(status | other)
 
 
 async def test_requests_of_an_environment_are_measured_by_route_and_status() -> None:

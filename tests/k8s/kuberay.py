@@ -84,7 +84,7 @@ class FakeServe:
                 "refit_seconds": 0.1,
                 "error": self.refusal,
                 "failed_request": wanted["request"] if self.refusal else None,
-                "wanted": wanted,
+                "desired": wanted,
             }
             for index in range(deployment["num_replicas"])
         ]

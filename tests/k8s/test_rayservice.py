@@ -174,11 +174,11 @@ def test_other_applications_and_options_of_the_rayservice_stay() -> None:
 def test_the_engine_can_be_asked_for_before_there_are_weights_and_keeps_those_that_it_has(scene: Scene) -> None:
     engine = scene.engine()
     engine.start(CONFIG, MODEL)
-    wanted = _wanted(scene)
+    wanted = _desired(scene)
     assert wanted["weights"] is None
     engine.ensure(CONFIG, MODEL, "s3://bucket/three", 3)
     engine.start(CONFIG, MODEL)
-    assert _wanted(scene)["policy_version"] == 3
+    assert _desired(scene)["policy_version"] == 3
 
 
 def test_replicas_that_hold_another_version_are_waited_for(scene: Scene) -> None:
@@ -234,7 +234,7 @@ def test_a_rayservice_serves_one_run_until_that_has_finished(scene: Scene, tmp_p
     scene.engine("first", str(tmp_path)).ensure(CONFIG, MODEL, "s3://bucket/1", 1)
     with pytest.raises(ConfigError, match=r"serves run 'first'.*annotate rayservice"):
         scene.engine("second").ensure(CONFIG, MODEL, "s3://bucket/1", 1)
-    assert _wanted(scene)["weights"] == "s3://bucket/1"
+    assert _desired(scene)["weights"] == "s3://bucket/1"
     (tmp_path / "summary.json").write_text("{}")
     scene.engine("second").ensure(CONFIG, MODEL, "s3://bucket/other/1", 1)
     assert scene.service()["metadata"]["annotations"]["roundhouse/run"] == "second"
@@ -245,7 +245,7 @@ def test_a_refit_survives_an_api_server_with_faults(scene: Scene) -> None:
     for status in (429, 503, 500):
         scene.stand.faults.plant(status)
     engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
-    assert _wanted(scene)["policy_version"] == 1
+    assert _desired(scene)["policy_version"] == 1
 
 
 def test_the_cluster_that_is_made_ready_is_looked_at_before_the_one_that_serves() -> None:
@@ -269,7 +269,7 @@ def test_two_engines_cannot_be_named() -> None:
         parse_config(tree)
 
 
-def _wanted(scene: Scene) -> Object:
+def _desired(scene: Scene) -> Object:
     application = application_in(scene.service()["spec"]["serveConfigV2"])
     assert application is not None
     return dict(application["deployments"][0]["user_config"])

@@ -93,7 +93,7 @@ def test_our_servers_listen_on_this_machine_unless_told_otherwise(
 async def test_the_engine_is_told_only_by_who_has_the_token(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    body = {"generation": {}, "model_dir": "/nowhere", "wanted": {"policy_version": 1}}
+    body = {"generation": {}, "model_dir": "/nowhere", "desired": {"policy_version": 1}}
     async with to(StandaloneEngine(CANARY)) as client:
         for headers in (
             {},
@@ -101,10 +101,10 @@ async def test_the_engine_is_told_only_by_who_has_the_token(
             {"authorization": "Bearer "},
             {"authorization": f"Bearer {CANARY}x"},
         ):
-            answer = await client.post("/rh/want", json=body, headers=headers)
+            answer = await client.post("/rh/desired", json=body, headers=headers)
             assert answer.status_code == 401
             assert CANARY not in answer.text
-        allowed = await client.post("/rh/want", json=body, headers={"authorization": f"Bearer {CANARY}"})
+        allowed = await client.post("/rh/desired", json=body, headers={"authorization": f"Bearer {CANARY}"})
         assert (allowed.status_code, "/nowhere" in allowed.text) == (400, True)
     assert CANARY not in caplog.text
 
@@ -142,7 +142,7 @@ class Policy:
 
 CONTROL = ["/sleep", "/wake_up", "/pause", "/resume", "/update_weights", "/start_weight_update", "/collective_rpc", "/shutdown",
            "/reset_prefix_cache", "/v1/load_lora_adapter", "/init_weight_transfer_engine", "/abort_requests", "/start_profile",
-           "/server_info", "/V1/MODELS", "//sleep", "/v1/../sleep", "/rh/want", "/docs", "/openapi.json"]  # fmt: skip
+           "/server_info", "/V1/MODELS", "//sleep", "/v1/../sleep", "/rh/desired", "/docs", "/openapi.json"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", CONTROL)
@@ -187,7 +187,7 @@ def servers() -> dict[str, tuple[App, str]]:
             "/v1/chat/completions",
         ),
         "engine": (ChatServer(policy, None, "policy"), "/v1/chat/completions"),  # type: ignore[arg-type]
-        "engine control": (BodyLimit(StandaloneEngine()), "/rh/want"),
+        "engine control": (BodyLimit(StandaloneEngine()), "/rh/desired"),
     }
 
 

@@ -15,8 +15,8 @@ from roundhouse.store.manifest import FileEntry, Reference, model_location, sha2
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
-from roundhouse.weights import ways
-from roundhouse.weights.cache import NodeCache
+from roundhouse.weight_sync import base
+from roundhouse.weight_sync.cache import NodeCache
 
 
 def model_directory(path: Path, weights: bytes = b"weights") -> Path:
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_before_whose_files_lie_beside_the_manifest_is_read_ever
     assert (local / "trainer/state.json").read_text() == "{}"
     assert model_location(place).uri == place.uri
     assert (local_model(reference.uri, tmp_path / "engine") / "config.json").read_text() == "{}"
-    fetched, held = ways.fetch(reference.uri, NodeCache(tmp_path / "node", 10**9))
+    fetched, held = base.fetch(reference.uri, NodeCache(tmp_path / "node", 10**9))
     assert (fetched / "model.safetensors").read_bytes() == b"old weights"
     if held is not None:
         held.release()

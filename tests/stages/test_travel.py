@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
-from roundhouse.generation.agreement import require_agreement
-from roundhouse.generation.deployment import DeploymentFailed, Replica
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
+from roundhouse.generation.terms import RefitOptions
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.travel import leave_memory, offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.weights.cache import NodeCache
-from roundhouse.weights.ways import Weights, bring, parse_way
+from roundhouse.weight_sync.base import FetchedWeights, bring, parse_way
+from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.proof import require_agreement
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import make_model
 
@@ -47,11 +47,13 @@ def begun(tmp_path: Path, store: str, **generation: Any) -> tuple[Run, list[Refe
     return run, found
 
 
-def follow(terms: Terms, checkpoint: Reference, cache: NodeCache, held: Weights | None = None) -> Weights:
-    return bring(checkpoint.uri, parse_way(terms.way), terms.digest, cache, held)
+def follow(
+    options: RefitOptions, checkpoint: Reference, cache: NodeCache, held: FetchedWeights | None = None
+) -> FetchedWeights:
+    return bring(checkpoint.uri, parse_way(options.way), options.digest, cache, held)
 
 
-def says(weights: Weights, checkpoint: Reference) -> Replica:
+def says(weights: FetchedWeights, checkpoint: Reference) -> ReplicaStatus:
     """What a replica that holds these weights answers."""
     status = {
         "replica_id": "a",
@@ -60,7 +62,7 @@ def says(weights: Weights, checkpoint: Reference) -> Replica:
         "weights": checkpoint.uri,
         "probe": [-1.0, -2.0],
     }
-    return Replica.parse(status)
+    return ReplicaStatus.parse(status)
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -77,25 +79,27 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_by_store_the_digest_is_the_checkpoints(tmp_path: Path, store: str, cache: NodeCache) -> None:
     run, checkpoints = begun(tmp_path, store)
-    with offered(run, checkpoints[1], []) as terms:
-        weights = follow(terms, checkpoints[1], cache)
-    assert terms.way is None
-    assert weights.digest == terms.digest
+    with offered(run, checkpoints[1], []) as options:
+        weights = follow(options, checkpoints[1], cache)
+    assert options.way is None
+    assert weights.digest == options.digest
 
 
 def test_by_delta_the_first_comes_whole_and_the_next_as_what_changed(
     tmp_path: Path, store: str, cache: NodeCache
 ) -> None:
     run, checkpoints = begun(tmp_path, store, weights="delta")
-    with offered(run, checkpoints[0], []) as terms:
-        held = follow(terms, checkpoints[0], cache)
+    with offered(run, checkpoints[0], []) as options:
+        held = follow(options, checkpoints[0], cache)
     assert (held.way, held.note) == ("store", None)
     for checkpoint, before in ((checkpoints[1], checkpoints[0]), (checkpoints[2], checkpoints[1])):
-        with offered(run, checkpoint, [says(held, before)]) as terms:
-            held = follow(terms, checkpoint, cache, held)
-            late = follow(terms, checkpoint, NodeCache(tmp_path / f"late-{checkpoint.policy_version}", 10**9))
-        assert (held.way, held.note, held.digest) == ("delta", None, terms.digest)
-        assert (late.way, late.digest) == ("store", terms.digest), "a late joiner comes to the newest version by itself"
+        with offered(run, checkpoint, [says(held, before)]) as options:
+            held = follow(options, checkpoint, cache, held)
+            late = follow(options, checkpoint, NodeCache(tmp_path / f"late-{checkpoint.policy_version}", 10**9))
+        assert (held.way, held.note, held.digest) == ("delta", None, options.digest)
+        assert (late.way, late.digest) == ("store", options.digest), (
+            "a late joiner comes to the newest version by itself"
+        )
     assert len((run.location / "deltas").names()) == 2
 
 
@@ -103,10 +107,10 @@ def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, 
     run, checkpoints = begun(tmp_path, store, weights="shared-memory")
     places = []
     for checkpoint in checkpoints[:2]:
-        with offered(run, checkpoint, []) as terms:
-            assert terms.way is not None
-            places.append(Path(terms.way["path"]))
-            assert follow(terms, checkpoint, cache).way == "shared-memory"
+        with offered(run, checkpoint, []) as options:
+            assert options.way is not None
+            places.append(Path(options.way["path"]))
+            assert follow(options, checkpoint, cache).way == "shared-memory"
     assert [place.is_dir() for place in places] == [False, True]
     leave_memory()
     assert not places[1].exists()
@@ -134,12 +138,12 @@ def test_what_cannot_work_is_refused_when_the_configuration_is_read(overrides: d
 
 
 @pytest.fixture
-def alike() -> list[Replica]:
-    one = Replica.parse({"replica_id": "a", "ready": True, "digest": "sha256:1", "probe": [-1.0, -2.0]})
+def alike() -> list[ReplicaStatus]:
+    one = ReplicaStatus.parse({"replica_id": "a", "ready": True, "digest": "sha256:1", "probe": [-1.0, -2.0]})
     return [one, replace(one, replica_id="b", probe=[-1.0, -2.0000001])]
 
 
-def test_replicas_that_loaded_or_compute_something_else_are_named(alike: list[Replica]) -> None:
+def test_replicas_that_loaded_or_compute_something_else_are_named(alike: list[ReplicaStatus]) -> None:
     require_agreement(alike, "float32")
     with pytest.raises(DeploymentFailed, match=r"b loaded tensors of digest sha256:2"):
         require_agreement([alike[0], replace(alike[1], digest="sha256:2")], "float32")

@@ -19,7 +19,7 @@ import yaml
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError
-from roundhouse.generation.deployment import Replica
+from roundhouse.generation.deployment import ReplicaStatus
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
 from roundhouse.stages import train as train_stage
@@ -73,7 +73,7 @@ def make_run(directory: Path, engine_url: str, run_id: str, *, sleeps: bool) -> 
     return open_run(parse_config(tree | {"placement": {"engine_sleeps": sleeps}}))
 
 
-def replica(run: Run) -> Replica:
+def replica(run: Run) -> ReplicaStatus:
     [found] = engine_service(run).replicas()
     return found
 

@@ -27,8 +27,8 @@ from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, InfraError, StoreError
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import DeploymentFailed, Replica
-from roundhouse.generation.terms import Terms
+from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
+from roundhouse.generation.terms import RefitOptions
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect, explained
 from roundhouse.infra.kubernetes.names import LABEL, label_value
 from roundhouse.infra.kubernetes.serve_config import (
@@ -81,10 +81,12 @@ class RayServiceServed:
         inside = f"http://{self.engine.ray_service}-serve-svc.{self.infra.namespace}.svc:8000"
         return (self.engine.url or inside).rstrip("/")
 
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaStatus]:
         try:
             reply = httpx.get(f"{self.url}/rh/replicas", timeout=deployment.CALL_TIMEOUT_SECONDS)
-            return [Replica.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+            return (
+                [ReplicaStatus.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+            )
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
@@ -93,13 +95,18 @@ class RayServiceServed:
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         with self._connected() as cluster:
-            self._want(cluster, config, model_dir, None, 0)
+            self._write_desired(cluster, config, model_dir, None, 0)
 
     def ensure(
-        self, config: GenerationConfig, model_dir: str, weights: str, version: int, terms: Terms = Terms()
-    ) -> list[Replica]:
+        self,
+        config: GenerationConfig,
+        model_dir: str,
+        weights: str,
+        version: int,
+        options: RefitOptions = RefitOptions(),
+    ) -> list[ReplicaStatus]:
         with self._connected() as cluster:
-            written, application = self._want(cluster, config, model_dir, weights, version, terms)
+            written, application = self._write_desired(cluster, config, model_dir, weights, version, options)
             patience = config.start_timeout_seconds + config.refit_timeout_seconds
             waiting = _RefitWait(self, cluster, application, int(written["metadata"]["generation"]), patience)
             return waiting.until_all_are_there()
@@ -120,14 +127,14 @@ class RayServiceServed:
     def collection(self) -> str:
         return f"/apis/{API}/namespaces/{self.infra.namespace}/rayservices"
 
-    def _want(
+    def _write_desired(
         self,
         cluster: Cluster,
         config: GenerationConfig,
         model_dir: str,
         weights: str | None,
         version: int,
-        terms: Terms = Terms(),
+        options: RefitOptions = RefitOptions(),
     ) -> tuple[Object, Object]:
         """Write what is wanted; the RayService as it is then, and the application in it."""
         replicas = self.replicas()
@@ -136,7 +143,7 @@ class RayServiceServed:
             self._require_free(service)
             text = service["spec"].get("serveConfigV2")
             current = application_in(text)
-            application = self._application(config, model_dir, weights, version, terms, current, replicas)
+            application = self._application(config, model_dir, weights, version, options, current, replicas)
             try:
                 return self._apply(cluster, service, with_application(text, application)), application
             except ApiRefused as refused:
@@ -152,13 +159,13 @@ class RayServiceServed:
         model_dir: str,
         weights: str | None,
         version: int,
-        terms: Terms,
+        options: RefitOptions,
         current: Object | None,
-        replicas: list[Replica],
+        replicas: list[ReplicaStatus],
     ) -> Object:
         before = None if current is None else current["deployments"][0].get("user_config")
-        wanted = deployment.wish(version, weights, terms, current)
-        request = deployment.later_than([wanted, *(replica.wanted for replica in replicas)])
+        wanted = deployment.desired_state(version, weights, options, current)
+        request = deployment.later_than([wanted, *(replica.desired for replica in replicas)])
         wanted["request"] = exact_request(request)
         if weights is None and before is not None:
             wanted = before  # engines that have weights keep them
@@ -213,7 +220,7 @@ class _RefitWait:
     changed_since: bool = False
     """Whether KubeRay has told of another status than at the start."""
 
-    def until_all_are_there(self) -> list[Replica]:
+    def until_all_are_there(self) -> list[ReplicaStatus]:
         import threading
 
         changed, name = threading.Event(), self.served.engine.ray_service
@@ -236,7 +243,7 @@ class _RefitWait:
         finally:
             watched.stop()
         raise DeploymentFailed(
-            f"Not all {self._count} replicas of RayService {name} answered with version {self._wanted['policy_version']} "
+            f"Not all {self._count} replicas of RayService {name} answered with version {self._desired['policy_version']} "
             f"within {self.seconds:g} s (generation.start_timeout_seconds + refit_timeout_seconds). KubeRay: {word.status} "
             f"{word.message}. They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}. "
             f"{self._events()}"
@@ -247,11 +254,11 @@ class _RefitWait:
         return int(self.application["deployments"][0]["num_replicas"])
 
     @property
-    def _wanted(self) -> Object:
+    def _desired(self) -> Object:
         return dict(self.application["deployments"][0]["user_config"])
 
-    def _all_there(self, found: list[Replica]) -> bool:
-        return deployment.all_there(found, self._count, deployment.digest_of(self.application), self._wanted)
+    def _all_there(self, found: list[ReplicaStatus]) -> bool:
+        return deployment.all_there(found, self._count, deployment.digest_of(self.application), self._desired)
 
     def _present(self, watched: Watched) -> Object:
         """The RayService as it is now."""

@@ -41,7 +41,7 @@ from roundhouse.training.service.border import exit_code, read_spec, tell_error
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.recompute import tolerances
-from roundhouse.weights.checkpoint_cache import CheckpointCache
+from roundhouse.weight_sync.checkpoint_cache import CheckpointCache
 
 REPORT, COLUMNS = "report.json", "columns.parquet"
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from roundhouse.weights.packed import Described, batches, places, views
+from roundhouse.weight_sync.packed import Described, batches, places, views
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,9 @@ import numpy as np
 
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import Location
-from roundhouse.weights.ahead import in_order
-from roundhouse.weights.codec import Codec, decode, decode_whole, encode, encode_whole
-from roundhouse.weights.delta_index import (
+from roundhouse.weight_sync.ahead import in_order
+from roundhouse.weight_sync.codec import Codec, decode, decode_whole, encode, encode_whole
+from roundhouse.weight_sync.delta_index import (
     DELTA,
     Delta,
     Part,
@@ -34,7 +34,7 @@ from roundhouse.weights.delta_index import (
     part_name,
     read_delta,
 )
-from roundhouse.weights.tensor_file import Tensor, TensorFile, weight_files
+from roundhouse.weight_sync.tensor_file import Tensor, TensorFile, weight_files
 
 PIECE_BYTES = 8 * 2**20
 PART_BYTES = 64 * 2**20

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundhouse.generation.deployment import DeploymentFailed, Replica
+from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
 """Nats by which replicas of one number format may differ on a token of the probe: batches, kernels and machines round
 differently."""
 
 
-def proof_of(replicas: Sequence[Replica]) -> dict[str, Any]:
+def proof_of(replicas: Sequence[ReplicaStatus]) -> dict[str, Any]:
     """What is recorded of a refit: one replica's proof, which all were held against."""
     first = replicas[0]
     return {"digest": first.digest, "tensors": first.tensors, "probe": first.probe}
 
 
-def require_agreement(replicas: Sequence[Replica], dtype: str, recorded: Mapping[str, Any] | None = None) -> None:
+def require_agreement(replicas: Sequence[ReplicaStatus], dtype: str, recorded: Mapping[str, Any] | None = None) -> None:
     """All against the first, and against what was recorded of this version before.
 
     Raises:
@@ -35,7 +35,7 @@ def require_agreement(replicas: Sequence[Replica], dtype: str, recorded: Mapping
     _require(replicas, proof_of(replicas), dtype, f"replica {replicas[0].replica_id}")
 
 
-def _require(replicas: Sequence[Replica], proof: Mapping[str, Any], dtype: str, against: str) -> None:
+def _require(replicas: Sequence[ReplicaStatus], proof: Mapping[str, Any], dtype: str, against: str) -> None:
     for replica in replicas:
         if proof["digest"] is not None and replica.digest is not None and replica.digest != proof["digest"]:
             raise DeploymentFailed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from roundhouse.weights.packed import Described
+from roundhouse.weight_sync.packed import Described
 
 if TYPE_CHECKING:
     import torch

@@ -25,12 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest, model_location
-from roundhouse.weights import adapter, ranged
-from roundhouse.weights.cache import CacheEntry, NodeCache
-from roundhouse.weights.delta import apply_delta
-from roundhouse.weights.retype import needs_retyping, retype
-from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weights.tensor_file import weight_files
+from roundhouse.weight_sync import adapter, ranged
+from roundhouse.weight_sync.cache import CacheEntry, NodeCache
+from roundhouse.weight_sync.delta import apply_delta
+from roundhouse.weight_sync.retype import needs_retyping, retype
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weight_sync.tensor_file import weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def parse_way(given: dict[str, Any] | None) -> Way | None:
 
 
 @dataclass(slots=True)
-class Weights:
+class FetchedWeights:
     """Weights on this node, proved."""
 
     directory: Path | None
@@ -121,7 +121,9 @@ class Weights:
             self.entry.release()
 
 
-def bring(uri: str, way: Way | None, digest: str | None, cache: NodeCache, held: Weights | None = None) -> Weights:
+def bring(
+    uri: str, way: Way | None, digest: str | None, cache: NodeCache, held: FetchedWeights | None = None
+) -> FetchedWeights:
     """The weights of the checkpoint at `uri`, here.
 
     Args:
@@ -148,7 +150,7 @@ def bring(uri: str, way: Way | None, digest: str | None, cache: NodeCache, held:
     return weights
 
 
-def _proved(way: str, digest: str | None, directory: Path, entry: CacheEntry | None, started: float) -> Weights:
+def _proved(way: str, digest: str | None, directory: Path, entry: CacheEntry | None, started: float) -> FetchedWeights:
     brought = time.perf_counter()
     try:
         digests = tensor_digests(weight_files(directory))
@@ -160,11 +162,11 @@ def _proved(way: str, digest: str | None, directory: Path, entry: CacheEntry | N
             entry.release()
         raise
     seconds = {"bring": brought - started, "digest": time.perf_counter() - brought}
-    return Weights(directory, found, len(digests), way, seconds=seconds, entry=entry)
+    return FetchedWeights(directory, found, len(digests), way, seconds=seconds, entry=entry)
 
 
 def _shortcut(
-    way: SharedMemoryWay | DeltaWay | AdapterWay, digest: str | None, cache: NodeCache, held: Weights | None
+    way: SharedMemoryWay | DeltaWay | AdapterWay, digest: str | None, cache: NodeCache, held: FetchedWeights | None
 ) -> tuple[Path, CacheEntry | None, float]:
     started = time.perf_counter()
     if isinstance(way, SharedMemoryWay):
@@ -176,7 +178,7 @@ def _shortcut(
     return entry.path, entry, started
 
 
-def _by_delta(way: DeltaWay, digest: str | None, cache: NodeCache, held: Weights | None) -> CacheEntry:
+def _by_delta(way: DeltaWay, digest: str | None, cache: NodeCache, held: FetchedWeights | None) -> CacheEntry:
     if held is None or held.digest != way.base:
         holds = "nothing" if held is None else held.digest
         raise DataError(f"it starts from {way.base}, this replica holds {holds}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from roundhouse.weights.tensor_file import TensorFile, weight_files
+from roundhouse.weight_sync.tensor_file import TensorFile, weight_files
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FLOATING = frozenset({"F64", "F32", "BF16", "F16"})

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.errors import DataError
 from roundhouse.store.location import Location
-from roundhouse.weights.codec import Codec
+from roundhouse.weight_sync.codec import Codec
 
 DELTA = "delta.json"
 

@@ -32,10 +32,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from roundhouse.errors import InfraError
-from roundhouse.weights.gloo import BATCH_BYTES, GlooGroup
-from roundhouse.weights.packed import Described, describe
-from roundhouse.weights.tensor_file import weight_files
-from roundhouse.weights.ways import Dtype, TransferWay
+from roundhouse.weight_sync.base import Dtype, TransferWay
+from roundhouse.weight_sync.gloo import BATCH_BYTES, GlooGroup
+from roundhouse.weight_sync.packed import Described, describe
+from roundhouse.weight_sync.tensor_file import weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ class Sender:
         if self._backend == "gloo":
             self._send_by_gloo(group, size)
         else:
-            from roundhouse.weights.nccl import send
+            from roundhouse.weight_sync.nccl import send
 
             send(init, self._described, _tensors(self._files))
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import LoraConfig, OptimizerConfig, TrainConfig
-from roundhouse.generation.deployment import Replica
+from roundhouse.generation.deployment import ReplicaStatus
 from roundhouse.generation.engine_services import EngineGone, ProcessEngine
 from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
@@ -68,8 +68,8 @@ def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_w
     wishes: list[dict[str, Any]] = []
 
     class FakeEngine(ProcessEngine):
-        def ensure(self, *arguments: Any) -> list[Replica]:
-            wishes.append(arguments[-1].wish())
+        def ensure(self, *arguments: Any) -> list[ReplicaStatus]:
+            wishes.append(arguments[-1].desired_state())
             raise EngineGone("it is a fake")
 
     with pytest.raises(EngineGone):
@@ -92,7 +92,7 @@ def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this
                 publish_starting_policy(run, tiny.make_model(tmp_path / f"policy{seed}", seed=seed), {})
             return run
 
-        def held(run: Run) -> Replica:
+        def held(run: Run) -> ReplicaStatus:
             """After the run was told that the engine answers with its version 0."""
             assert engine_at(run, 0) == url
             (replica,) = engine_service(run).replicas()
@@ -101,7 +101,7 @@ def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this
 
         mine = begun("mine", seed=1)
         first = held(mine)
-        assert held(mine).wanted == first.wanted, "there is nothing to do"
+        assert held(mine).desired == first.desired, "there is nothing to do"
         other = held(begun("other", seed=2))
         assert other.digest == digest_of(tmp_path / "policy2")
         assert held(mine).digest == first.digest == digest_of(tmp_path / "policy1")

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore, TCPStore
 
-from roundhouse.weights.gloo import GlooGroup
-from roundhouse.weights.packed import ALIGNMENT, Described, batches, places, views
-from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests, torch_digest
-from roundhouse.weights.tensor_file import weight_files
-from roundhouse.weights.transfer import NoSeat, Seat, Sender, take_seat
-from roundhouse.weights.ways import TransferWay
+from roundhouse.weight_sync.base import TransferWay
+from roundhouse.weight_sync.gloo import GlooGroup
+from roundhouse.weight_sync.packed import ALIGNMENT, Described, batches, places, views
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests, torch_digest
+from roundhouse.weight_sync.tensor_file import weight_files
+from roundhouse.weight_sync.transfer import NoSeat, Seat, Sender, take_seat
 from tests.training.tiny import make_model
-from tests.weights.ends import described_in, end_of
+from tests.weight_sync.ends import described_in, end_of
 
 SECONDS = 60.0
 HERE = "127.0.0.1"
@@ -94,9 +94,9 @@ def at_rank(seat: Seat, extra: int) -> Seat:
 
 MEMBER_THAT_DIES = """
 import os, signal, sys
-from roundhouse.weights.transfer import take_seat
-from roundhouse.weights.ways import TransferWay
-from tests.weights.ends import described_in, end_of
+from roundhouse.weight_sync.transfer import take_seat
+from roundhouse.weight_sync.base import TransferWay
+from tests.weight_sync.ends import described_in, end_of
 
 seat = take_seat(TransferWay.model_validate_json(sys.argv[1]), "dying", 1)
 for _ in end_of(seat).receive(described_in(seat), seat.init["packed_buffer_size_bytes"]):

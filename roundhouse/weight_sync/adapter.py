@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import DataError
-from roundhouse.weights.retype import copy_side_files
-from roundhouse.weights.tensor_file import weight_files
+from roundhouse.weight_sync.retype import copy_side_files
+from roundhouse.weight_sync.tensor_file import weight_files
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

@@ -15,10 +15,10 @@ from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import Location
 from roundhouse.training.trainer import Trainer
-from roundhouse.weights import delta as deltas
-from roundhouse.weights.delta import apply_delta, write_delta
-from roundhouse.weights.delta_index import DELTA, read_delta
-from roundhouse.weights.tensor_file import TensorFile
+from roundhouse.weight_sync import delta as deltas
+from roundhouse.weight_sync.delta import apply_delta, write_delta
+from roundhouse.weight_sync.delta_index import DELTA, read_delta
+from roundhouse.weight_sync.tensor_file import TensorFile
 from tests.training.tiny import make_model, sequences
 
 

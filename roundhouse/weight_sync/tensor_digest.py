@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundhouse.weights.ahead import in_order
-from roundhouse.weights.tensor_file import Tensor, TensorFile
+from roundhouse.weight_sync.ahead import in_order
+from roundhouse.weight_sync.tensor_file import Tensor, TensorFile
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from roundhouse.weights.gloo import GlooGroup, own_address
-from roundhouse.weights.packed import Described
-from roundhouse.weights.transfer import Seat
+from roundhouse.weight_sync.gloo import GlooGroup, own_address
+from roundhouse.weight_sync.packed import Described
+from roundhouse.weight_sync.transfer import Seat
 
 
 def end_of(seat: Seat) -> GlooGroup:

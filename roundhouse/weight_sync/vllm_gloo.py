@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from roundhouse.weights.gloo import BATCH_BYTES, GlooGroup, own_address
-from roundhouse.weights.packed import Described
+from roundhouse.weight_sync.gloo import BATCH_BYTES, GlooGroup, own_address
+from roundhouse.weight_sync.packed import Described
 
 NAME = "gloo"
 

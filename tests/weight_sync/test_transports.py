@@ -13,13 +13,13 @@ from roundhouse.config.training import LoraConfig
 from roundhouse.errors import DataError
 from roundhouse.store.location import Location
 from roundhouse.training.trainer import Trainer
-from roundhouse.weights import ranged
-from roundhouse.weights.cache import NodeCache
-from roundhouse.weights.delta import write_delta
-from roundhouse.weights.retype import retype
-from roundhouse.weights.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weights.tensor_file import weight_files
-from roundhouse.weights.ways import AdapterWay, DeltaWay, SharedMemoryWay, StoreWay, bring, parse_way
+from roundhouse.weight_sync import ranged
+from roundhouse.weight_sync.base import AdapterWay, DeltaWay, SharedMemoryWay, StoreWay, bring, parse_way
+from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.delta import write_delta
+from roundhouse.weight_sync.retype import retype
+from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
+from roundhouse.weight_sync.tensor_file import weight_files
 from tests.training.tiny import make_model, sequences
 
 

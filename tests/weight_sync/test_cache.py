@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.weights.cache import NodeCache, private_directory
+from roundhouse.weight_sync.cache import NodeCache, private_directory
 
 
 def slowly(directory: str, seconds: float) -> None:

@@ -22,8 +22,8 @@ from roundhouse.store.directories import local_directory
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Manifest, Reference
 from roundhouse.store.stage import read_manifest
-from roundhouse.weights import ranged
-from roundhouse.weights.cache import CacheEntry, NodeCache, private_directory
+from roundhouse.weight_sync import ranged
+from roundhouse.weight_sync.cache import CacheEntry, NodeCache, private_directory
 
 logger = logging.getLogger(__name__)
 
