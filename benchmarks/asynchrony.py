@@ -23,8 +23,8 @@ import platform
 import statistics
 import time
 
-from roundhouse.asynchrony.simulation.run import Outcome, simulate
 from roundhouse.config.simulation import Scenario, parse_scenario
+from roundhouse.simulation.run import SimulationResult, simulate
 
 GROUPS, GROUP_SIZE, REPLICAS = 32, 8, 8
 SHAPES = {"wide": 32, "narrow": 8, "scarce": 2}
@@ -62,8 +62,10 @@ def generation_seconds(arguments: argparse.Namespace, slots: int, seed: int) -> 
     return simulate(scenario(arguments, slots, seed, 0.0, {"mode": "sync"})).seconds / arguments.iterations - 5
 
 
-def speedups(arguments: argparse.Namespace, slots: int, ratio: float) -> dict[str, tuple[list[float], list[Outcome]]]:
-    found: dict[str, tuple[list[float], list[Outcome]]] = {name: ([], []) for name, _ in WAYS}
+def speedups(
+    arguments: argparse.Namespace, slots: int, ratio: float
+) -> dict[str, tuple[list[float], list[SimulationResult]]]:
+    found: dict[str, tuple[list[float], list[SimulationResult]]] = {name: ([], []) for name, _ in WAYS}
     for seed in range(arguments.seeds):
         training = ratio * generation_seconds(arguments, slots, seed)
         sync = simulate(scenario(arguments, slots, seed, training, {"mode": "sync"}))

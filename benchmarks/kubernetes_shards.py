@@ -44,7 +44,7 @@ LIMIT_MIB = 512
 
 def play(kubeconfig: Path, namespace: str, count: int) -> None:
     """The kubelet, until it is ended."""
-    from roundhouse.stages.shard_worker import carry_out
+    from roundhouse.collection.shard_worker import carry_out
     from tests.k8s.players import Kubelet
     from tests.k8s.stand import cluster_of
 
@@ -65,10 +65,10 @@ def play(kubeconfig: Path, namespace: str, count: int) -> None:
 
 def collect(store: str, namespace: str, engine: str, shards: int, group_size: int) -> dict[str, float]:
     """The stage, in this process."""
-    import flows.economy  # before Prefect, as a flow does
+    import flows._prefect.tuning  # before Prefect, as a flow does
     import flows.train  # noqa: F401
+    from roundhouse.collection import shard_jobs
     from roundhouse.config.loading import parse_config
-    from roundhouse.stages import shard_jobs
     from roundhouse.stages.collect import collect_iteration
     from roundhouse.store.run import open_run
     from roundhouse.store.stage import read_manifest

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from flows.controls import PAUSE_SECONDS, let_go_on
 from roundhouse.config.forms import ApproveForm
-from roundhouse.stages.approval import Answer, Question, answer, answer_to, open_questions, settle_expired
+from roundhouse.stages.approval import ApprovalDecision, Question, answer, answer_to, open_questions, settle_expired
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.tracking.approval import tell_mlflow
@@ -95,7 +95,7 @@ def decide(run: Run, form: ApproveForm) -> dict[str, Any]:
     return {"version": version, "answer": given.model_dump(mode="json")}
 
 
-def carry_out(run: Run, version: int, given: Answer) -> None:
+def carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
     """Tell those who show the answer or wait for it."""
     if (tracker := opened_tracker(run)) is not None:
         tracker.follow_store()
@@ -111,7 +111,7 @@ def carry_out(run: Run, version: int, given: Answer) -> None:
         log.warning("Prefect was not told of the answer about version %d: %s", version, error)
 
 
-def _asked(run: Run, version: int) -> Answer:
+def _asked(run: Run, version: int) -> ApprovalDecision:
     """The answer of a person, whom this flow run waits for without a process."""
     [question] = [each for each in open_questions(run) if each.version == version]
     until = "" if question.until is None else f" until {datetime.fromtimestamp(question.until, UTC):%Y-%m-%d %H:%M} UTC"

@@ -7,9 +7,9 @@ from typing import Literal
 
 from prefect import flow
 
-from flows.economy import WholeConfig, untagged_tasks
-from flows.termination import repeated_terminations
-from roundhouse.stages.datasets import Draw, dataset_stage, open_to_collect, retain_versions, version_for
+from flows._prefect.signals import redeliver_lost_signals
+from flows._prefect.tuning import OpaqueConfig, untagged_tasks
+from roundhouse.stages.datasets import TaskDraw, dataset_stage, open_to_collect, retain_versions, version_for
 from roundhouse.store.manifest import Reference
 from roundhouse.store.promoted import version_named
 from roundhouse.store.run import Run, no_such_version
@@ -20,7 +20,7 @@ from tasks.refit import refit_to
 
 @flow(name="collect", flow_run_name="collect {name} of {config.run_id}", persist_result=True, result_serializer="json")
 def collect(
-    config: WholeConfig,
+    config: OpaqueConfig,
     name: str = "offline",
     iteration: int = 1,
     version: int | None = None,
@@ -39,8 +39,8 @@ def collect(
         checkpoint: the newest, or the promoted one; decided when the collection begins, not again when it is tried again.
     """
     run = open_to_collect(config)
-    draw = Draw(iteration) if moment is None else Draw.of_moment(moment)
-    with untagged_tasks(), repeated_terminations():
+    draw = TaskDraw(iteration) if moment is None else TaskDraw.of_moment(moment)
+    with untagged_tasks(), redeliver_lost_signals():
         start = starting_policy(run)
         collected = _collect(run, name, draw, version, start, checkpoint)
     retain_versions(config.store, name, keep_last, keep_days)
@@ -48,7 +48,7 @@ def collect(
 
 
 def _collect(
-    run: Run, name: str, draw: Draw, wanted: int | None, start: Reference, named: Literal["newest", "promoted"]
+    run: Run, name: str, draw: TaskDraw, wanted: int | None, start: Reference, named: Literal["newest", "promoted"]
 ) -> Reference:
     version = version_for(run, name, draw, wanted)
     if version is None and named == "promoted":

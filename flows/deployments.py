@@ -20,10 +20,10 @@ from prefect.runtime import flow_run
 from flows import approval
 from flows import collect as collecting
 from flows import evaluate as evaluating
+from flows._prefect.reruns import is_first_start
+from flows._prefect.scheduled_time import scheduled_time
 from flows.controls import lasting_suspensions
-from flows.moments import moment_of
-from flows.prefect_log import told_in_prefect
-from flows.reruns import is_first_start
+from flows.prefect_log import reports_to_prefect
 from flows.train_offline import training_flow
 from roundhouse.config.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
 from roundhouse.config.models import ResumeConfig, RunConfig
@@ -79,7 +79,7 @@ def collect(settings: CollectForm) -> Reference:
             config,
             settings.name,
             version=settings.version,
-            moment=moment_of(settings.moment),
+            moment=scheduled_time(settings.moment),
             keep_last=settings.keep_last,
             checkpoint=settings.checkpoint,
             keep_days=settings.keep_days,
@@ -140,5 +140,5 @@ def _labelled(*labels: str) -> Iterator[None]:
     with get_client(sync_client=True) as client:
         present = client.read_flow_run(flow_run.id).tags
         client.update_flow_run(flow_run.id, tags=sorted({*present, *labels}))
-    with tagging(*labels), lasting_suspensions(), told_in_prefect():
+    with tagging(*labels), lasting_suspensions(), reports_to_prefect():
         yield

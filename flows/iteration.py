@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.economy import WholeConfig, untagged_tasks
+from flows._prefect.tuning import OpaqueConfig, untagged_tasks
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.store.manifest import Reference
@@ -21,7 +21,7 @@ from tasks.validate import validate
 @flow(
     name="iteration", flow_run_name="{config.run_id} iteration {k:04d}", persist_result=True, result_serializer="json"
 )
-def iteration(config: WholeConfig, k: int) -> Reference:
+def iteration(config: OpaqueConfig, k: int) -> Reference:
     """Refit, collect, validate, train, checkpoint, and every N iterations evaluate."""
     run = open_run(config)
     base = run.checkpoint(k - 1).reference()

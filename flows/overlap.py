@@ -1,9 +1,9 @@
-"""Collecting while training (`asynchrony.staleness` above 0): two lanes beside each other, each durable by itself.
+"""Collecting while training (`asynchrony.staleness` above 0): two loops beside each other, each durable by itself.
 
     train ──┬── generation from 3      refit to version 2 ── collect 3 ── collect 4 ── refit to version 3 ── collect 5 …
             └── iteration 3 ── iteration 4 …                 each: (waits for its collect) validate, train, checkpoint, …
 
-Who may begin, and who trains on what, is decided by the controller (`roundhouse.asynchrony`), not here.
+Who may begin, and who trains on what, is decided by the controller (`roundhouse.collection`), not here.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from prefect import flow
 from prefect.exceptions import Pause
 from prefect.futures import PrefectFuture
 
-from flows.economy import WholeConfig, forget_results, tagged, untagged_tasks
+from flows._prefect.orphans import end_generation_loops
+from flows._prefect.reruns import pin_subflow_index
+from flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged_tasks
 from flows.iteration import is_evaluated
-from flows.orphans import settle_lanes
-from flows.reruns import take_place
-from roundhouse.asynchrony.overlap import Open, Overlap
-from roundhouse.asynchrony.rolling import END_SECONDS
+from roundhouse.collection.in_process_runner import END_SECONDS
+from roundhouse.collection.overlap import BeginCollect, Overlap
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from tasks.ahead import collect_ahead, collect_chosen, generate_ahead, transfer
 from tasks.checkpoint import checkpoint
 from tasks.evaluate import evaluate, promote
+from tasks.prefetch import collect_chosen, generate_rollouts, prefetch_rollouts, transfer
 from tasks.report import report_iteration
 from tasks.train import train_step
 from tasks.validate import validate
 
 _JOIN_SECONDS = 4 * END_SECONDS
-"""For the generation lane to end, its stages and Prefect's own work included."""
+"""For the generation loop to end, its stages and Prefect's own work included."""
 
 
 @flow(
     name="iteration", flow_run_name="{config.run_id} iteration {k:04d}", persist_result=True, result_serializer="json"
 )
-def overlapped_iteration(config: WholeConfig, k: int) -> Reference:
-    """Wait for what the generation lane collects; validate, train, checkpoint, and every N iterations evaluate."""
-    run, lanes = open_run(config), _lanes.get()
+def overlapped_iteration(config: OpaqueConfig, k: int) -> Reference:
+    """Wait for what the generation loop collects; validate, train, checkpoint, and every N iterations evaluate."""
+    run, loop = open_run(config), _loop.get()
     base = run.checkpoint(k - 1).reference()
     if base is None:
         raise StoreError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
 
-    overlap = lanes.at_work()
+    overlap = loop.at_work()
     with untagged_tasks():
         collected = overlap.collected(k)
         with overlap.training(k) as batch:
-            rollouts = collected or collect_chosen(run, k, overlap.rolling, batch)
+            rollouts = collected or collect_chosen(run, k, overlap.runner, batch)
             sequences = validate(run, k, rollouts)
             update = train_step(run, k, sequences, base)
             published = checkpoint(run, update)
         if k == config.iterations:
-            lanes.end()  # the engine is evaluate's alone
+            loop.end()  # the engine is evaluate's alone
         if is_evaluated(config, k):
             with overlap.validating(k):
                 evaluate(run, published)
@@ -67,7 +67,7 @@ def overlapped_iteration(config: WholeConfig, k: int) -> Reference:
 
 
 @flow(name="generation", flow_run_name="{config.run_id} generation from {first:04d}", persist_result=False)
-def generation(config: WholeConfig, first: int) -> None:
+def generation(config: OpaqueConfig, first: int) -> None:
     """Refit and collect, ahead of training by as much as `asynchrony.staleness` allows."""
     overlap, run = _overlap.get(), open_run(config)
     collecting: dict[int, PrefectFuture[Any]] = {}
@@ -75,9 +75,9 @@ def generation(config: WholeConfig, first: int) -> None:
     with untagged_tasks():
         try:
             for order in overlap.orders():
-                if isinstance(order, Open):
-                    roll_out = generate_ahead if overlap.chooses else collect_ahead
-                    collecting[order.iteration] = roll_out.submit(run, order.iteration, overlap.rolling)
+                if isinstance(order, BeginCollect):
+                    roll_out = generate_rollouts if overlap.chooses else prefetch_rollouts
+                    collecting[order.iteration] = roll_out.submit(run, order.iteration, overlap.runner)
                 elif order is not None:
                     weights = run.checkpoint(order.version).reference()
                     if weights is None:
@@ -88,7 +88,7 @@ def generation(config: WholeConfig, first: int) -> None:
                     try:
                         collecting.pop(ended).result()
                     except Exception as failed:  # noqa: BLE001 - raised where the iteration is trained on
-                        if not overlap.rolling.ended.is_set():  # else it was cancelled, and the lane says why
+                        if not overlap.runner.ended.is_set():  # else it was cancelled, and the loop says why
                             overlap.failed(ended, failed)
                     forget_results()
             if overlap.failure is not None:
@@ -102,8 +102,8 @@ def generation(config: WholeConfig, first: int) -> None:
                 future.wait(END_SECONDS)
 
 
-class Lanes:
-    """The generation lane of a run: a thread with the flow `generation`, begun again when it is wanted after it failed."""
+class GenerationLoop:
+    """The generation loop of a run: a thread with the flow `generation`, begun again when it is wanted after it failed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -111,11 +111,11 @@ class Lanes:
         self._thread: threading.Thread | None = None
 
     def at_work(self) -> Overlap:
-        """Both lanes, at work."""
+        """Both loops, at work."""
         if self._overlap is not None and self._overlap.given_up:
             self.end()
         if self._overlap is None or (self._overlap.ended and not self._overlap.finished):
-            settle_lanes(self._run.run_id)
+            end_generation_loops(self._run.run_id)
             self._overlap = Overlap(self._run)
             token = _overlap.set(self._overlap)
             context = contextvars.copy_context()
@@ -125,7 +125,7 @@ class Lanes:
         return self._overlap
 
     def end(self) -> None:
-        """End the generation lane and wait for it.
+        """End the generation loop and wait for it.
 
         Raises:
             InfraError: it does not end.
@@ -136,32 +136,32 @@ class Lanes:
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
             raise InfraError(
-                f"The generation lane has not ended within {_JOIN_SECONDS:g} s; its flow run says where it is."
+                f"The generation loop has not ended within {_JOIN_SECONDS:g} s; its flow run says where it is."
             )
 
     def _generate(self) -> None:
         run, overlap = self._run, _overlap.get()
         try:
-            take_place(generation, overlap.number)
+            pin_subflow_index(generation, overlap.number)
             tagged(generation, f"run:{run.run_id}")(run.config, overlap.first)
-        except BaseException as error:  # noqa: BLE001 - the training lane raises it, where it waits
+        except BaseException as error:  # noqa: BLE001 - the training loop raises it, where it waits
             if not overlap.ended:
                 overlap.end(error)
             if isinstance(error, Pause):  # Prefect leaves a sub-flow that is paused with its parent as it is
-                settle_lanes(run.run_id)
+                end_generation_loops(run.run_id)
 
 
 @contextmanager
-def lanes(run: Run) -> Iterator[None]:
-    """The lanes of the block's iterations; ended with it, however it ends."""
-    found = Lanes(run)
-    token = _lanes.set(found)
+def generation_loop(run: Run) -> Iterator[None]:
+    """The generation loop next to the block's iterations; it ends with the block, however that ends."""
+    found = GenerationLoop(run)
+    token = _loop.set(found)
     try:
         yield
     finally:
-        _lanes.reset(token)
+        _loop.reset(token)
         found.end()
 
 
-_lanes: contextvars.ContextVar[Lanes] = contextvars.ContextVar("lanes")
+_loop: contextvars.ContextVar[GenerationLoop] = contextvars.ContextVar("generation_loop")
 _overlap: contextvars.ContextVar[Overlap] = contextvars.ContextVar("overlap")

@@ -72,7 +72,7 @@ def _calls_an_end_an_end(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def told_in_prefect(iterations: int | None = None) -> Iterator[None]:
+def reports_to_prefect(iterations: int | None = None) -> Iterator[None]:
     """For the block. Outside of flow runs nothing; within another such block, that one learns how many iterations there are."""
     if FlowRunContext.get() is None:
         yield

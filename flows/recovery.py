@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flows.economy import tagged
+from flows._prefect.reruns import pin_subflow_index
+from flows._prefect.tuning import tagged
 from flows.iteration import iteration
-from flows.reruns import take_place
 from roundhouse.config.models import RunConfig
 from roundhouse.health.errors import Severity
 from roundhouse.health.policy import Course, Past, Step, after_failure
@@ -37,7 +37,7 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
     config = run.config
     past = Past(skipped_in_a_row(run, k))
     while True:
-        take_place(by, k + past.waits * TRY)
+        pin_subflow_index(by, k + past.waits * TRY)
         try:
             return tagged(by, f"run:{run.run_id}", f"iteration:{k}")(config, k)
         except Exception as error:

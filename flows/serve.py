@@ -45,9 +45,9 @@ async def _serve(limit: int, port: int) -> None:
     from prefect.runner.server import perform_health_check
     from prefect.types._datetime import now
 
+    from flows._prefect.orphans import settle_orphans
     from flows.alerts import install_once
     from flows.deployments import DESK, deployments
-    from flows.orphans import settle_orphans
 
     options: dict[str, Any] = {"query_seconds": POLL_SECONDS, "pause_on_shutdown": False}
     runner = Runner(name="roundhouse", limit=limit, **options)

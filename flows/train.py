@@ -7,14 +7,14 @@ from typing import Any
 
 from prefect import flow
 
-from flows.borders import at_border, at_end
-from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
+from flows._prefect.reruns import is_first_start
+from flows._prefect.signals import redeliver_lost_signals
+from flows._prefect.tuning import OpaqueConfig, forget_results, untagged_tasks, without_heartbeats
+from flows.between_iterations import after_last_iteration, before_iteration
 from flows.iteration import iteration
-from flows.overlap import lanes, overlapped_iteration
-from flows.prefect_log import told_in_prefect
+from flows.overlap import generation_loop, overlapped_iteration
+from flows.prefect_log import reports_to_prefect
 from flows.recovery import carry_out
-from flows.reruns import is_first_start
-from flows.termination import repeated_terminations
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end
 from roundhouse.store.lease import driving
@@ -27,7 +27,7 @@ from tasks.report import finish_run, finished_summary, report_iteration, tracked
 
 
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
-def train(config: WholeConfig) -> dict[str, Any]:
+def train(config: OpaqueConfig) -> dict[str, Any]:
     """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
     refuse_unready(config)
     run = open_run(config, first_start=is_first_start())
@@ -37,8 +37,8 @@ def train(config: WholeConfig) -> dict[str, Any]:
         driving(run.location),
         untagged_tasks(),
         without_heartbeats(),
-        repeated_terminations(),
-        told_in_prefect(config.iterations),
+        redeliver_lost_signals(),
+        reports_to_prefect(config.iterations),
         tracked(run),
         heartbeat(run),
         awake_at_end(run),
@@ -52,12 +52,12 @@ def train(config: WholeConfig) -> dict[str, Any]:
                 promote(run, run.first_version)
             report_iteration(run, run.first_version)
         overlapped = config.asynchrony.staleness > 0
-        with lanes(run) if overlapped else nullcontext():
+        with generation_loop(run) if overlapped else nullcontext():
             for k in range(next_iteration(run), config.iterations + 1):
-                at_border(run, k)
+                before_iteration(run, k)
                 carry_out(run, k, by=overlapped_iteration if overlapped else iteration)
                 forget_results()
-        at_end(run)
+        after_last_iteration(run)
         return finish_run(run)
 
 

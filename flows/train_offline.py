@@ -6,13 +6,13 @@ from typing import Any
 
 from prefect import Flow, flow
 
-from flows.borders import at_border, at_end
-from flows.economy import WholeConfig, forget_results, untagged_tasks, without_heartbeats
+from flows._prefect.reruns import is_first_start
+from flows._prefect.signals import redeliver_lost_signals
+from flows._prefect.tuning import OpaqueConfig, forget_results, untagged_tasks, without_heartbeats
+from flows.between_iterations import after_last_iteration, before_iteration
 from flows.iteration import is_evaluated
-from flows.prefect_log import told_in_prefect
+from flows.prefect_log import reports_to_prefect
 from flows.recovery import carry_out
-from flows.reruns import is_first_start
-from flows.termination import repeated_terminations
 from flows.train import next_iteration, train
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
@@ -37,7 +37,7 @@ from tasks.train import train_step
     persist_result=True,
     result_serializer="json",
 )
-def train_offline(config: WholeConfig) -> dict[str, Any]:
+def train_offline(config: OpaqueConfig) -> dict[str, Any]:
     """Train a policy from collected datasets. Started again under the same run id, it goes on after the last complete stage."""
     run = with_iterations(open_run(config, first_start=is_first_start()))
     if (summary := finished_summary(run)) is not None:
@@ -46,8 +46,8 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
         driving(run.location),
         untagged_tasks(),
         without_heartbeats(),
-        repeated_terminations(),
-        told_in_prefect(run.config.iterations),
+        redeliver_lost_signals(),
+        reports_to_prefect(run.config.iterations),
         tracked(run),
         heartbeat(run),
         awake_at_end(run),
@@ -64,10 +64,10 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
                 promote(run, run.first_version)
             report_iteration(run, run.first_version)
         for k in range(next_iteration(run), run.config.iterations + 1):
-            at_border(run, k)
+            before_iteration(run, k)
             carry_out(run, k, offline_iteration)
             forget_results()
-        at_end(run)
+        after_last_iteration(run)
         return finish_run(run)
 
 
@@ -77,7 +77,7 @@ def train_offline(config: WholeConfig) -> dict[str, Any]:
     persist_result=True,
     result_serializer="json",
 )
-def offline_iteration(config: WholeConfig, k: int) -> Reference:
+def offline_iteration(config: OpaqueConfig, k: int) -> Reference:
     """Validate a batch of the datasets, train, checkpoint, and every N iterations evaluate."""
     run = open_run(config)
     base = run.checkpoint(k - 1).reference()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roundhouse.progress import announce
 from roundhouse.stages.collect import collect_dataset as collect_offline
 from roundhouse.stages.collect import collect_iteration
-from roundhouse.stages.datasets import Draw
+from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -23,7 +23,7 @@ def collect(run: Run, iteration: int, weights: Reference) -> Reference:
 
 
 @stage_task(name="collect-dataset", task_run_name="collect {name}")
-def collect_dataset(run: Run, name: str, draw: Draw, checkpoint: Reference) -> Reference:
+def collect_dataset(run: Run, name: str, draw: TaskDraw, checkpoint: Reference) -> Reference:
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=draw.iteration, finished=finished, planned=planned)
 

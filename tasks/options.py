@@ -56,12 +56,12 @@ def stage_task(*, name: str, task_run_name: str) -> Callable[[Callable[P, R]], T
     """`@task` for a function whose first argument is the run: with the options of a stage, and its border."""
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
-        return task(name=name, task_run_name=task_run_name, **STAGE)(at_border(name, function))
+        return task(name=name, task_run_name=task_run_name, **STAGE)(stage_boundary(name, function))
 
     return decorate
 
 
-def at_border(stage: str, function: Callable[P, R]) -> Callable[P, R]:
+def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
     """The function, watched, with its errors typed and reported."""
     signature = inspect.signature(function)
 

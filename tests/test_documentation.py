@@ -20,7 +20,7 @@ import yaml
 from roundhouse.cli import app
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.models import RunConfig
-from roundhouse.stages.datasets import Draw
+from roundhouse.stages.datasets import TaskDraw
 from tests.query.stores import write_dataset, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -196,7 +196,7 @@ def test_a_snippet_that_reads_parquet_gives_the_rollouts_that_were_committed_and
     [snippet] = (block for block in blocks(page.read_text()) if "import pyarrow" in block)
     store = str(tmp_path / ".roundhouse/store")
     write_run(store, "quickstart", first=10, iterations=10)
-    night = Draw.of_moment(datetime(2026, 11, 22, 2, tzinfo=UTC))
+    night = TaskDraw.of_moment(datetime(2026, 11, 22, 2, tzinfo=UTC))
     write_dataset(write_run(store, "nights", first=25, iterations=25), "nightly", night, version=25)
     for directory in ("runs/quickstart/iterations/000010/collect", f"datasets/nightly/{night.label(25)}"):
         part = next((tmp_path / ".roundhouse/store" / directory).glob("rollouts-a0001-00000.parquet"))

@@ -22,12 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rollouts import HERE, Weather, free_port, rows, served, wait_for
 
+from roundhouse.collection.parts import journal_parquet
 from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.collector import collect, plan_rollouts
 from roundhouse.rollout.journal import Journal
-from roundhouse.stages.parts import journal_parquet
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 

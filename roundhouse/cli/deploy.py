@@ -42,7 +42,7 @@ def deploy_command(
     pool = read_template(template)
     wanted = read_deployments(file, pool)
     at_prefect(state)
-    import flows.economy  # noqa: F401 - before all else of Prefect
+    import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
     from flows.work_pool import deploy
 
     lines = []

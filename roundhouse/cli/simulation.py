@@ -11,7 +11,7 @@ import typer
 from roundhouse.cli.options import DEFAULT_STORE, JsonOption, NewStoreOption, Overrides, console, out
 
 if TYPE_CHECKING:
-    from roundhouse.asynchrony.simulation.comparison import Row
+    from roundhouse.simulation.comparison import Row
 
 app = typer.Typer()
 
@@ -30,10 +30,10 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Compare modes, bounds and replicas in virtual time; each option may be given several times."""
-    from roundhouse.asynchrony.simulation.comparison import as_json as rows_as_json
-    from roundhouse.asynchrony.simulation.comparison import compare, variants
-    from roundhouse.asynchrony.simulation.recorded import recorded_scenario
     from roundhouse.config.simulation import scenario_tree
+    from roundhouse.simulation.comparison import as_json as rows_as_json
+    from roundhouse.simulation.comparison import compare, variants
+    from roundhouse.simulation.recorded import recorded_scenario
     from roundhouse.store.run import load_run
 
     base = recorded_scenario(load_run(store, from_run)) if from_run is not None else None

@@ -76,8 +76,8 @@ def collect(
     open_to_collect(resolved)
 
     def work() -> str:
+        from flows._prefect.tuning import tagged
         from flows.collect import collect as flow
-        from flows.economy import tagged
 
         reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(
             resolved,
@@ -108,7 +108,7 @@ def evaluate(
     open_run(resolved)
 
     def work() -> str:
-        from flows.economy import tagged
+        from flows._prefect.tuning import tagged
         from flows.evaluate import evaluate as flow
         from roundhouse.store.stage import read_manifest
 
@@ -153,7 +153,7 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
                 view.say(f"  forked from run {run.parent.run_id} at version {run.parent.version}")
 
             def work() -> dict[str, Any]:
-                from flows.economy import tagged
+                from flows._prefect.tuning import tagged
                 from flows.train_offline import training_flow
 
                 return tagged(training_flow(config), f"run:{config.run_id}")(config)
@@ -203,8 +203,8 @@ def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
     from roundhouse.infra.for_run import services_of
 
     with services_of(config):
-        import flows.economy  # noqa: F401 - before all else of Prefect
-        from flows.delivery import deliver_queued_records
+        import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
+        from flows._prefect.delivery import deliver_queued_records
 
         try:
             return work()

@@ -70,7 +70,7 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     url = f"http://{LOOPBACK}:{ports['http']}"
     to = html.escape(f"{url}/sign-in#{prefect_auth_string(state)}")
     _write_privately(state.path / PREFECT_SIGN_IN_FILE, f'<meta http-equiv="refresh" content="0; url={to}">')
-    command = [sys.executable, "-m", "flows.prefect_server", "server", "start"]
+    command = [sys.executable, "-m", "flows._prefect.server", "server", "start"]
     return Launch(
         [*command, "--host", LOOPBACK, "--port", str(ports["http"])],
         url,

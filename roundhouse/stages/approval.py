@@ -43,7 +43,7 @@ class Question(BaseModel):
         return self.until is not None and now >= self.until
 
 
-class Answer(BaseModel):
+class ApprovalDecision(BaseModel):
     """What a person (or the time limit) said."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -95,14 +95,14 @@ def questioned_versions(run: Run) -> list[int]:
     return [int(name.removesuffix(".json")) for name in (run.location / PLACE).names()]
 
 
-def answer_to(run: Run, version: int) -> Answer | None:
+def answer_to(run: Run, version: int) -> ApprovalDecision | None:
     """The answer about a version; None while there is none."""
     reference = run.stage(version, STAGE).reference()
-    return None if reference is None else Answer.model_validate(read_manifest(reference).details["answer"])
+    return None if reference is None else ApprovalDecision.model_validate(read_manifest(reference).details["answer"])
 
 
-def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | None = None) -> Answer:
-    """Answer the question about a version, and promote it where the answer is yes; the answer that counts.
+def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | None = None) -> ApprovalDecision:
+    """ApprovalDecision the question about a version, and promote it where the answer is yes; the answer that counts.
 
     Raises:
         StoreError: nobody asked about that version.
@@ -112,7 +112,9 @@ def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | 
         waiting = ", ".join(str(question.version) for question in open_questions(run)) or "none"
         raise StoreError(f"Version {version} of run {run.run_id} waits for no approval. Those that do: {waiting}.")
     if answer_to(run, version) is None:
-        given = Answer(approved=approved, comment=comment, by=getpass.getuser() if by is None else by, at=time.time())
+        given = ApprovalDecision(
+            approved=approved, comment=comment, by=getpass.getuser() if by is None else by, at=time.time()
+        )
         attempt = run.begin(run.stage(version, STAGE), policy_version=version)
         attempt.commit(inputs={"decision": decision}, details={"answer": given.model_dump(mode="json")})
     found = answer_to(run, version)
@@ -121,7 +123,7 @@ def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | 
     return found
 
 
-def settle_expired(run: Run, question: Question, now: float) -> Answer | None:
+def settle_expired(run: Run, question: Question, now: float) -> ApprovalDecision | None:
     """The answer that the time limit gives, where it is over."""
     if not question.is_expired(now) or question.until is None:
         return None
@@ -130,7 +132,7 @@ def settle_expired(run: Run, question: Question, now: float) -> Answer | None:
     return answer(run, question.version, question.at_limit == "approve", comment, by="the time limit")
 
 
-def _carry_out(run: Run, version: int, given: Answer) -> None:
+def _carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
     if given.approved:
         point_to_promoted(run, version, approval=str(given))
     (run.location / PLACE).delete(_name(version))

@@ -10,6 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from roundhouse.collection.collector import Collected, Progress, RolloutCollector
+from roundhouse.collection.parts import Parts
+from roundhouse.collection.rounds import sample_rounds
 from roundhouse.config.distribution import Together
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.errors import TooFewRollouts
@@ -18,10 +21,7 @@ from roundhouse.health.watchdog import run_interruptible
 from roundhouse.progress import announce
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import RolloutSpec, collect
-from roundhouse.stages.collection import Collected, Collection, Progress
-from roundhouse.stages.datasets import Draw, dataset_stage
-from roundhouse.stages.parts import Parts
-from roundhouse.stages.rounds import sample_rounds
+from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, read_table
@@ -49,7 +49,7 @@ def collect_iteration(
 
 
 def collect_dataset(
-    run: Run, name: str, draw: Draw, checkpoint: Reference, engine_url: str, progress: Progress | None = None
+    run: Run, name: str, draw: TaskDraw, checkpoint: Reference, engine_url: str, progress: Progress | None = None
 ) -> Reference:
     """Collect rollouts of a checkpoint into `datasets/<name>/`, outside any training iteration. The same again is a no-op."""
     stage = dataset_stage(run, name, draw.label(checkpoint.policy_version), draw)
@@ -57,7 +57,7 @@ def collect_dataset(
 
 
 def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progress: Progress | None) -> Reference:
-    """Collect one round, or round after round (`roundhouse.stages.rounds`), into one stage."""
+    """Collect one round, or round after round (`roundhouse.collection.rounds`), into one stage."""
     if (done := stage.reference()) is not None:
         return done
     config = run.config
@@ -90,17 +90,17 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
     )
 
 
-def open_collection(run: Run, stage: Stage, policy_version: int) -> Collection:
+def open_collection(run: Run, stage: Stage, policy_version: int) -> RolloutCollector:
     """A new attempt at a stage, by whoever `rollout.distribution` says."""
     if isinstance(run.config.rollout.distribution, Together):
-        return InProcess(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
-    from roundhouse.stages.distributed import Distributed
+        return InProcessCollector(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
+    from roundhouse.collection.sharded_collector import ShardedCollector
 
-    return Distributed(run, stage, policy_version)
+    return ShardedCollector(run, stage, policy_version)
 
 
-class InProcess:
-    """A `Collection` by this process alone."""
+class InProcessCollector:
+    """A `RolloutCollector` by this process alone."""
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         self._config = config

@@ -30,7 +30,7 @@ _MOMENT = re.compile(r"(?P<stamp>\d{8}T\d{6}Z)-v(?P<version>\d{6,})")
 
 
 @dataclass(frozen=True)
-class Draw:
+class TaskDraw:
     """What is collected: which tasks and seeds, under which version's name."""
 
     iteration: int
@@ -39,7 +39,7 @@ class Draw:
     """The planned moment of a scheduled collection."""
 
     @classmethod
-    def of_moment(cls, moment: datetime) -> Draw:
+    def of_moment(cls, moment: datetime) -> TaskDraw:
         """A draw of its own for each moment; minutes are told apart."""
         return cls(int(moment.timestamp()) // 60, moment)
 
@@ -93,7 +93,7 @@ def collected_moments(store: str, name: str) -> set[str]:
     return {match["stamp"] for label in labels if (match := _MOMENT.fullmatch(label)) is not None}
 
 
-def version_for(run: Run, name: str, draw: Draw, wanted: int | None) -> int | None:
+def version_for(run: Run, name: str, draw: TaskDraw, wanted: int | None) -> int | None:
     """The policy version to collect with: the one with which this moment was collected or begun, else the one wanted (None:
     the newest). So a collection that is tried again mixes no versions, though training went on meanwhile."""
     if draw.moment is None:
@@ -111,7 +111,7 @@ def version_for(run: Run, name: str, draw: Draw, wanted: int | None) -> int | No
     return wanted if begun is None else begun
 
 
-def dataset_stage(run: Run, name: str, label: str, draw: Draw) -> Stage:
+def dataset_stage(run: Run, name: str, label: str, draw: TaskDraw) -> Stage:
     """The stage of a dataset's version."""
     place = Location(run.config.store) / f"datasets/{name}/{label}"
     return Stage(place, kind="collect", run_id=run.run_id, iteration=draw.iteration)

@@ -26,7 +26,7 @@ from roundhouse.errors import ConfigError, DataError, StoreError
 from roundhouse.progress import announce
 from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
-from roundhouse.stages.offline_batches import Batch, batch_at, batches_of_an_epoch
+from roundhouse.stages.offline_batches import OfflineBatch, batch_at, batches_of_an_epoch
 from roundhouse.stages.policy import vocabulary_size
 from roundhouse.stages.validate import rows_of_groups, validate_groups
 from roundhouse.store.location import Location, NotFound
@@ -97,7 +97,7 @@ def validate_batch(run: Run, iteration: int) -> Reference:
     return validate_groups(run, iteration, reference, batch.groups, vocabulary_size(run), where)
 
 
-def batch_of(run: Run, iteration: int) -> tuple[list[Reference], Batch]:
+def batch_of(run: Run, iteration: int) -> tuple[list[Reference], OfflineBatch]:
     """The dataset versions of the run, and the batch of one of them that an iteration trains on."""
     manifest, groups = _prepared(run)
     batch = batch_at(groups, _batch_size(run.config), run.config.seed, iteration - run.first_version - 1)

@@ -17,7 +17,7 @@ from roundhouse.trajectories.tokens import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class OfflineBatch:
     """What one iteration trains on."""
 
     epoch: int
@@ -39,7 +39,7 @@ def batches_of_an_epoch(sizes: Sequence[int], size: int) -> int:
     return sum(-(-groups // size) for groups in sizes)
 
 
-def batch_at(groups: Sequence[Sequence[str]], size: int, seed: int, position: int) -> Batch:
+def batch_at(groups: Sequence[Sequence[str]], size: int, seed: int, position: int) -> OfflineBatch:
     """The batch at this position of the run, from 0.
 
     Args:
@@ -48,7 +48,7 @@ def batch_at(groups: Sequence[Sequence[str]], size: int, seed: int, position: in
     count = batches_of_an_epoch([len(own) for own in groups], size)
     epoch, number = divmod(position, count)
     dataset, own = _epoch(groups, size, seed, epoch)[number]
-    return Batch(epoch + 1, number + 1, dataset, own)
+    return OfflineBatch(epoch + 1, number + 1, dataset, own)
 
 
 def _epoch(groups: Sequence[Sequence[str]], size: int, seed: int, epoch: int) -> list[tuple[int, tuple[str, ...]]]:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
-from roundhouse.asynchrony.ages import staleness_metrics
 from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, ResidentService
@@ -33,6 +32,7 @@ from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_me
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.reference import reference_directory, reference_origin
 from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
+from roundhouse.stages.staleness import staleness_metrics
 from roundhouse.store.directories import local_directory, upload_model
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run

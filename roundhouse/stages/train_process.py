@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from roundhouse.config.train_service import ProcessService
 from roundhouse.infra.ports import LOOPBACK
-from roundhouse.stages.child_process import ChildProcess
+from roundhouse.launch.child_process import ChildProcess
 from roundhouse.store.location import Location
 from roundhouse.training.service.border import read_error
 from roundhouse.training.service.one_shot import StepResult, StepSpec, read_result

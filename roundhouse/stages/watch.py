@@ -12,7 +12,7 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 
 
-class Watch:
+class AlertWatch:
     """The numbers of one run in this process."""
 
     def __init__(self, run: Run) -> None:

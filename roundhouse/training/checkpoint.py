@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.spared_imports import without_sklearn
+from roundhouse.fast_imports import without_sklearn
 
 with without_sklearn():
     from transformers import AutoModelForCausalLM, PreTrainedModel

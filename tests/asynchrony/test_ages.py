@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from roundhouse.asynchrony.ages import staleness_metrics
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
+from roundhouse.stages.staleness import staleness_metrics
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.schemas import SEQUENCES

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.controller import Controller, replay
-from roundhouse.asynchrony.decisions import Block, Continue, Hold, Train, Transfer
-from roundhouse.asynchrony.events import event_from_json, event_to_json
-from roundhouse.asynchrony.state import restore, snapshot, state_from_json
-from roundhouse.asynchrony.terms import Terms
+from roundhouse.collection import events as happened
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller, replay
+from roundhouse.collection.controller_state import restore, snapshot, state_from_json
+from roundhouse.collection.decisions import Block, Continue, Hold, Train, Transfer
+from roundhouse.collection.events import event_from_json, event_to_json
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.errors import ConfigError, DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
 
 
-def serving(limits: Terms, *replicas: str) -> Controller:
+def serving(limits: StalenessBound, *replicas: str) -> Controller:
     """Every replica holds version 0."""
     controller = Controller(limits, replicas)
     for name in replicas:

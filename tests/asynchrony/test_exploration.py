@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from roundhouse.asynchrony.controller import Controller
-from roundhouse.asynchrony.decisions import Transfer
-from roundhouse.asynchrony.rollouts import Rollouts
-from roundhouse.asynchrony.state import snapshot
-from roundhouse.asynchrony.terms import Terms
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_state import snapshot
+from roundhouse.collection.decisions import Transfer
+from roundhouse.collection.rollouts import Rollouts
 from roundhouse.errors import DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
 
@@ -33,7 +33,7 @@ class Graph:
         return self.before.keys() - seen
 
 
-def explore(limits: Terms, replicas: str, slots: int, budget: int, only_crashes: bool = False) -> Graph:
+def explore(limits: StalenessBound, replicas: str, slots: int, budget: int, only_crashes: bool = False) -> Graph:
     """All states that `budget` faults can lead to. Attempt numbers beyond what the budget allows cannot occur."""
     graph = Graph()
     start = Controller(limits, replicas)
@@ -114,8 +114,10 @@ def test_a_window_over_several_iterations_holds_its_formula_and_reaches_it():
 
 
 def _a_rollout_too_early(monkeypatch):
-    honest = Terms.may_begin
-    monkeypatch.setattr(Terms, "may_begin", lambda self, position, version: honest(self, position, version + 1))
+    honest = StalenessBound.may_begin
+    monkeypatch.setattr(
+        StalenessBound, "may_begin", lambda self, position, version: honest(self, position, version + 1)
+    )
 
 
 def _weights_that_never_come(monkeypatch):

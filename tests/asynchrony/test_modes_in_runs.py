@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.controller import Controller
-from roundhouse.asynchrony.decisions import Block
-from roundhouse.asynchrony.dispatch import ENGINE
-from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.collection import events as happened
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.decisions import Block
+from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.plan import Plan, bound_of
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.skip import skip_of
@@ -157,8 +157,8 @@ def test_no_token_is_older_than_the_bound(run: Run) -> None:
 
 def test_every_state_that_the_controller_went_through_is_sound(run: Run) -> None:
     """The journal of the real run, event for event, under the checks of the exploration."""
-    controller = Controller(terms_of(run))
-    for event in Journal(run.location / "asynchrony").events():
+    controller = Controller(bound_of(run))
+    for event in ControllerJournal(run.location / "asynchrony").events():
         if isinstance(event, happened.TransferStarted) and controller.terms.drains:
             assert not controller.replicas[ENGINE].running, "weights wait until running rollouts have ended"
         controller.apply(event)
@@ -175,9 +175,9 @@ def test_with_refit_finish_a_rollout_has_one_version(runs: dict[str, Run]) -> No
 
 def test_fully_async_holds_no_rollout_back_for_weights_that_are_on_their_way(runs: dict[str, Run]) -> None:
     """While weights are exchanged a slot is filled, or everything within the bound has begun."""
-    controller = Controller(terms_of(runs["fully-async"]))
+    controller = Controller(bound_of(runs["fully-async"]))
     transfers = 0
-    for event in Journal(runs["fully-async"].location / "asynchrony").events():
+    for event in ControllerJournal(runs["fully-async"].location / "asynchrony").events():
         controller.apply(event)
         if (
             ENGINE in controller.replicas
@@ -191,7 +191,7 @@ def test_fully_async_holds_no_rollout_back_for_weights_that_are_on_their_way(run
 
 
 def test_killed_anywhere_both_lanes_went_on(run: Run) -> None:
-    events = list(Journal(run.location / "asynchrony").events())
+    events = list(ControllerJournal(run.location / "asynchrony").events())
     assert sum(isinstance(event, happened.Restarted) for event in events) == 2
     started = Counter(event.iteration for event in events if isinstance(event, happened.TrainingStarted))
     interrupted = run.run_id != "finish"  # that step had not begun
@@ -229,6 +229,6 @@ def test_a_skipped_iteration_takes_its_groups_along_and_the_next_ones_go_on(runs
     for k in {1, 2, 4}:
         sequences = read_table(run.stage(k, "validate").reference(), "sequences")
         assert set(sequences.column("rollout_id").to_pylist()) == {spec.rollout_id for spec in plan.specs(k)}
-    events = list(Journal(run.location / "asynchrony").events())
+    events = list(ControllerJournal(run.location / "asynchrony").events())
     assert [event.iteration for event in events if isinstance(event, happened.IterationSkipped)] == [SKIPPED]
     assert [event.iteration for event in events if isinstance(event, happened.TrainingFinished)] == [1, 2, 4]

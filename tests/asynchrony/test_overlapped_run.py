@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan
+from roundhouse.collection import events as happened
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.plan import Plan
 from roundhouse.errors import InfraError
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run
@@ -68,7 +68,7 @@ def test_no_token_is_older_than_the_bound_and_some_are_as_old(killed_and_resumed
 
 
 def test_the_journal_tells_of_both_starts_and_of_each_step_once(killed_and_resumed: Run) -> None:
-    events = list(Journal(killed_and_resumed.location / "asynchrony").events())
+    events = list(ControllerJournal(killed_and_resumed.location / "asynchrony").events())
     finished = [event.iteration for event in events if isinstance(event, happened.TrainingFinished)]
     assert finished == list(range(1, ITERATIONS + 1))
     started = Counter(event.iteration for event in events if isinstance(event, happened.TrainingStarted))

@@ -7,12 +7,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from roundhouse.asynchrony.simulation.recorded import recorded_iterations, recorded_scenario
-from roundhouse.asynchrony.simulation.run import simulate
 from roundhouse.cli.simulation import app
 from roundhouse.config.loading import parse_config
 from roundhouse.config.simulation import parse_scenario
 from roundhouse.errors import StoreError
+from roundhouse.simulation.recorded import recorded_iterations, recorded_scenario
+from roundhouse.simulation.run import simulate
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.controller import Controller
-from roundhouse.asynchrony.dispatch import ENGINE
-from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan, generated_in, terms_of
-from roundhouse.asynchrony.resumption import PLACE, resume
-from roundhouse.asynchrony.rollouts import Key
+from roundhouse.collection import events as happened
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.plan import Plan, bound_of, generated_in
+from roundhouse.collection.resumption import PLACE, resume
+from roundhouse.collection.rollouts import Key
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
 from roundhouse.stages.skip import Skip, skip_iteration
@@ -116,8 +116,8 @@ def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_p
     with tempfile.TemporaryDirectory() as place:
         run = new_run(place, asynchrony)
         plan = Plan(run.config)
-        world = World(run, plan, Controller(terms_of(run), [ENGINE]))
-        journal = Journal(run.location / PLACE)
+        world = World(run, plan, Controller(bound_of(run), [ENGINE]))
+        journal = ControllerJournal(run.location / PLACE)
         world.tell(happened.Restarted(0, (), ((ENGINE, None),)))
         for _ in range(data.draw(st.integers(0, 60), label="steps")):
             if events := list(forward(world.controller, 3)):

@@ -14,22 +14,22 @@ from typing import Any
 
 import pytest
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony import rolling_shards, shard_at_work
-from roundhouse.asynchrony.controller import Controller
-from roundhouse.asynchrony.dispatch import ENGINE
-from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan, terms_of
-from roundhouse.asynchrony.resumption import PLACE, resume
-from roundhouse.asynchrony.rolling_shards import RollingShards
+from roundhouse.collection import events as happened
+from roundhouse.collection import running_shard, shard_runner
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.plan import Plan, bound_of
+from roundhouse.collection.resumption import PLACE, resume
+from roundhouse.collection.shard_runner import ShardRunner
+from roundhouse.collection.shard_spec import REPORT
+from roundhouse.collection.shard_worker import carry_out
+from roundhouse.collection.shard_workers import ShardTask
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
-from roundhouse.stages.child_process import Stopped
+from roundhouse.launch.child_process import Stopped
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.stages.shard_spec import REPORT
-from roundhouse.stages.shard_worker import carry_out
-from roundhouse.stages.shard_workers import ShardTask
-from roundhouse.stages.shards_ahead import collect_shards_ahead
+from roundhouse.stages.prefetch_shards import prefetch_shards
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
@@ -91,8 +91,8 @@ class Lane:
         if run.latest_checkpoint() is None:
             publish(run, 0)
         self.dispatch = resume(run, self.plan)
-        self.rolling = RollingShards(run, self.plan, self.dispatch, engine.url)
-        self.rolling.start()
+        self.runner = ShardRunner(run, self.plan, self.dispatch, engine.url)
+        self.runner.start()
 
     @property
     def controller(self) -> Controller:
@@ -105,17 +105,17 @@ class Lane:
 
     def train(self, k: int) -> None:
         self.dispatch.tell(happened.TrainingStarted(k, self.plan.groups(k)))
-        self.rolling.flush()
+        self.runner.flush()
         self.trained(k)
 
     def trained(self, k: int) -> None:
         publish(self.run, k)
         self.dispatch.tell(happened.TrainingFinished(k))
-        self.rolling.flush()
+        self.runner.flush()
 
     def at_work(self) -> set[tuple[int, str]]:
         with self.dispatch:
-            return {(work.opened.iteration, work.shard.label) for work in self.rolling._at_work}
+            return {(work.opened.iteration, work.shard.label) for work in self.runner._at_work}
 
 
 class Collecting:
@@ -131,7 +131,7 @@ class Collecting:
         try:
             told = self.told
             progress: Callable[[int, int], None] = lambda *how_far: told.append(how_far)  # noqa: E731
-            self.found.append(collect_shards_ahead(lane.run, iteration, lane.rolling, progress))
+            self.found.append(prefetch_shards(lane.run, iteration, lane.runner, progress))
         except BaseException as error:  # noqa: BLE001 - handed to the test
             self.found.append(error)
 
@@ -161,7 +161,7 @@ def made(run: Run, k: int) -> dict[str, int]:
 
 def check_journal(run: Run) -> list[happened.Event]:
     """Its events, under the checks of the exploration."""
-    controller, events = Controller(terms_of(run)), list(Journal(run.location / PLACE).events())
+    controller, events = Controller(bound_of(run)), list(ControllerJournal(run.location / PLACE).events())
     for event in events:
         controller.apply(event)
         check(controller)
@@ -197,7 +197,7 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
         running = {lane.controller.rollouts.running[key].version for key in lane.controller.rollouts.running}
     assert running == {1}, "its rollouts were admitted again, on what the engine holds now"
     again = workers()["s0002of0002"]
-    lane.rolling.stop()
+    lane.runner.stop()
     assert not is_alive(again)
     assert ahead.was_ended()
     assert lane.at_work() == set()
@@ -208,7 +208,7 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
     assert lane.controller.rollouts.complete_of == {1: TASKS // SHARDS}, "the whole shard's groups are there"
     lane.transfer(1)
     manifest = read_manifest(Collecting(lane, 2).result())
-    lane.rolling.stop()
+    lane.runner.stop()
 
     assert len(engine.answered) == len(set(engine.answered)) == 2 * TASKS * GROUP * CALLS, "each call once"
     for k in (1, 2):
@@ -282,8 +282,8 @@ class ThreadWorkers:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     threads = Threads()
-    monkeypatch.setattr(rolling_shards, "workers_of", threads.of)
-    monkeypatch.setattr(shard_at_work, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(shard_runner, "workers_of", threads.of)
+    monkeypatch.setattr(running_shard, "FIRST_PAUSE_SECONDS", 0.01)
     return threads
 
 
@@ -301,7 +301,7 @@ def test_shards_begin_in_the_plans_order_as_far_ahead_as_the_bound_allows(
     lane.train(1)
     lane.transfer(1)
     stages[2].result()
-    lane.rolling.stop()
+    lane.runner.stop()
     assert sorted(threads.began) == [
         (k, f"s000{number}of0002", max(0, k - 2), 40 // SHARDS) for k in (1, 2, 3) for number in (1, 2)
     ]
@@ -323,7 +323,7 @@ def test_a_shard_that_loses_too_many_workers_fails_its_stage_and_the_next_attemp
         Collecting(lane, 1).result()
     assert lane.controller.rollouts.running == {}
     Collecting(lane, 1).result()
-    lane.rolling.stop()
+    lane.runner.stop()
     assert Counter(label for _, label, *_ in threads.began)["s0001of0002"] == 3
     assert len(engine.answered) == len(set(engine.answered)) == TASKS * GROUP * CALLS
     check_journal(run)
@@ -336,10 +336,10 @@ def test_a_shard_that_is_in_the_store_needs_no_worker_with_its_report_or_without
     run = open_run(parse_config(settings(str(tmp_path))))
     lane = Lane(run, engine)
     lane.transfer(0)
-    attempt = rolling_shards.ShardedAttempt(run, run.stage(1, "collect"), 0, 0)
-    opened = lane.rolling.open(1, attempt)
-    assert lane.rolling.wait(opened)
-    lane.rolling.stop()
+    attempt = shard_runner.ShardedAttempt(run, run.stage(1, "collect"), 0, 0)
+    opened = lane.runner.open(1, attempt)
+    assert lane.runner.wait(opened)
+    lane.runner.stop()
     place = run.stage(1, "collect").location
     [report, _] = sorted(name for name in place.tree() if name.endswith(f"/{REPORT}"))
     place.delete(report)
@@ -347,7 +347,7 @@ def test_a_shard_that_is_in_the_store_needs_no_worker_with_its_report_or_without
     lane = Lane(run, engine)
     lane.transfer(0)
     reference = Collecting(lane, 1).result()
-    lane.rolling.stop()
+    lane.runner.stop()
     assert len(threads.began) == SHARDS
     assert len(engine.answered) == TASKS * GROUP * CALLS
     assert reference.counts["completed"] == TASKS * GROUP
@@ -372,5 +372,5 @@ def test_a_shard_admitted_while_weights_are_on_their_way_begins_when_they_are_th
     engine.version = 1
     lane.dispatch.tell(happened.TransferFinished(ENGINE, 1))
     assert read_manifest(ahead.result()).details["rollouts_by_age"] == {"0": TASKS * GROUP}
-    lane.rolling.stop()
+    lane.runner.stop()
     assert {version for k, _, version, _ in threads.began if k == 2} == {1}

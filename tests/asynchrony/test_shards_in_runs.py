@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.controller import Controller
-from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan, terms_of
+from roundhouse.collection import events as happened
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.plan import Plan, bound_of
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
@@ -85,8 +85,8 @@ def test_no_token_is_older_than_the_bound_and_the_manifest_tells_the_ages(run: R
 
 
 def test_every_state_that_the_controller_went_through_is_sound(run: Run) -> None:
-    controller = Controller(terms_of(run))
-    events = list(Journal(run.location / "asynchrony").events())
+    controller = Controller(bound_of(run))
+    events = list(ControllerJournal(run.location / "asynchrony").events())
     for event in events:
         controller.apply(event)
         check(controller)

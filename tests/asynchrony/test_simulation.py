@@ -5,14 +5,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from roundhouse.asynchrony.controller import replay
-from roundhouse.asynchrony.simulation.comparison import compare, variants
-from roundhouse.asynchrony.simulation.engine import SimulatedReplica
-from roundhouse.asynchrony.simulation.recorded import makespan
-from roundhouse.asynchrony.simulation.run import Simulation, simulate
 from roundhouse.cli.simulation import app
+from roundhouse.collection.controller import replay
 from roundhouse.config.simulation import EngineScenario, Scenario, parse_scenario
 from roundhouse.errors import ConfigError
+from roundhouse.simulation.comparison import compare, variants
+from roundhouse.simulation.engine import SimulatedReplica
+from roundhouse.simulation.recorded import makespan
+from roundhouse.simulation.run import Simulation, simulate
 
 FAULTS = {"rollout": 0.05, "transfer": 0.1, "training": 0.1, "replica_hours": 2.0, "replica_return_seconds": 300}
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.overlap import Batch
-from roundhouse.asynchrony.plan import Plan
-from roundhouse.asynchrony.recovery import written_rollouts
+from roundhouse.collection import events as happened
+from roundhouse.collection.overlap import StepBatch
+from roundhouse.collection.plan import Plan
+from roundhouse.collection.recovery import written_rollouts
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.stages.collect_ahead import collect_chosen
+from roundhouse.stages.prefetch import collect_chosen
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
@@ -51,11 +51,11 @@ def step(lane: Lane, k: int) -> Reference:
 
 
 def finish(lane: Lane, k: int, groups: tuple[int, ...]) -> Reference:
-    made = {rollout.rollout_id for rollout in lane.rolling.outlines(groups)}
+    made = {rollout.rollout_id for rollout in lane.runner.outlines(groups)}
     assert made == ids(lane, groups), "whether too many failed is judged by these"
-    batch = Batch(groups, lane.rolling.at_hand(groups), lane.rolling.window_seconds(groups))
-    lane.rolling.flush()
-    reference = collect_chosen(lane.run, k, lane.rolling, batch)
+    batch = StepBatch(groups, lane.runner.at_hand(groups), lane.runner.window_seconds(groups))
+    lane.runner.flush()
+    reference = collect_chosen(lane.run, k, lane.runner, batch)
     lane.trained(k)
     lane.transfer(k)
     return reference
@@ -89,7 +89,7 @@ def test_a_step_passes_over_a_slow_shard_and_a_run_that_goes_on_trains_on_each_g
     assert first.counts["failed"] == 1
     until(lambda: 7 in lane.controller.rollouts.complete)
     assert ahead[0].found == ahead[1].found == [], "a step is yet to be decided on for some of their groups"
-    lane.rolling.stop()
+    lane.runner.stop()
     assert all(stage.was_ended() for stage in ahead)
 
     threads.held, threads.began = set(), []
@@ -100,7 +100,7 @@ def test_a_step_passes_over_a_slow_shard_and_a_run_that_goes_on_trains_on_each_g
     collected = {1: first} | {k: step(lane, k) for k in (2, 3)}
     assert [details(collected[k])["groups"] for k in (2, 3)] == [[2, 3, 6, 7], [8, 9, 10, 11]]
     generated = {k: stage.result() for k, stage in stages.items()}
-    lane.rolling.stop()
+    lane.runner.stop()
     begun = {(k, label) for k, label, *_ in threads.began}
     assert begun.isdisjoint({(1, "s0001of0002"), (2, "s0001of0002")}), (
         "their groups are settled, failed rollouts or not"
@@ -132,7 +132,7 @@ def test_a_skipped_step_takes_the_oldest_groups_along_and_what_was_made_of_them_
     lane.dispatch.tell(happened.IterationSkipped(1, "too_few_rollouts"))
     reference = first.result()
     assert lane.at_work() == set()
-    lane.rolling.stop()
+    lane.runner.stop()
     assert {r.rollout_id for r in read_rollouts(reference)} == ids(lane, groups)
     assert shards(reference) == ["s0001of0002", "s0002of0002"][: len(groups) // 2]
     assert reference.counts["requested"] == reference.counts["completed"] == len(groups) * GROUP

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.controller import Controller
-from roundhouse.asynchrony.decisions import Block, Continue
-from roundhouse.asynchrony.events import Event
-from roundhouse.asynchrony.state import restore, snapshot
-from roundhouse.asynchrony.terms import Terms
+from roundhouse.collection import events as happened
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_state import restore, snapshot
+from roundhouse.collection.decisions import Block, Continue
+from roundhouse.collection.events import Event
 from roundhouse.config.asynchrony import Asynchrony
 
 
-def terms(mode: str, staleness: int = 0, *, groups=1, group_size=1, iterations=3, every=0, **settings) -> Terms:
+def terms(
+    mode: str, staleness: int = 0, *, groups=1, group_size=1, iterations=3, every=0, **settings
+) -> StalenessBound:
     asynchrony = Asynchrony.model_validate({"mode": mode, "staleness": staleness, **settings})
-    return Terms(asynchrony, groups=groups, group_size=group_size, iterations=iterations, validate_every=every)
+    return StalenessBound(asynchrony, groups=groups, group_size=group_size, iterations=iterations, validate_every=every)
 
 
 def forward(controller: Controller, slots: int) -> Iterator[Event]:

@@ -26,7 +26,7 @@ from typing import Any
 
 _IMPORTED = (
     "flows.train",
-    "flows.delivery",
+    "flows._prefect.delivery",
     "mlflow.tracking",
     "roundhouse.cli",
     "roundhouse.console",

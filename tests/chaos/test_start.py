@@ -11,14 +11,14 @@ import pytest
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 
-import flows.economy  # noqa: F401 - before all else of Prefect
+import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
 from flows.collect import collect
 from flows.evaluate import evaluate
 from flows.iteration import iteration
 from flows.train import train
 from flows.train_offline import offline_iteration, train_offline
 from roundhouse.config.loading import load_config
-from roundhouse.spared_imports import spared, uncollected
+from roundhouse.fast_imports import gc_paused, hide_packages
 
 _TOLD = "import sys, json; print(json.dumps([name for name in %r if name in sys.modules]))"
 HEAVY = ("torch", "transformers", "mlflow", "pandas", "sklearn", "ray", "vllm", "scipy")
@@ -33,8 +33,8 @@ def imported_by(code: str) -> list[str]:
 
 
 def test_the_train_flow_imports_none_of_the_heavy_libraries_before_a_stage_needs_them() -> None:
-    assert imported_by("import roundhouse.cli, flows.economy, flows.train") == []
-    assert imported_by("import flows.economy, flows.train, pandas") == ["pandas"]
+    assert imported_by("import roundhouse.cli, flows._prefect.tuning, flows.train") == []
+    assert imported_by("import flows._prefect.tuning, flows.train, pandas") == ["pandas"]
 
 
 def test_a_trainer_starts_without_scikit_learn_and_pandas_which_can_be_imported_still() -> None:
@@ -47,7 +47,7 @@ def test_a_trainer_starts_without_scikit_learn_and_pandas_which_can_be_imported_
 def test_spared_packages_are_importable_again_and_those_there_already_stay() -> None:
     import json as present
 
-    with spared("json", "wave"):
+    with hide_packages("json", "wave"):
         assert sys.modules["json"] is present
         try:
             import wave
@@ -61,7 +61,7 @@ def test_spared_packages_are_importable_again_and_those_there_already_stay() -> 
 
 def test_what_a_block_has_made_is_no_longer_searched_for_garbage_and_collection_goes_on_behind_it() -> None:
     frozen = gc.get_freeze_count()
-    with uncollected():
+    with gc_paused():
         assert not gc.isenabled()
         made = [[number] for number in range(1000)]
     assert gc.isenabled()

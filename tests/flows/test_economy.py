@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from flows import economy
+from flows._prefect import tuning
 
 PREFECT_PAUSE = 2.0
 """Seconds that Prefect's client waits before it asks a second time, four the third time."""
@@ -54,12 +54,12 @@ def busy() -> Iterator[Busy]:
 
 def ask(kind: str, url: str) -> None:
     if kind == "sync":
-        with economy.PrefectHttpxSyncClient() as client:
+        with tuning.PrefectHttpxSyncClient() as client:
             client.get(url)
         return
 
     async def asked() -> None:
-        async with economy.PrefectHttpxAsyncClient() as client:
+        async with tuning.PrefectHttpxAsyncClient() as client:
             await client.get(url)
 
     asyncio.run(asked())
@@ -81,7 +81,7 @@ def test_who_stays_busy_is_asked_with_growing_pauses_to_the_end(busy: Busy, monk
     ask("sync", f"http://127.0.0.1:{busy.server_port}")
     assert busy.asked == 6
     assert len(pauses) == 5
-    assert sum(pauses[: len(economy.SOON_SECONDS)]) < 1
+    assert sum(pauses[: len(tuning.SOON_SECONDS)]) < 1
     assert pauses[3] > 2**4 / 2
     assert pauses[4] > 2**5 / 2
 

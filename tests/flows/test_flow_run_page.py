@@ -16,9 +16,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import Suspended
 
+from flows._prefect.delivery import deliver_queued_records
 from flows.controls import lasting_suspensions
-from flows.delivery import deliver_queued_records
-from flows.prefect_log import ENDED, told_in_prefect
+from flows.prefect_log import ENDED, reports_to_prefect
 from roundhouse.progress import announce
 from tests.flows.served import Served, until
 
@@ -65,7 +65,7 @@ def left(flow_run: Any) -> timedelta:
 
 def test_progress_and_warnings_are_lines_of_the_flow_runs_log(prefect_client: Served) -> None:
     def work() -> None:
-        with told_in_prefect(3):  # an offline run knows how many there are only once it has looked at its data
+        with reports_to_prefect(3):  # an offline run knows how many there are only once it has looked at its data
             for iteration in (1, 2, 3):
                 announce("iteration", iteration=iteration, metrics={"reward/mean": 0.25})
         for step in range(1, 1001):
@@ -100,7 +100,7 @@ def log_of(work: Callable[[], None], last: str) -> list[tuple[str, str]]:
     @flow(name="tells")
     def tells() -> None:
         ids.append(FlowRunContext.get().flow_run.id)
-        with told_in_prefect(2):
+        with reports_to_prefect(2):
             work()
 
     with contextlib.suppress(KeyboardInterrupt):

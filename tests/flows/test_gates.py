@@ -26,7 +26,7 @@ from roundhouse.health.watchdog import Stalled
 from roundhouse.stages.budget import raises
 from roundhouse.store.promoted import Promoted, promoted_version
 from roundhouse.store.stage import read_manifest
-from tasks.options import at_border
+from tasks.options import stage_boundary
 from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served, until
 
 pytestmark = [
@@ -174,7 +174,7 @@ def _stall(told: Story) -> None:
 
     @flow(name="stalls")
     def stalls() -> None:
-        at_border("collect", lambda run, iteration: threading.Event().wait(60))(run, 1)
+        stage_boundary("collect", lambda run, iteration: threading.Event().wait(60))(run, 1)
 
     with told.served.at_prefect(), pytest.raises(Stalled):
         stalls()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from roundhouse.asynchrony import events as happened
-from roundhouse.asynchrony.journal import Journal
-from roundhouse.asynchrony.plan import Plan
+from roundhouse.collection import events as happened
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.plan import Plan
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.manifest import MANIFEST
 from tests.flows.served import Served, until
@@ -102,7 +102,7 @@ def test_both_lanes_go_on_and_nothing_is_lost_or_made_twice(story: Story) -> Non
         ages = {k - 1 - turn.policy_version for rollout in rollouts for turn in rollout.turns}
         assert min(ages) >= 0
         assert max(ages) <= STALENESS
-    events = list(Journal(run.location / "asynchrony").events())  # as far back as they are kept
+    events = list(ControllerJournal(run.location / "asynchrony").events())  # as far back as they are kept
     finished = [event.iteration for event in events if isinstance(event, happened.TrainingFinished)]
     assert finished == list(range(finished[0], story.iterations + 1))
 

@@ -15,14 +15,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prefect.server.api.server import custom_internal_exception_handler
 
-from flows.prefect_server import AsksAgain
+from flows._prefect.server import AsksAgain
 
 WAITS_SECONDS = 6.0
 PROGRAM = f"""
 import sqlite3, sys, threading, time
 path = sys.argv[1]
 if sys.argv[2] == "elsewhere":
-    from flows.prefect_server import collect_garbage_elsewhere
+    from flows._prefect.server import collect_garbage_elsewhere
     collect_garbage_elsewhere()
 holder = sqlite3.connect(path, isolation_level=None)
 holder.execute("CREATE TABLE t (x)")
@@ -71,9 +71,9 @@ def test_garbage_that_waits_for_a_connection_holds_up_only_the_thread_that_colle
 def test_the_server_collects_garbage_in_a_thread_of_its_own(tmp_path: Path) -> None:
     program = """
 import gc, threading, time, weakref
-from flows import prefect_server
+from flows._prefect import server
 class Node: pass
-prefect_server.collect_garbage_elsewhere()
+server.collect_garbage_elsewhere()
 assert not gc.isenabled()
 first = Node(); first.itself = first
 gone = weakref.ref(first)
@@ -153,12 +153,12 @@ async def test_an_answer_that_the_server_is_not_ready_is_passed_on() -> None:
 
 def test_the_servers_command_starts_the_server_that_asks_again_and_is_no_other_sites() -> None:
     program = """
-from flows import prefect_server
-prefect_server.wrap_server()
+from flows._prefect import server
+server.wrap_server()
 from prefect.server.api.server import create_app
 app = create_app(ephemeral=True)
-assert isinstance(app, prefect_server.SameOrigin)
-assert isinstance(app._app, prefect_server.AsksAgain)
+assert isinstance(app, server.SameOrigin)
+assert isinstance(app._app, server.AsksAgain)
 assert create_app(ephemeral=True) is app
 import asyncio
 from prefect.server.api.clients import OrchestrationClient

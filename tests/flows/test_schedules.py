@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from flows._prefect.orphans import settle_orphans
+from flows._prefect.scheduled_time import _PLANNED
 from flows.controls import pause
 from flows.deployments import deployments
-from flows.moments import _PLANNED
-from flows.orphans import settle_orphans
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule, schedules
 from roundhouse.config.forms import CollectForm
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.stages.datasets import Draw, collected_moments, dataset_stage
+from roundhouse.stages.datasets import TaskDraw, collected_moments, dataset_stage
 from roundhouse.store.run import open_run
 from tests.flows.served import Served
 
@@ -80,7 +80,7 @@ def test_missed_moments_are_those_without_a_complete_version_and_a_back_fill_ask
 ) -> None:
     add_schedule(form, "0 2 * * *")
     run = served.run("source")
-    draw = Draw.of_moment(NIGHTS[1])
+    draw = TaskDraw.of_moment(NIGHTS[1])
     run.begin(dataset_stage(run, "nights", draw.label(0), draw), policy_version=0).commit()
     assert collected_moments(served.store, "nights") == {"20261119T020000Z"}
     end = NIGHTS[2] + timedelta(hours=1)

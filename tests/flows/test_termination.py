@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, time
-from flows.termination import repeated_terminations
+from flows._prefect.signals import repeated_terminations
 from prefect.exceptions import TerminationSignal
 
 def told(number, frame):
@@ -46,7 +46,7 @@ def test_a_termination_that_python_drops_is_raised_again(signal: str, raised: st
 def test_what_else_is_dropped_is_told_as_ever() -> None:
     program = """
 import sys
-from flows.termination import repeated_terminations
+from flows._prefect.signals import repeated_terminations
 class Finalized:
     def __del__(self):
         raise ValueError("in a finalizer")

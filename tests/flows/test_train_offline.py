@@ -14,7 +14,7 @@ import pytest
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule
 from roundhouse.config.forms import CollectForm
 from roundhouse.query.lineage import trained_on
-from roundhouse.stages.datasets import Draw, dataset_stage, dataset_versions, users_of_datasets
+from roundhouse.stages.datasets import TaskDraw, dataset_stage, dataset_versions, users_of_datasets
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -28,7 +28,7 @@ def learnt(served: Served) -> Run:
     """The offline run."""
     served.wait(served.start("train", preset="small", run_id="taught", iterations=1), "COMPLETED")
     night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
-    run, older = served.run("taught"), Draw.of_moment(night - timedelta(days=1))
+    run, older = served.run("taught"), TaskDraw.of_moment(night - timedelta(days=1))
     run.begin(dataset_stage(run, "lessons", older.label(0), older), policy_version=0).commit()
     with served.at_prefect():
         kept = {"name": "lessons", "keep_last": 1}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.loading import parse_config
 from roundhouse.health.alerts import KL, MISMATCH, REWARD, new_alerts
-from roundhouse.stages.watch import Watch
+from roundhouse.stages.watch import AlertWatch
 from roundhouse.store.run import open_run
 
 
@@ -66,4 +66,4 @@ def test_old_rollouts_are_no_mismatch_of_engine_and_trainer(
 ) -> None:
     run = open_run(parse_config({"run_id": "r", "store": str(tmp_path), "asynchrony": asynchrony}))
     run.begin(run.stage(1, "train"), policy_version=0).commit(metrics={MISMATCH: 1.4})
-    assert [alert.name for alert in Watch(run).look(1)] == alerts
+    assert [alert.name for alert in AlertWatch(run).look(1)] == alerts

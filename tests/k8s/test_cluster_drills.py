@@ -19,8 +19,8 @@ import pytest
 import yaml
 from urllib3.exceptions import HTTPError
 
+from roundhouse.collection.parts import FLUSH_SECONDS
 from roundhouse.infra.kubernetes.cluster import ApiRefused
-from roundhouse.stages.parts import FLUSH_SECONDS
 from tests.k8s.nodes import until
 from tests.k8s.overlay import Deployed, deployed_overlay
 

@@ -411,7 +411,7 @@ def test_the_manifest_of_a_shard_is_valid_restricted_and_takes_all_from_the_coll
     assert container["resources"] == {"requests": requests, "limits": {"memory": "5Gi"}}
     assert container["envFrom"] == [{"secretRef": {"name": "gym-keys"}}], "not the trainer's"
     assert {"GYM_REGION", "AWS_REGION"} <= {item["name"] for item in container["env"]}
-    assert container["args"] == ["-m", "roundhouse.stages.shard_worker", "--spec", "file:///store/a/spec.json"]
+    assert container["args"] == ["-m", "roundhouse.collection.shard_worker", "--spec", "file:///store/a/spec.json"]
     assert {"name": "store", "mountPath": "/store"} in container["volumeMounts"]
     about = next(json.loads(item["value"]) for item in container["env"] if item["name"] == "ROUNDHOUSE_LOG_LABELS")
     assert about == {"run": "My_run.1", "iteration": 3, "stage": "collect", "shard": "s0001of0200"}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from roundhouse.asynchrony import events as happened
+from roundhouse.collection import events as happened
+from roundhouse.collection.shard_spec import REPORT
+from roundhouse.collection.shards import split
 from roundhouse.config.loading import parse_config
-from roundhouse.stages.shard_spec import REPORT
-from roundhouse.stages.shards import split
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.trajectories.tokens import derive_seed
@@ -74,7 +74,7 @@ def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leave
     until(lambda: len(engine.answered) == len(calls) + len(second_half) * CALLS)
     until(lambda: lane.at_work() == {(2, "s0001of0002")})
     assert [shard_of(job) for job in under_way(fake)] == ["s0001of0002"]
-    lane.rolling.stop()
+    lane.runner.stop()
     assert ahead.was_ended()
     assert under_way(fake) == []
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import ValidationConfig
 from roundhouse.policy.tokenizer import TURN_END, train_tokenizer
-from roundhouse.stages.datasets import Draw, dataset_stage
+from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.ledger import Ledger
@@ -98,7 +98,9 @@ def _iteration(run: Run, iteration: int, base: Reference, tasks: int, group_size
     return attempt.commit(inputs={"train": trained})
 
 
-def write_dataset(run: Run, name: str, draw: Draw, version: int = 0, tasks: int = 2, group_size: int = 4) -> Reference:
+def write_dataset(
+    run: Run, name: str, draw: TaskDraw, version: int = 0, tasks: int = 2, group_size: int = 4
+) -> Reference:
     """A version of a dataset, collected by a run."""
     weights = run.checkpoint(version).reference()
     assert weights is not None

@@ -14,7 +14,7 @@ from roundhouse.cli import app
 from roundhouse.errors import StoreError
 from roundhouse.query.database import QueryError, run_query
 from roundhouse.query.tables import TABLES
-from roundhouse.stages.datasets import Draw
+from roundhouse.stages.datasets import TaskDraw
 from tests.query.stores import begin_stage, write_dataset, write_run
 
 
@@ -22,7 +22,7 @@ from tests.query.stores import begin_stage, write_dataset, write_run
 def local(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two runs of two iterations, 12 rollouts in each, and a dataset of the first."""
     store = str(tmp_path_factory.mktemp("query") / "store")
-    write_dataset(write_run(store, "a"), "offline", Draw(1))
+    write_dataset(write_run(store, "a"), "offline", TaskDraw(1))
     write_run(store, "b", seed=1)
     return store
 
@@ -186,7 +186,7 @@ def test_collected_datasets_have_tables_of_their_own(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     run = write_run(store, "a", iterations=1)
     for draw in (1, 2):
-        write_dataset(run, "offline", Draw(draw), version=draw - 1)
+        write_dataset(run, "offline", TaskDraw(draw), version=draw - 1)
     found = rows(store, "SELECT version, run_id, rollouts, metrics['reward/mean'] r FROM datasets ORDER BY version")
     assert [row["version"] for row in found] == ["v000000-i000001", "v000001-i000002"]
     assert {row["run_id"] for row in found} == {"a"}

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.stages.checkpoint import publish
-from roundhouse.stages.datasets import Draw, dataset_stage
+from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.offline import prepare_offline, validate_batch, with_iterations
 from roundhouse.stages.policy import checkpoint_cache, starting_policy
 from roundhouse.stages.train import log_probs_under, train_iteration
@@ -81,7 +81,7 @@ def collect(
     version = checkpoint.policy_version
     generator = torch.Generator().manual_seed(derive_seed("collect", version, draw))
     made = [rollout for group in range(groups) for rollout in _group(model, group, size, version, draw, generator)]
-    stage = dataset_stage(run, name, Draw(draw).label(version), Draw(draw))
+    stage = dataset_stage(run, name, TaskDraw(draw).label(version), TaskDraw(draw))
     attempt = run.begin(stage, policy_version=version)
     attempt.write_table("turns", turns_table(made))
     attempt.write_table("rollouts", rollouts_table(made))

@@ -9,11 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import orjson
 import pytest
 
+from roundhouse.collection import parts
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError, InfraError
-from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
-from roundhouse.stages.datasets import Draw
+from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -141,7 +141,7 @@ def test_an_iteration_that_is_mostly_refused_stops_with_the_evidence_in_the_stor
 def test_an_offline_dataset_lies_outside_the_run_and_is_collected_once(
     run: Run, weights: Reference, engine: ScriptedEngine
 ) -> None:
-    reference = collect_dataset(run, "nightly", Draw(3), weights, engine.url)
+    reference = collect_dataset(run, "nightly", TaskDraw(3), weights, engine.url)
     assert reference.uri.endswith("/datasets/nightly/v000000-i000003")
-    assert collect_dataset(run, "nightly", Draw(3), weights, engine.url) == reference
+    assert collect_dataset(run, "nightly", TaskDraw(3), weights, engine.url) == reference
     assert len(engine.answered) == ROLLOUTS

@@ -8,7 +8,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.datasets import (
-    Draw,
+    TaskDraw,
     collected_moments,
     dataset_stage,
     dataset_versions,
@@ -18,8 +18,8 @@ from roundhouse.stages.datasets import (
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 
-NIGHT = Draw.of_moment(datetime(2026, 11, 21, 2, tzinfo=UTC))
-NEXT_NIGHT = Draw.of_moment(datetime(2026, 11, 22, 2, tzinfo=UTC))
+NIGHT = TaskDraw.of_moment(datetime(2026, 11, 21, 2, tzinfo=UTC))
+NEXT_NIGHT = TaskDraw.of_moment(datetime(2026, 11, 22, 2, tzinfo=UTC))
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(store_uri: str) -> Run:
     return run
 
 
-def collected(run: Run, draw: Draw, version: int) -> Reference:
+def collected(run: Run, draw: TaskDraw, version: int) -> Reference:
     stage = dataset_stage(run, "nightly", draw.label(version), draw)
     return run.begin(stage, policy_version=version).commit()
 
@@ -38,7 +38,7 @@ def collected(run: Run, draw: Draw, version: int) -> Reference:
 def test_each_moment_draws_tasks_of_its_own_and_names_its_version(run: Run) -> None:
     assert NIGHT.iteration != NEXT_NIGHT.iteration
     assert NIGHT.label(2) == "20261121T020000Z-v000002"
-    assert Draw(3).label(2) == "v000002-i000003"
+    assert TaskDraw(3).label(2) == "v000002-i000003"
 
 
 def test_a_collection_that_is_tried_again_goes_on_with_the_version_that_it_began_with(run: Run) -> None:
@@ -57,7 +57,7 @@ def test_moments_that_were_collected_are_known(run: Run) -> None:
 
 
 def test_retention_deletes_the_oldest_complete_versions_and_nothing_unfinished(run: Run) -> None:
-    references = [collected(run, Draw(draw), 1) for draw in (1, 2, 3)]
+    references = [collected(run, TaskDraw(draw), 1) for draw in (1, 2, 3)]
     run.begin(dataset_stage(run, "nightly", NIGHT.label(1), NIGHT), policy_version=1)
     assert retain_versions(run.config.store, "nightly", 2) == [references[0].uri]
     assert dataset_versions(run.config.store, "nightly") == references[1:]

@@ -18,18 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.collection.shard_spec import REPORT
+from roundhouse.collection.shard_workers import ProcessWorkers
+from roundhouse.collection.sharded_collector import ShardedCollector
+from roundhouse.collection.shards import Shard, shares, split
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
-from roundhouse.stages.datasets import Draw
-from roundhouse.stages.distributed import Distributed
+from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.evaluate import evaluate_version
-from roundhouse.stages.shard_spec import REPORT
-from roundhouse.stages.shard_workers import ProcessWorkers
-from roundhouse.stages.shards import Shard, shares, split
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.garbage import find_garbage
 from roundhouse.store.manifest import Reference
@@ -204,7 +204,7 @@ def test_evaluations_datasets_and_rounds_of_dynamic_sampling_are_sharded_too(
         config = run.config.model_copy(update={"evaluation": run.config.evaluation.model_copy(update={"tasks": 4})})
         run = Run(run.location, config, run.uid, run.created_at, run.code_version)
         evaluated = evaluate_version(run, 0, engine.url)
-        collected = collect_dataset(run, "nightly", Draw(1), weights, engine.url)
+        collected = collect_dataset(run, "nightly", TaskDraw(1), weights, engine.url)
         details = read_manifest(collected).details["dynamic_sampling"]
         metrics = {name: value for name, value in read_manifest(evaluated).metrics.items() if "seconds" not in name}
         found.append((dataset(evaluated), dataset(collected), details, metrics))
@@ -281,9 +281,9 @@ def test_a_stage_that_is_killed_takes_its_workers_with_it_and_goes_on_with_any_n
 
 def calls_of_shard_2(run: Run, first: int, end: int) -> set[int]:
     """Seeds of the calls from number `first` (from 0) to before `end`, of the rollouts of the second of two shards."""
+    from roundhouse.collection.rounds import round_tasks
     from roundhouse.rollout.clients import open_environment
     from roundhouse.rollout.plan import plan_rollouts
-    from roundhouse.stages.rounds import round_tasks
 
     tasks = open_environment(run.config.environment).tasks("train")
     plan = plan_rollouts(round_tasks(tasks, run.config.seed, 1, TASKS, 1), GROUP, run.config.seed, 1)
@@ -337,7 +337,7 @@ def test_failures_are_weighed_over_all_shards_and_the_next_attempt_makes_only_th
 
 def test_an_error_of_a_worker_reaches_the_stage_as_it_was_raised_there(tmp_path: Path) -> None:
     run, _ = begun(str(tmp_path / "store"), 2)
-    distributed = Distributed(run, run.stage(1, "collect"), 0)
+    distributed = ShardedCollector(run, run.stage(1, "collect"), 0)
     shard = Shard(1, 2, [RolloutSpec("g", 0, {"task_id": "g"}, 1)])
     task = distributed._sharded.task(shard, run.config.generation.sampling, "http://127.0.0.1:9", 1)
     (tmp_path / "file").write_text("no directory")
@@ -383,7 +383,7 @@ def rollouts(tmp_path: Path, engine: GuessingEngine) -> list[Rollout]:
 
 
 def test_an_outline_counts_as_its_rollout_and_holds_none_of_its_tokens(rollouts: list[Rollout]) -> None:
-    from roundhouse.stages.metrics import rollout_metrics
+    from roundhouse.collection.metrics import rollout_metrics
 
     rollouts[3].turns.clear()
     outlines = outlines_from_tables(rollouts_table(rollouts), turns_table(rollouts))

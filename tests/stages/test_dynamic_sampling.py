@@ -12,14 +12,14 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
+from roundhouse.collection import parts
+from roundhouse.collection.rounds import round_tasks, sample_rounds
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
-from roundhouse.stages.datasets import Draw
-from roundhouse.stages.rounds import round_tasks, sample_rounds
+from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
@@ -168,7 +168,7 @@ def test_an_offline_dataset_is_sampled_for_spread_like_an_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
 ) -> None:
     run, weights = _run(str(tmp_path), monkeypatch)
-    offline = read_manifest(collect_dataset(run, "nightly", Draw(1), weights, engine.url))
+    offline = read_manifest(collect_dataset(run, "nightly", TaskDraw(1), weights, engine.url))
     online = read_manifest(collect_iteration(run, 1, weights, engine.url))
     assert offline.details["dynamic_sampling"] == online.details["dynamic_sampling"]
     assert offline.details["dynamic_sampling"]["rounds"] > 1

@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 import pytest
 
+from roundhouse.collection import parts
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.recorded_calls import JOURNAL
-from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.garbage import find_garbage
 from roundhouse.store.location import Location
@@ -127,7 +127,7 @@ def begun(store: str, **environment: Any) -> tuple[Run, Reference]:
 COLLECTING = """
 import json, sys
 from roundhouse.config.loading import parse_config
-from roundhouse.stages import parts
+from roundhouse.collection import parts
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.run import open_run
 parts.FLUSH_SECONDS = 0.05

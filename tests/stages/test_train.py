@@ -13,9 +13,9 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.launch.child_process import ChildProcess
 from roundhouse.stages import train as stage
 from roundhouse.stages.checkpoint import publish
-from roundhouse.stages.child_process import ChildProcess
 from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
 from roundhouse.stages.train import train_iteration
 from roundhouse.stages.train_process import run_in_process

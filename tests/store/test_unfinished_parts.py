@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pyarrow.parquet as pq
 import pytest
 
+from roundhouse.collection import parts
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
-from roundhouse.stages import parts
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference

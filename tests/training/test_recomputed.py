@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from roundhouse.asynchrony.ages import staleness_metrics
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.stages.freshness import drift
 from roundhouse.stages.recomputed import mismatched
+from roundhouse.stages.staleness import staleness_metrics
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.recompute import tolerances

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.stages.datasets import Draw
+from roundhouse.stages.datasets import TaskDraw
 from tests.query.stores import HOSTILE, begin_stage, write_dataset, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -29,7 +29,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = write_run(store, "a")
     begin_stage(run, 3, attempts=1)
     for day in (21, 22):
-        write_dataset(run, "nightly", Draw.of_moment(datetime(2026, 11, day, 2, tzinfo=UTC)), version=day - 21)
+        write_dataset(run, "nightly", TaskDraw.of_moment(datetime(2026, 11, day, 2, tzinfo=UTC)), version=day - 21)
     write_run(store, "b", seed=1, said=f"{HOSTILE} é😀")
     write_run(store, "wide", iterations=1, tasks=100)
     return store

@@ -19,7 +19,7 @@ from roundhouse.infra.kubernetes.pod_keys import COLLECTOR, PodKeys
 Manifest = dict[str, Any]
 
 CONTAINER = "collector"
-WORKER = "roundhouse.stages.shard_worker"
+WORKER = "roundhouse.collection.shard_worker"
 PLACE = f"{LABEL}stage-uri"
 """Annotation: the directory of the stage that a Job collects for."""
 

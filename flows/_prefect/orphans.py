@@ -1,0 +1,65 @@
+"""Flow runs whose process is gone: they say that they run, and nobody runs them.
+
+Invariant: called before anything is served, so every flow run of the deployments that Prefect believes to be at work is an
+orphan. It gets the state that a person can act on: what was being cancelled is cancelled, what was being submitted is
+submitted again, what ran has crashed, and Retry continues it. A run's generation loops of before are orphans too: an iteration
+goes on in its flow run of before, a loop in a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, FlowFilter, FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelled, Crashed, Scheduled
+
+log = logging.getLogger(__name__)
+
+_AT_WORK = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
+
+
+async def settle_orphans(deployments: Sequence[UUID]) -> list[FlowRun]:
+    """Give every orphan its state; returns them."""
+    async with get_client() as client:
+        found = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": _AT_WORK}}}),
+            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": list(deployments)}}),
+        )
+        for orphan in found:
+            await client.set_flow_run_state(orphan.id, _settled(orphan), force=True)
+    return found
+
+
+def _settled(orphan: FlowRun) -> State:
+    if orphan.state_type == StateType.CANCELLING:
+        return Cancelled(message="Its process had ended already.")
+    if orphan.state_type == StateType.PENDING:
+        return Scheduled(message="It had been taken up by a process that is gone.")
+    return Crashed(message="Its process is gone. Retry goes on at the stage where it was.")
+
+
+def end_generation_loops(run_id: str) -> None:
+    """End the flow runs of generation loops that ended without a word, as in a pause or when their process was killed.
+
+    Their parent is the iteration that began them, which may be complete: nobody else would ever end them.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            found = client.read_flow_runs(
+                flow_filter=FlowFilter.model_validate({"name": {"any_": ["generation"]}}),
+                flow_run_filter=FlowRunFilter.model_validate(
+                    {"tags": {"all_": [f"run:{run_id}"]}, "state": {"type": {"any_": _AT_WORK}}}
+                ),
+            )
+            for loop in found:
+                ended: State = Cancelled(
+                    message="It ended with the run's process. The run begins another when it goes on."
+                )
+                client.set_flow_run_state(loop.id, ended, force=True)
+    except httpx.HTTPError as error:  # nothing depends on it
+        log.warning("Generation loops of before are still shown as running: %s", error)

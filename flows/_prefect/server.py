@@ -1,0 +1,154 @@
+"""Prefect's own command, for its server: `python -m flows._prefect.server server start …`, which gets on with SQLite.
+
+Invariants: the thread of the server's event loop never waits for a lock of the database; a request that the database refused
+because another was quicker is made again here; and no page of another site reaches the server, whose API runs commands.
+
+The server has its SQLite connections in threads, and a connection whose thread waits for the write lock (a minute at most) is
+locked itself. What of it is garbage, an old cursor say, waits for that when it is collected. Python collects garbage in
+whichever thread happens to allocate, mostly that of the event loop; and where the write lock belongs to a request which the
+event loop would go on with, nobody gets any further until the minute is over. About a third of the cancelled runs met this:
+the event loop's thread stood in an allocation, a request for a flow run's state held the lock, and three connections waited.
+
+Of two transactions that have read before they write, SQLite refuses one at once. Prefect then answers 503, and means that the
+request may be made again: its client does, its page does not, and a person's click on Resume or Cancel was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from roundhouse.http.same_origin import SameOrigin
+from roundhouse.infra.ports import LOOPBACK
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+SIGN_IN = """<!doctype html><title>Prefect</title><body><script>
+const kept = btoa(location.hash.slice(1));
+fetch("/api/admin/version", {headers: {Authorization: `Basic ${kept}`}}).then((reply) => {
+  if (!reply.ok) throw new Error();
+  localStorage.setItem("prefect-password", kept);
+  location.replace("/");
+}).catch(() => { document.body.textContent = "This link is of another server: roundhouse up names the file to open."; });
+</script>"""
+"""Stores what Prefect's page asks for as its password where that page looks for it. Browsers send no fragment to a server."""
+LOOK_SECONDS = 0.5
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 0.2
+AGAIN_SECONDS = 10.0
+"""No request is made again later than this after it came."""
+BUSY = 503
+IN_PROCESS = "prefect-in-memory"
+"""Host by which Prefect's automations, which send alerts, ask the server that they are part of. No name server has it."""
+
+
+def collect_garbage_elsewhere() -> None:
+    """Have one thread collect all garbage of this process: nobody else waits for what it waits for."""
+    gc.disable()
+    threading.Thread(target=_collect, name="garbage", daemon=True).start()
+
+
+def _collect() -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        full = [count > limit for count, limit in zip(gc.get_count(), gc.get_threshold(), strict=True)]
+        if any(full):
+            gc.collect(max(generation for generation, is_full in enumerate(full) if is_full))
+
+
+class AsksAgain:
+    """An ASGI application around Prefect's.
+
+    Where Prefect lets a client ask again, it answers 503 and raises the database's error; a 503 without an error, as of a
+    server that is not ready yet, is an answer like any other.
+    """
+
+    def __init__(self, app: App, seconds: float = AGAIN_SECONDS) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if (body := await _body(receive)) is None:
+            return
+        until, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
+        while not await self._answered(scope, body, receive, send, is_last=time.monotonic() + pause > until):
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
+
+    async def _answered(
+        self, scope: MutableMapping[str, Any], body: bytes, receive: Receive, send: Send, is_last: bool
+    ) -> bool:
+        unread, held = [{"type": "http.request", "body": body, "more_body": False}], list[Message]()
+
+        async def read() -> Message:
+            return unread.pop() if unread else await receive()
+
+        async def hold_busy(message: Message) -> None:
+            if held or (message["type"] == "http.response.start" and message["status"] == BUSY):
+                held.append(message)
+            else:
+                await send(message)
+
+        try:
+            await self._app({**scope}, read, hold_busy)
+        except Exception:  # a request's border: raised again, unless the request is made again
+            if held and not is_last:
+                return False
+            for message in held:
+                await send(message)
+            raise
+        for message in held:
+            await send(message)
+        return True
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The whole request; None when the client has gone."""
+    parts = []
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+    return None
+
+
+def wrap_server() -> None:
+    """Prefect's server of this process is made with a page to sign in, `AsksAgain` around it, and `SameOrigin` around both."""
+    from prefect.server.api import server
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
+
+    create, wrapped = server.create_app, dict[Any, SameOrigin]()
+
+    def create_app(*args: Any, **kwargs: Any) -> SameOrigin:
+        app = create(*args, **kwargs)  # the same one for each client that the server has in its own process
+        if app not in wrapped:
+            app.router.routes.insert(0, Route("/sign-in", lambda request: HTMLResponse(SIGN_IN)))
+            wrapped[app] = SameOrigin(AsksAgain(app), LOOPBACK, [IN_PROCESS])
+        return wrapped[app]
+
+    server.create_app = create_app  # type: ignore[assignment]
+
+
+def main() -> None:
+    collect_garbage_elsewhere()
+    wrap_server()
+    from prefect.cli import app
+
+    sys.argv[0] = "prefect"
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What Prefect does by default and an iteration of a few seconds cannot afford.
+
+* Before a tagged task starts, its server is asked for a concurrency slot of each tag: a fifth of an iteration's wall time in
+  the quickstart. So flow runs carry tags and task runs none; a flow run's tags find its tasks just as well.
+* When it is first imported, it imports pandas where there is one, half a second, for cache keys of data frames: no task here
+  has either. Who starts a process imports this module first.
+* Until a flow run ends, it keeps a state of everything that its sub-flows returned, to tell what depends on what: three KiB an
+  iteration. No iteration takes what an earlier one returned; it asks the store.
+* Of each flow it makes a model of the parameters and a form of the model: a fifth of a second where one is a run's
+  configuration. So flows take a `OpaqueConfig`, checked as ever, but by itself. No flow that takes one is deployed; those that
+  are have forms of their own.
+* Its server answers 503 where two transactions of its SQLite meet, which happens whenever an event is written while a task run
+  is created, and the client asks again after two seconds. It is asked sooner; who stays busy is given as long as ever.
+* At the end of a flow run its heartbeat thread is waited for, half a second on average. An iteration's flow run beats with its
+  parent's heart: both are one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import httpx
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from roundhouse.config.models import RunConfig
+from roundhouse.fast_imports import gc_paused, hide_packages
+
+with hide_packages("pandas"), gc_paused():
+    import prefect.cache_policies
+    import prefect.main  # noqa: F401
+
+from prefect import tags
+from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
+from prefect.context import FlowRunContext, TagsContext
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SOON_SECONDS = (0.05, 0.15, 0.5)
+"""Pauses before the first tries again after a 503 that names none; those after them are Prefect's."""
+
+
+def _ask_again_soon(client: type[httpx.AsyncClient] | type[httpx.Client]) -> None:
+    """Have one of Prefect's clients give a 503 that names no pause a short one, the first few times that a request is sent."""
+    retried: Callable[..., Any] = vars(client)["_send_with_retry"]
+
+    def send_with_retry(self: Any, *args: Any, send: Callable[..., Any], **kwargs: Any) -> Any:
+        pauses = iter(SOON_SECONDS)
+
+        def named(response: httpx.Response) -> httpx.Response:
+            if response.status_code == 503 and "Retry-After" not in response.headers and (pause := next(pauses, None)):
+                response.headers["Retry-After"] = str(pause)
+            return response
+
+        async def send_async(*given: Any, **named_given: Any) -> httpx.Response:
+            return named(await send(*given, **named_given))
+
+        def send_sync(*given: Any, **named_given: Any) -> httpx.Response:
+            return named(send(*given, **named_given))
+
+        own = send_async if isinstance(self, httpx.AsyncClient) else send_sync
+        return retried(self, *args, send=own, **kwargs)
+
+    setattr(client, "_send_with_retry", send_with_retry)  # noqa: B010 (a method of another's class)
+
+
+_ask_again_soon(PrefectHttpxAsyncClient)
+_ask_again_soon(PrefectHttpxSyncClient)
+
+
+class _AsAWhole:
+    """To pydantic one value, whose parts are its own affair."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(source.model_validate)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "object"}
+
+
+OpaqueConfig = Annotated[RunConfig, _AsAWhole]
+"""A run's configuration as a parameter of a flow."""
+
+
+def tagged(flow: Callable[P, R], *names: str) -> Callable[P, R]:
+    """The flow, whose run will carry these tags."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with tags(*names):
+            return flow(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def untagged_tasks() -> Iterator[None]:
+    """Tasks in the block do not inherit the tags of their flow run."""
+    with TagsContext(current_tags=set()):
+        yield
+
+
+@contextmanager
+def without_heartbeats() -> Iterator[None]:
+    """Flow runs that start in the block have no heartbeat of their own."""
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        yield
+
+
+def forget_results() -> None:
+    """Let go of the states of what this flow run's sub-flows and tasks have returned."""
+    context = FlowRunContext.get()
+    if context is not None:
+        context.run_results.clear()

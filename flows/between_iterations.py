@@ -1,0 +1,170 @@
+"""Between two iterations: where a run looks up from its work.
+
+Invariant: here nothing of an iteration is in flight, so a run may wait, rest or be told something without losing work. What it
+waits for stands in the store; a run that is killed while it waits, and started again, waits for the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+from pydantic import Field, create_model
+
+from flows.approval import WAITS, carry_out, put_to_prefect
+from flows.controls import PAUSE_SECONDS
+from roundhouse.errors import ConfigError
+from roundhouse.health.alerts import Alert
+from roundhouse.health.errors import Severity
+from roundhouse.progress import announce
+from roundhouse.stages.approval import Question, open_questions, settle_expired
+from roundhouse.stages.budget import budget_of, budget_reached, raise_budget, raises, used_up
+from roundhouse.stages.watch import AlertWatch
+from roundhouse.store.run import Run
+from tasks.health import tell
+
+POLL_SECONDS = 2.0
+"""How often a run that waits in a terminal looks for the answer."""
+
+_watches: dict[str, AlertWatch] = {}
+_asked: set[tuple[str, int]] = set()
+"""Questions that this process has put, by run uid and version."""
+
+
+def before_iteration(run: Run, k: int) -> None:
+    """Before iteration k: rest where a person has asked for that, tell what the numbers of the last one alert to, ask people
+    what they have to decide, and begin no iteration that they have not paid for.
+
+    Raises:
+        Pause: the flow run was suspended.
+        BudgetReached: a limit is used up, and this run cannot wait for a person.
+    """
+    heed_suspension()
+    _tell_alerts(run, k - 1)
+    _ask_for_approval(run, k)
+    _stay_within_budget(run, k)
+
+
+def heed_suspension() -> None:
+    """Rest, where the server says that this flow run is suspended.
+
+    Prefect tells a flow run of it by an event, which it sends before the state is committed: whoever asks at once, while the
+    database is busy, is told that the flow run is running, and Prefect's observer does not ask again.
+
+    Raises:
+        Pause: as Prefect raises it, for all that runs under the flow run.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or not _is_deployed():
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(context.flow_run.id).state
+    except httpx.HTTPError:  # the next border asks again
+        return
+    if state is not None and state.is_paused() and state.name == "Suspended":
+        context.flow_run_suspension_request.mark_requested(state)
+        raise Pause(state=state)
+
+
+def after_last_iteration(run: Run) -> None:
+    """Behind the last iteration."""
+    _tell_alerts(run, run.config.iterations)
+    _open_after_settling(run)
+
+
+def _tell_alerts(run: Run, iteration: int) -> None:
+    watch = _watches.setdefault(run.uid, AlertWatch(run))
+    for alert in watch.look(iteration):
+        tell(run, alert, f"iteration {iteration}")
+
+
+def _ask_for_approval(run: Run, k: int) -> None:
+    waiting = _open_after_settling(run)
+    if not waiting or run.config.evaluation.approval.training == "goes_on":
+        return
+    versions = "-".join(str(question.version) for question in waiting)
+    announce("waiting", text=f"version {versions} waits for approval: roundhouse runs approve {run.run_id} {versions}")
+    if _is_deployed():
+        suspend_flow_run(
+            key=f"{WAITS}{versions}-{k}", timeout=PAUSE_SECONDS
+        )  # Resume without an answer: go on meanwhile
+        return
+    while _open_after_settling(run):
+        time.sleep(POLL_SECONDS)
+
+
+def _open_after_settling(run: Run) -> list[Question]:
+    """Put all open questions, once each, and answer those whose time is over; what is still open."""
+    if not run.config.evaluation.approval.required:
+        return []
+    still_open = []
+    for question in open_questions(run):
+        if (given := settle_expired(run, question, time.time())) is not None:
+            carry_out(run, question.version, given)
+            continue
+        still_open.append(question)
+        if (run.uid, question.version) not in _asked:
+            _asked.add((run.uid, question.version))
+            put_to_prefect(run, question)
+            said = f"Version {question.version} waits for a person's approval: {question.why}."
+            tell(run, Alert("approval_wanted", said), f"version {question.version}", Severity.INFO)
+    return still_open
+
+
+def _stay_within_budget(run: Run, k: int) -> None:
+    note = ""
+    for number in itertools.count():
+        lines = used_up(run, k)
+        if not lines:
+            return
+        raised = len(raises(run))
+        if number == 0:
+            said = f"The budget is used up before iteration {k}: {'; '.join(lines)}."
+            tell(run, Alert("budget_reached", said), f"iteration {k}")
+        if run.config.cost.on_reached == "stop" or not _is_deployed():
+            raise budget_reached(run, k, lines)
+        form = _budget_form(run, k, lines, note)
+        given = suspend_flow_run(wait_for_input=form, key=f"budget-{k}-{raised}-{number}", timeout=PAUSE_SECONDS)
+        note = _take(run, given)
+
+
+def _budget_form(run: Run, k: int, lines: list[str], note: str) -> type[RunInput]:
+    fields: dict[str, Any] = {
+        name: (float, Field(default=limit, description=f"cost.budget.{name}; more than {limit:g} raises it."))
+        for name, limit in budget_of(run).items()
+    }
+    fields["comment"] = (str, Field(default="", description="Why; it is kept with the raise."))
+    fields["name"] = (str, Field(default="", description="Who raises it."))
+    form = create_model("RaiseBudget", __base__=RunInput, **fields)
+    used = "\n".join(f"- {line}" for line in lines)
+    said = (
+        f"**Run {run.run_id} rests before iteration {k}.**\n\n{used}\n\n{note}Raise what is used up; the run goes on."
+    )
+    return form.with_initial_data(description=said)
+
+
+def _take(run: Run, given: RunInput) -> str:
+    """Record what the form raises; a note for the next form where it raised nothing."""
+    values: dict[str, Any] = given.model_dump()
+    present = budget_of(run)
+    more = {name: values[name] for name in present if values[name] > present[name]}
+    try:
+        if more:
+            raise_budget(run, more, values["comment"], values["name"] or "a person in Prefect")
+    except ConfigError as error:
+        return f"{error}\n\n"
+    return "" if more else "The last answer raised nothing.\n\n"
+
+
+def _is_deployed() -> bool:
+    """Whether Prefect can start this flow run again, so that it may wait without a process."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None

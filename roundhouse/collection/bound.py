@@ -1,0 +1,91 @@
+"""What a controller is held to: the numbers of the plan and of the bound.
+
+The bound by construction. Let P be the groups of an iteration, W the window and S the lag at the start. The rollouts of the
+group at position p may begin on version v when floor(p / P) - v <= S. Step k trains on P complete groups among the candidates:
+the untrained groups at positions below h + W, with h the oldest untrained one, or the P oldest where that is fewer. While the
+group at p is passed over, everything that has been trained lies below p + W and is not p itself, so k P <= p + W - 1; it is
+trained in step floor((p + W - 1) / P) + 1 at the latest, on version floor((p + W - 1) / P), and its age is at most
+
+    floor((p + W - 1) / P) - floor(p / P) + S  <=  S + ceil((W - 1) / P)  =  staleness.
+
+With W = 1 the candidates are the iteration's own P groups, and S is the whole bound; `k - 1` is then "train version + 1", and
+the rule of the start is the known one: block when train version + 1 - rollout version > threshold.
+
+    P = 4, W = 5, staleness 2: S = 2 - ceil(4 / 4) = 1. Groups begin at most a version early and are passed over at most once.
+
+With W > 1, S has to be at least 1: what could overtake belongs to the next iteration and begins a version early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from roundhouse.config.asynchrony import Asynchrony
+from roundhouse.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StalenessBound:
+    """The plan's numbers and the rules of `Asynchrony`."""
+
+    asynchrony: Asynchrony
+    groups: int
+    """Of an iteration."""
+    group_size: int
+    """Rollouts of a group."""
+    iterations: int
+    validate_every: int = 0
+    """Versions between evaluations, version 0 first; 0 for none."""
+    first_version: int = 0
+    """That the plan begins with: a fork's is its parent's. What lies before it counts as trained and evaluated."""
+    evaluates_first: bool = True
+    """Whether `first_version` is evaluated by the plan, not before it begins."""
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "group_size", "iterations"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; an asynchronous run needs 1 or more.")
+        if (unfit := self.asynchrony.unfit_window(self.groups)) is not None:
+            raise ConfigError(unfit)
+
+    @cached_property
+    def start_lag(self) -> int:
+        """S above."""
+        return self.asynchrony.start_lag(self.groups)
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether a step may train on other groups than its iteration's own."""
+        return self.asynchrony.window > 1
+
+    @cached_property
+    def total(self) -> int:
+        """Groups of the whole plan."""
+        return self.groups * self.iterations
+
+    @cached_property
+    def barrier(self) -> bool:
+        """Whether all replicas have to hold the trained version before a rollout begins."""
+        return self.asynchrony.staleness == 0
+
+    @cached_property
+    def starts_during_transfer(self) -> bool:
+        """Whether a rollout may begin, queued in the engine, while its replica's weights are exchanged."""
+        return self.asynchrony.mode == "fully-async" and not self.barrier
+
+    @cached_property
+    def drains(self) -> bool:
+        """Whether a replica's rollouts end before its weights are exchanged."""
+        return self.asynchrony.refit == "finish" or self.barrier
+
+    def may_begin(self, position: int, version: int) -> bool:
+        """Whether a rollout of this group may begin on this version."""
+        return position // self.groups - version <= self.start_lag
+
+    def due(self, evaluated: int, version: int) -> int | None:
+        """The version that is to be evaluated next, if it exists already."""
+        if self.validate_every == 0:
+            return None
+        following = (evaluated // self.validate_every + 1) * self.validate_every
+        return following if following <= version else None

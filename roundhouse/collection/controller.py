@@ -1,0 +1,309 @@
+"""The weight-sync controller: who may begin, who trains on what, which replica gets which version.
+
+Invariants, in every mode and whatever fails:
+* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.bound`);
+* each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed, or its iteration is
+  on record as skipped;
+* an iteration trains on exactly the groups that were decided when it began, never on those that were merely quick;
+* from every state some event leads on.
+
+A pure state machine: no clock, network or disk. Events go in (`apply`), decisions are questions about the state that change
+nothing, so asking twice is harmless and a decision that a crash swallowed is simply given again.
+
+    admission(replica) ──> Continue | Block        training() ──> Train | None
+    transfer(replica)  ──> Transfer | None         validation() ──> Validate | None
+
+One model's controller; a run with several models has one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundhouse.collection import events as happened
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.decisions import Block, Continue, Decision, Hold, Train, Transfer, Validate
+from roundhouse.collection.events import Event
+from roundhouse.collection.rollouts import Key, Rollouts
+from roundhouse.errors import DataError
+
+
+@dataclass(slots=True)
+class ReplicaStatus:
+    """An engine with weights of its own."""
+
+    version: int | None = None
+    """The version it has proved to hold; None: out of service."""
+    incoming: int | None = None
+    """The version that it is being given."""
+    running: set[Key] = field(default_factory=set)
+
+
+class Controller:
+    """See the module's docstring. `state.py` has its JSON."""
+
+    def __init__(self, terms: StalenessBound, replicas: Iterable[str] = ()) -> None:
+        self.terms = terms
+        self.rollouts = Rollouts(terms)
+        self.replicas = {name: ReplicaStatus() for name in replicas}
+        self.version = terms.first_version
+        """The newest version in the store."""
+        self.batch: tuple[int, ...] | None = None
+        """Positions of the groups that the next version is made of, from when its training first began until it is there."""
+        self.in_training = False
+        self.evaluated = terms.first_version - int(terms.evaluates_first)
+        self.evaluating: int | None = None
+
+    # Decisions
+
+    def admission(self, replica: str) -> Continue | Block:
+        """What a free slot of this replica does."""
+        place = self._replica(replica)
+        if place.version is None:
+            return Block(Hold.OUT_OF_SERVICE)
+        version = place.version
+        if place.incoming is not None:
+            if not self.terms.starts_during_transfer:
+                return Block(Hold.TRANSFER)
+            version = place.incoming
+        key = self.rollouts.next()
+        if key is None:
+            return Block(Hold.PLAN_ENDED)
+        if not self.terms.may_begin(key[0], version):
+            newer = self.terms.may_begin(key[0], self.version)
+            return Block(Hold.WEIGHTS if newer else Hold.TRAINING)
+        if self.terms.barrier and (held := self._held_by_barrier()) is not None:
+            return Block(held)
+        return Continue(*key, self.rollouts.attempt_of(key), version)
+
+    def training(self) -> Train | None:
+        """The step that can begin now."""
+        if self.in_training or self.finished:
+            return None
+        batch = self.batch or self.rollouts.batch()
+        return None if batch is None else Train(self.version + 1, batch)
+
+    def transfer(self, replica: str) -> Transfer | None:
+        """The version that this replica is to be given now."""
+        place, wanted = self._replica(replica), self._wanted()
+        if place.incoming is not None or (place.version is not None and place.version >= wanted):
+            return None
+        if place.version is not None and (self.evaluating is not None or (self.terms.drains and place.running)):
+            return None
+        return Transfer(replica, wanted)
+
+    def validation(self) -> Validate | None:
+        """The version that can be evaluated now, on all replicas in service."""
+        due = self.terms.due(self.evaluated, self.version)
+        if due is None or self.evaluating is not None:
+            return None
+        serving = [place for place in self.replicas.values() if place.version is not None]
+        held = all(place.version == due and place.incoming is None for place in serving)
+        return Validate(due) if serving and held else None
+
+    def decisions(self) -> Iterator[Decision]:
+        """All that can be done now, for a driver that is in no hurry."""
+        if (train := self.training()) is not None:
+            yield train
+        if (validate := self.validation()) is not None:
+            yield validate
+        for name in self.replicas:
+            if (transfer := self.transfer(name)) is not None:
+                yield transfer
+            yield self.admission(name)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan's last version is in the store."""
+        return self.version == self.terms.iterations
+
+    def has_decided(self, position: int) -> bool:
+        """Whether a step was decided on for this group, or it was dropped: what becomes of it is settled."""
+        return self.rollouts.has_left(position) or position in (self.batch or ())
+
+    def ages(self, groups: Iterable[int]) -> list[int]:
+        """Ages of the finished rollouts of these groups, if the next step trained on them."""
+        found = [self.rollouts.groups[position].versions.values() for position in groups]
+        return [self.version - version for versions in found for version in versions]
+
+    # Events
+
+    def apply(self, event: Event) -> None:
+        """Take in what happened.
+
+        Raises:
+            DataError: it cannot have happened in this state: told twice, or the word of an attempt that was given up. The state
+                is as before.
+        """
+        _HANDLERS[type(event)](self, event)
+
+    def _rollout_started(self, event: happened.RolloutStarted) -> None:
+        answer = self.admission(event.replica)
+        if not isinstance(answer, Continue):
+            raise DataError(
+                f"Rollout {event.position}/{event.sample} began on {event.replica}, which was to wait: {answer.reason}."
+            )
+        key = (event.position, event.sample)
+        self.rollouts.begin(key, event.attempt, event.replica, answer.version)
+        self.replicas[event.replica].running.add(key)
+
+    def _rollout_finished(self, event: happened.RolloutFinished) -> None:
+        key = (event.position, event.sample)
+        self._left(key, self.rollouts.finish(key, event.attempt).replica)
+
+    def _rollout_failed(self, event: happened.RolloutFailed) -> None:
+        key = (event.position, event.sample)
+        self._left(key, self.rollouts.fail(key, event.attempt, event.final).replica)
+
+    def _rollout_evicted(self, event: happened.RolloutEvicted) -> None:
+        key = (event.position, event.sample)
+        if self.batch is not None and event.position in self.batch:
+            raise DataError(f"Rollout {event.position}/{event.sample} is being trained on and cannot be evicted.")
+        if (running := self.rollouts.evict(key)) is not None:
+            self._left(key, running.replica)
+
+    def _training_started(self, event: happened.TrainingStarted) -> None:
+        if self.training() != Train(event.iteration, event.groups):
+            raise DataError(f"Training of iteration {event.iteration} on {event.groups} was not decided on.")
+        self.batch, self.in_training = event.groups, True
+
+    def _training_finished(self, event: happened.TrainingFinished) -> None:
+        self._check_training(event.iteration)
+        self._trained()
+
+    def _training_failed(self, event: happened.TrainingFailed) -> None:
+        self._check_training(event.iteration)
+        self.in_training = False
+
+    def _transfer_started(self, event: happened.TransferStarted) -> None:
+        if self.transfer(event.replica) != Transfer(event.replica, event.version):
+            raise DataError(f"The transfer of version {event.version} to {event.replica} was not decided on.")
+        self.replicas[event.replica].incoming = event.version
+
+    def _transfer_finished(self, event: happened.TransferFinished) -> None:
+        place = self._replica(event.replica)
+        if place.incoming != event.version:
+            raise DataError(f"{event.replica} was not being given version {event.version}.")
+        place.version, place.incoming = event.version, None
+
+    def _transfer_failed(self, event: happened.TransferFailed) -> None:
+        place = self._replica(event.replica)
+        if place.incoming is None:
+            raise DataError(f"{event.replica} was being given no version.")
+        place.version, place.incoming = None, None
+        self._abandon(place)
+
+    def _replica_joined(self, event: happened.ReplicaJoined) -> None:
+        if event.replica in self.replicas:
+            raise DataError(f"{event.replica} is there already; tell of its loss first.")
+        self.replicas[event.replica] = self._joining(event.version)
+
+    def _replica_lost(self, event: happened.ReplicaLost) -> None:
+        self._abandon(self._replica(event.replica))
+        del self.replicas[event.replica]
+
+    def _validation_started(self, event: happened.ValidationStarted) -> None:
+        if self.validation() != Validate(event.version):
+            raise DataError(f"The evaluation of version {event.version} was not decided on.")
+        self.evaluating = event.version
+
+    def _validation_ended(self, event: happened.ValidationEnded) -> None:
+        if self.evaluating != event.version:
+            raise DataError(f"Version {event.version} was not being evaluated.")
+        self.evaluated, self.evaluating = event.version, None
+
+    def _iteration_skipped(self, event: happened.IterationSkipped) -> None:
+        if event.iteration != self.version + 1 or self.finished:
+            raise DataError(f"Iteration {event.iteration} was not next; the newest version is {self.version}.")
+        positions = self.batch or self.rollouts.oldest()
+        for place in self.replicas.values():
+            place.running = {key for key in place.running if key[0] not in positions}
+        self.rollouts.drop(positions)
+        self.batch, self.in_training, self.version = None, False, self.version + 1
+
+    def _restarted(self, event: happened.Restarted) -> None:
+        if event.version not in (self.version, self.version + 1) or (event.version > self.version and not self.batch):
+            raise DataError(
+                f"The newest checkpoint is of version {event.version}, the controller's state of {self.version}"
+                f"{', then in training' if self.batch else ''}: they are not of one run. Restore the one or the other."
+            )
+        for place in self.replicas.values():
+            self._abandon(place)
+        if event.version > self.version:
+            self._trained()
+        for position, sample, version in event.finished:
+            if self.terms.may_begin(position, version):  # else it stays among those to begin again
+                self.rollouts.adopt((position, sample), version)
+        for position, sample in event.failed:
+            self.rollouts.adopt((position, sample), None)
+        self.in_training, self.evaluating = False, None
+        self.replicas = {name: self._joining(version) for name, version in event.replicas}
+
+    # Parts of decisions
+
+    def _wanted(self) -> int:
+        """The version that replicas should hold: the newest, but none past one that is still to be evaluated."""
+        due = self.terms.due(self.evaluated, self.version)
+        return self.version if due is None else due
+
+    def _held_by_barrier(self) -> Hold | None:
+        if self.evaluating is not None or self.terms.due(self.evaluated, self.version) is not None:
+            return Hold.VALIDATION
+        serving = (place for place in self.replicas.values() if place.version is not None)
+        return None if all(place.version == self.version for place in serving) else Hold.BARRIER
+
+    def _replica(self, name: str) -> ReplicaStatus:
+        if name not in self.replicas:
+            raise DataError(f"There is no replica {name}; there are: {', '.join(self.replicas) or 'none'}.")
+        return self.replicas[name]
+
+    def _check_training(self, iteration: int) -> None:
+        if not self.in_training or iteration != self.version + 1:
+            raise DataError(f"Iteration {iteration} was not in training; the newest version is {self.version}.")
+
+    def _trained(self) -> None:
+        assert self.batch is not None
+        self.rollouts.train(self.batch)
+        self.batch, self.in_training, self.version = None, False, self.version + 1
+
+    def _joining(self, version: int | None) -> ReplicaStatus:
+        """A new replica. One that serves what no replica is to hold yet is given other weights before it is used."""
+        return ReplicaStatus(version if version is not None and version <= self._wanted() else None)
+
+    def _left(self, key: Key, replica: str) -> None:
+        self.replicas[replica].running.discard(key)
+
+    def _abandon(self, place: ReplicaStatus) -> None:
+        for key in sorted(place.running):
+            self.rollouts.abandon(key)
+        place.running.clear()
+
+
+_HANDLERS: dict[type, Any] = {
+    happened.RolloutStarted: Controller._rollout_started,
+    happened.RolloutFinished: Controller._rollout_finished,
+    happened.RolloutFailed: Controller._rollout_failed,
+    happened.RolloutEvicted: Controller._rollout_evicted,
+    happened.TrainingStarted: Controller._training_started,
+    happened.TrainingFinished: Controller._training_finished,
+    happened.TrainingFailed: Controller._training_failed,
+    happened.TransferStarted: Controller._transfer_started,
+    happened.TransferFinished: Controller._transfer_finished,
+    happened.TransferFailed: Controller._transfer_failed,
+    happened.ReplicaJoined: Controller._replica_joined,
+    happened.ReplicaLost: Controller._replica_lost,
+    happened.ValidationStarted: Controller._validation_started,
+    happened.ValidationEnded: Controller._validation_ended,
+    happened.IterationSkipped: Controller._iteration_skipped,
+    happened.Restarted: Controller._restarted,
+}
+
+
+def replay(terms: StalenessBound, replicas: Iterable[str], journal: Iterable[Event]) -> Controller:
+    """The controller to which these events happened."""
+    controller = Controller(terms, replicas)
+    for event in journal:
+        controller.apply(event)
+    return controller

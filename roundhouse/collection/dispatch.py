@@ -1,0 +1,105 @@
+"""The controller of a running run: what happens is told to it, written down, and whoever waits for a decision looks again.
+
+Invariants: events are written down in the order in which the controller took them in; `record` returns when everything told
+before it is in the store; decisions are taken and told of under one lock, so that no two loops act on the same one.
+
+    with dispatch:                                 from any thread
+        answer = dispatch.controller.admission(…)
+        dispatch.tell(RolloutStarted(…))
+    dispatch.record()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.events import Event
+from roundhouse.collection.rollouts import Key
+
+ENGINE = "engine"
+"""The one replica that the controller knows: the run's engine, which takes all of its weights at once and shares requests among
+its own replicas. It holds a version when all of these have said so."""
+
+
+class Dispatch:
+    """See the module's docstring."""
+
+    def __init__(self, controller: Controller, journal: ControllerJournal) -> None:
+        self.controller = controller
+        self._journal = journal
+        self._changed = threading.Condition(threading.RLock())
+        self._recording = threading.Lock()
+        self._waiting: list[Event] = []
+        self._listeners: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Dispatch:
+        self._changed.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._changed.release()
+
+    def tell(self, *events: Event) -> None:
+        """Let the controller take in what happened, and wake who waits.
+
+        Raises:
+            DataError: an event cannot have happened (`Controller.apply`).
+        """
+        with self._changed:
+            for event in events:
+                self.controller.apply(event)
+                self._waiting.append(event)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let everybody look again, though the controller's state is the same."""
+        with self._changed:
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this after each change, from whichever thread made it."""
+        self._listeners.append(listener)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, at most so long. Called with the lock held, which is given up meanwhile."""
+        self._changed.wait(seconds)
+
+    def record(self, keep_state: bool = False) -> None:
+        """Write down what was told.
+
+        Raises:
+            StoreError: another controller of this run has written; this one must stop.
+        """
+        with self._recording:
+            with self._changed:
+                events, self._waiting = self._waiting, []
+            self._journal.append(events)
+            if keep_state:
+                with self._changed:
+                    if not self._waiting:  # else the next time: a state is only a shorter way
+                        self._journal.keep_state(self.controller)
+
+    @property
+    def segments(self) -> int:
+        """How often something was written down."""
+        return self._journal.segments
+
+    def is_running(self, key: Key, attempt: int) -> bool:
+        """Whether this attempt was not given up."""
+        rollouts = self.controller.rollouts
+        return key in rollouts.running and rollouts.attempt_of(key) == attempt
+
+    @property
+    def works_elsewhere(self) -> bool:
+        """Whether somebody else is at work for whom a rollout may have to wait: a step, a transfer, an evaluation."""
+        controller = self.controller
+        incoming = any(place.incoming is not None for place in controller.replicas.values())
+        return controller.in_training or controller.evaluating is not None or incoming

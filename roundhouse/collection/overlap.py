@@ -1,0 +1,265 @@
+"""The two loops of an overlapped run, and what they tell each other.
+
+    generation loop    orders() ──> BeginCollect(k)      Transfer(v): bring the engine to v      … until the plan ends
+    training loop      collected(k) ──> training(k): validate, train, checkpoint ──> validating(k): evaluate
+
+Invariants: what step k trains on is decided by the controller before the step begins, is there then, and is never trained on
+twice; an error of the generation loop reaches whoever waits for it, that of a collect stage only the iteration that it is of;
+nobody waits for a loop that has ended. Both loops can be begun again from the store alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from roundhouse.collection import events as happened
+from roundhouse.collection.decisions import Transfer
+from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.in_process_runner import LOOK_SECONDS, InProcessRunner
+from roundhouse.collection.plan import Plan
+from roundhouse.collection.resumption import catch_up, resume, unfinished_iterations
+from roundhouse.collection.shard_runner import ShardRunner
+from roundhouse.config.distribution import Together
+from roundhouse.config.failures import stall_seconds
+from roundhouse.errors import DataError, InfraError, TooFewRollouts
+from roundhouse.stages.collect import refuse_many_failures
+from roundhouse.stages.refit import engine_service
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.trajectories.records import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCollect:
+    """Begin the collect stage of this iteration: its first rollout may begin."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What a step trains on."""
+
+    groups: tuple[int, ...]
+    at_hand: Mapping[int, list[Rollout]]
+    """Rollouts of those groups that need not be read from the store."""
+    window_seconds: float = 0.0
+    """From the first begin to the last end of these."""
+
+
+class GenerationLoopEnded(InfraError):
+    """The generation loop has ended while it was waited for."""
+
+
+class Overlap:
+    """One life of both loops; see the module's docstring."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.plan = Plan(run.config)
+        self.dispatch = resume(run, self.plan)
+        self.number = self.dispatch.segments
+        """Of this life among all of the run's; each writes to the journal when it begins."""
+        self.runner = runner_of(run, self.plan, self.dispatch, engine_service(run).url)
+        self.error: BaseException | None = None
+        """What ended the generation loop."""
+        self.ended = False
+        self.given_up = False
+        """A collect stage's error has been raised: both loops are to be begun again."""
+        self._failed: dict[int, BaseException] = {}
+        self._stopped = False
+
+    @property
+    def first(self) -> int:
+        """The iteration that is trained next."""
+        return self.dispatch.controller.version + 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan's last version is in the store."""
+        return self.dispatch.controller.finished
+
+    # The generation loop
+
+    def orders(self) -> Iterator[BeginCollect | Transfer | None]:
+        """What to do next, None now and then to look after what was begun; ends with the plan, or when the loop is stopped.
+
+        Raises:
+            Exception: what has ended the rollouts.
+        """
+        self.runner.start()
+        opened: set[int] = set()
+        for iteration in unfinished_iterations(self.run, self.dispatch.controller):
+            opened.add(iteration)  # all of its rollouts may be there, and none left to begin
+            yield BeginCollect(iteration)
+        while True:
+            with self.dispatch as dispatch:
+                if self._stopped or dispatch.controller.finished:
+                    return
+                if self.runner.ended.is_set():
+                    raise self.runner.error or GenerationLoopEnded("The rollouts have ended before the plan.")
+                order = self._order(opened)
+                if order is None:
+                    dispatch.wait(LOOK_SECONDS)
+            if isinstance(order, BeginCollect):
+                opened.add(order.iteration)
+            yield order
+
+    def _order(self, opened: set[int]) -> BeginCollect | Transfer | None:
+        if (transfer := self.dispatch.controller.transfer(ENGINE)) is not None:
+            self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
+            return transfer
+        wanted = self.runner.wanted
+        return BeginCollect(wanted) if wanted is not None and wanted not in opened else None
+
+    def transferred(self, version: int) -> None:
+        """The engine has proved that it holds this version."""
+        self.dispatch.tell(happened.TransferFinished(ENGINE, version))
+
+    def failed(self, iteration: int, error: BaseException) -> None:
+        """The collect stage of an iteration has failed. What becomes of that is decided when it is to be trained on."""
+        self._failed[iteration] = error
+        self.dispatch.wake()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Of the first collect stage that failed."""
+        return self._failed[min(self._failed)] if self._failed else None
+
+    def end(self, error: BaseException | None) -> None:
+        """Called once by the generation loop, last of all: its rollouts are ended, and who waits is told."""
+        try:
+            self.runner.stop()
+        except InfraError as hanging:
+            error = error or hanging
+        finally:
+            self.error, self.ended = error, True
+            self.dispatch.wake()
+
+    def stop(self) -> None:
+        """Ask the generation loop to end."""
+        self._stopped = True
+        self.dispatch.wake()
+
+    # The training loop
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a step trains on what the controller chooses, not on its iteration's own groups."""
+        return self.dispatch.controller.terms.chooses
+
+    def collected(self, k: int) -> Reference | None:
+        """Wait for the rollouts that iteration k trains on: its collect stage. None where there is none yet because the
+        controller chooses the groups: it can do so now.
+
+        Raises:
+            Exception: what this stage has failed with, or what has ended the generation loop.
+        """
+        catch_up(self.run, self.dispatch, k - 1)
+        self._pass_over_evaluations(k - 1)
+        stage, patience = self.run.stage(k, "collect"), stall_seconds(self.run.config)
+        quiet_since = time.monotonic()
+        while True:
+            if (done := stage.reference()) is not None:
+                return done
+            with self.dispatch as dispatch:
+                if (failure := self.failure if self.chooses else self._failed.get(k)) is not None:
+                    raise self._gives_up(failure)
+                if self.chooses and dispatch.controller.training() is not None:
+                    return None
+                self._refuse_ended()
+                at_work = dispatch.works_elsewhere or dispatch.controller.rollouts.running
+                quiet_since = time.monotonic() if at_work else quiet_since
+                dispatch.wait(LOOK_SECONDS)
+            if time.monotonic() - quiet_since > patience:
+                raise GenerationLoopEnded(
+                    f"No rollout, transfer or step has been at work for {patience:g} s (failures.stall_seconds), and iteration "
+                    f"{k} is not collected."
+                )
+
+    @contextmanager
+    def training(self, k: int) -> Iterator[StepBatch]:
+        """The block makes version k from exactly the groups that the controller decided on.
+
+        Raises:
+            DataError: it decided on others than the iteration's own, and does not choose.
+            TooFewRollouts: of those that it chose more failed than `rollout.max_failed_fraction`; they are rolled out again.
+        """
+        if self.dispatch.controller.version >= k:  # it was made before, and what comes behind it was not
+            yield StepBatch((), {})
+            return
+        with self.dispatch as dispatch:
+            batch = self._decided(k)
+            dispatch.tell(happened.TrainingStarted(k, batch.groups))
+        self.runner.flush()  # a step that is begun again has the same groups
+        try:
+            yield batch
+        except BaseException as error:
+            self.dispatch.tell(happened.TrainingFailed(k, f"{type(error).__name__}"))
+            raise
+        self.dispatch.tell(happened.TrainingFinished(k))
+        self.dispatch.record(keep_state=True)
+
+    def _decided(self, k: int) -> StepBatch:
+        controller, own = self.dispatch.controller, self.plan.groups(k)
+        train = controller.training()
+        if train is None or train.iteration != k or (train.groups != own and not self.chooses):
+            raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
+        batch = StepBatch(train.groups, self.runner.at_hand(train.groups), self.runner.window_seconds(train.groups))
+        if self.chooses and controller.batch is None:
+            try:
+                refuse_many_failures(self.runner.outlines(train.groups), self.run.config.rollout, self.runner.url)
+            except TooFewRollouts as failure:
+                raise self._gives_up(failure) from None
+        return batch
+
+    def _gives_up(self, failure: BaseException) -> BaseException:
+        """Both loops are to be begun again, and what failed with them."""
+        self.given_up = True
+        self.stop()
+        return failure
+
+    @contextmanager
+    def validating(self, version: int) -> Iterator[None]:
+        """The block evaluates a version; no other weights come while it does.
+
+        Raises:
+            Exception: what has ended the generation loop.
+        """
+        with self.dispatch as dispatch:
+            controller = dispatch.controller
+            if controller.terms.due(controller.evaluated, version) != version or controller.finished:
+                held = False
+            else:
+                held = True
+                while controller.evaluating is None:
+                    if (validate := controller.validation()) is not None:
+                        dispatch.tell(happened.ValidationStarted(validate.version))
+                        break
+                    self._refuse_ended()
+                    dispatch.wait(LOOK_SECONDS)
+        yield
+        if held:
+            self.dispatch.tell(happened.ValidationEnded(version))
+            self.dispatch.record()
+
+    def _pass_over_evaluations(self, version: int) -> None:
+        """Evaluations that were due and will not come any more, as of a skipped iteration, hold nobody up."""
+        controller = self.dispatch.controller
+        while (due := controller.terms.due(controller.evaluated, version)) is not None:
+            with self.validating(due):
+                pass
+
+    def _refuse_ended(self) -> None:
+        if self.ended:
+            raise self.error or GenerationLoopEnded("The generation loop has ended.")
+
+
+def runner_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> InProcessRunner | ShardRunner:
+    """The rollouts of the generation loop, made by whoever `rollout.distribution` says."""
+    if isinstance(run.config.rollout.distribution, Together):
+        return InProcessRunner(run.config, plan, dispatch, engine_url)
+    return ShardRunner(run, plan, dispatch, engine_url)

@@ -1,0 +1,91 @@
+"""A run's plan, as the controller counts it: positions of groups and numbers of samples, and the rollouts they stand for.
+
+Invariant: a pure function of the configuration and the environment's tasks. Iteration k's own groups are the positions
+(k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
+
+    2 tasks an iteration, group size 2:   2/1  ->  iteration 2, its first task, sample 1
+
+With a window, a step trains on groups of several iterations, so these are called by their iteration, too: `<task_id>@2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.rollouts import Key
+from roundhouse.collection.rounds import round_tasks
+from roundhouse.config.models import RunConfig
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
+from roundhouse.trajectories.records import Rollout
+
+KEPT = 16
+"""Iterations whose plan is kept in memory."""
+
+
+def bound_of(run: Run) -> StalenessBound:
+    """What the run's controller is held to. Version 0, or a fork's first, is evaluated before the plan begins."""
+    config = run.config
+    return StalenessBound(
+        config.asynchrony,
+        groups=config.rollout.tasks,
+        group_size=config.rollout.group_size,
+        iterations=config.iterations,
+        validate_every=config.evaluation.every or 0,
+        first_version=run.first_version,
+        evaluates_first=False,
+    )
+
+
+def generated_in(run: Run, iteration: int) -> Stage:
+    """The stage where an iteration's own rollouts are written: `collect`, or with a window `generate`, from which the collect
+    stage of a step takes the groups that it trains on."""
+    return run.stage(iteration, "generate" if run.config.asynchrony.window > 1 else "collect")
+
+
+class Plan:
+    """See the module's docstring."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._tasks = open_environment(config.environment).tasks("train")
+        self.specs = lru_cache(maxsize=KEPT)(self._specs)
+        """The rollouts of an iteration, groups in order, samples in order."""
+
+    def iteration_of(self, position: int) -> int:
+        return position // self._config.rollout.tasks + 1
+
+    def groups(self, iteration: int) -> tuple[int, ...]:
+        """The positions of an iteration's own groups."""
+        first = (iteration - 1) * self._config.rollout.tasks
+        return tuple(range(first, first + self._config.rollout.tasks))
+
+    def samples(self, position: int) -> Iterator[Key]:
+        """The rollouts of a group."""
+        return ((position, sample) for sample in range(self._config.rollout.group_size))
+
+    def spec(self, key: Key) -> RolloutSpec:
+        """What a rollout of the controller's stands for."""
+        groups, size = self._config.rollout.tasks, self._config.rollout.group_size
+        return self.specs(self.iteration_of(key[0]))[key[0] % groups * size + key[1]]
+
+    def keys(self, iteration: int) -> Iterator[Key]:
+        """The rollouts of an iteration as the controller calls them, in the order of `specs`."""
+        for position in self.groups(iteration):
+            yield from self.samples(position)
+
+    def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
+        """Rollouts of an iteration by their key; what is not of the plan is left out."""
+        found = {rollout.rollout_id: rollout for rollout in rollouts}
+        pairs = zip(self.keys(iteration), self.specs(iteration), strict=True)
+        return {key: found[spec.rollout_id] for key, spec in pairs if spec.rollout_id in found}
+
+    def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
+        rollout = self._config.rollout
+        rows = round_tasks(self._tasks, self._config.seed, iteration, rollout.tasks, 1)
+        mixed = self._config.asynchrony.window > 1
+        return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration, named_by_iteration=mixed))

@@ -1,0 +1,134 @@
+"""A run's controller from the store: its journal, and what the store holds that the journal does not say.
+
+Invariant: whatever was killed when, the controller that comes out of it agrees with the store: its version is the newest
+checkpoint's, a rollout counts as finished exactly when it is on disk with its turns (in a committed collect stage also as
+failed), and nothing runs.
+
+With a window the rollouts lie in generate stages, each committed when steps were decided on for all of its groups: the journal
+says so before, and nothing of it is open any more.
+"""
+
+from __future__ import annotations
+
+from roundhouse.collection import events as happened
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.controller_journal import ControllerJournal
+from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.plan import Plan, bound_of, generated_in
+from roundhouse.collection.recovery import written_rollouts
+from roundhouse.errors import DataError, StoreError
+from roundhouse.stages.skip import skip_of
+from roundhouse.store.run import Run
+from roundhouse.trajectories.records import Rollout, Status
+
+PLACE = "asynchrony"
+"""Of the journal, in the run."""
+
+
+def resume(run: Run, plan: Plan) -> Dispatch:
+    """The dispatch of a run that begins or goes on.
+
+    Raises:
+        StoreError: the journal and the checkpoints are not of one run.
+        DataError: the bound is narrower than that the run began with.
+    """
+    journal, terms = ControllerJournal(run.location / PLACE), bound_of(run)
+    controller = journal.load(terms, ())
+    dispatch = Dispatch(controller, journal)
+    latest = run.latest_checkpoint()
+    newest = run.first_version if latest is None else latest.policy_version
+    _skip_what_was_skipped(run, dispatch, newest)
+    try:
+        dispatch.tell(_restarted(run, plan, controller, newest))
+    except DataError as error:
+        raise StoreError(
+            f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
+            f"--set resume.path={run.checkpoint(newest).location.uri} --set run_id=<name>."
+        ) from error
+    _forget_what_is_lost(run, plan, controller, dispatch)
+    dispatch.record(keep_state=True)
+    return dispatch
+
+
+def catch_up(run: Run, dispatch: Dispatch, version: int) -> None:
+    """Tell of iterations up to `version` that were skipped, which the controller did not hear of."""
+    with dispatch:
+        _skip_what_was_skipped(run, dispatch, version)
+
+
+def oldest_version(rollout: Rollout) -> int:
+    """Of its tokens."""
+    return min(turn.policy_version for turn in rollout.turns)
+
+
+def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
+    while dispatch.controller.version < version:
+        skipped = dispatch.controller.version + 1
+        if (skip := skip_of(run, skipped)) is None:
+            return
+        dispatch.tell(happened.IterationSkipped(skipped, skip.code))
+
+
+def _restarted(run: Run, plan: Plan, controller: Controller, version: int) -> happened.Restarted:
+    finished: list[tuple[int, int, int]] = []
+    failed: list[tuple[int, int]] = []
+    for iteration in _open_iterations(controller, version):
+        stage = generated_in(run, iteration)
+        committed = stage.reference() is not None
+        if committed and controller.terms.chooses:
+            continue
+        for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items():
+            if rollout.status is not Status.FAILED and rollout.turns:
+                finished.append((*key, oldest_version(rollout)))
+            elif committed:
+                failed.append(key)
+    return happened.Restarted(version, tuple(finished), ((ENGINE, None),), tuple(failed))
+
+
+def _forget_what_is_lost(run: Run, plan: Plan, controller: Controller, dispatch: Dispatch) -> None:
+    """Roll out again what the controller was told of and the store does not hold; in an open stage also what had failed."""
+    for iteration in _open_iterations(controller, controller.version):
+        stage = generated_in(run, iteration)
+        if stage.reference() is not None:
+            continue
+        there = {
+            key
+            for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items()
+            if rollout.status is not Status.FAILED and rollout.turns
+        }
+        forget(controller, dispatch, plan, iteration, there)
+
+
+def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: int, kept: set[tuple[int, int]]) -> None:
+    """Begin again the rollouts of an iteration that have an outcome and are not among those that are kept. What a step was
+    decided on stays."""
+    with dispatch:
+        for position, sample in plan.keys(iteration):
+            group = controller.rollouts.groups.get(position)
+            if group is None or controller.has_decided(position) or (position, sample) in kept:
+                continue
+            if sample in group.failed:
+                dispatch.tell(happened.RolloutEvicted(position, sample, "failed"))
+            elif sample in group.versions:
+                dispatch.tell(happened.RolloutEvicted(position, sample, "lost"))
+
+
+def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
+    """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
+    groups, rollouts = controller.terms.groups, controller.rollouts
+    begun = {position // groups + 1 for position in rollouts.groups}
+    if controller.terms.chooses:  # a stage can be behind a step that took the last of its groups
+        begun |= {position // groups + 1 for position in rollouts.trained_ahead}
+        iteration = rollouts.head // groups
+        while iteration > run.first_version and generated_in(run, iteration).reference() is None:
+            begun.add(iteration)
+            iteration -= 1
+    return [iteration for iteration in sorted(begun) if generated_in(run, iteration).reference() is None]
+
+
+def _open_iterations(controller: Controller, version: int) -> range:
+    """Those that may have rollouts and have not been trained."""
+    terms = controller.terms
+    first = controller.rollouts.head // terms.groups if terms.chooses else version
+    last = version + 1 + terms.start_lag
+    return range(first + 1, min(last, terms.iterations) + 1)

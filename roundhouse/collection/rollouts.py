@@ -1,0 +1,234 @@
+"""Which rollouts of the plan wait, run, have ended and were trained.
+
+Invariant: each rollout of the plan is in exactly one place: not begun (at or after `cursor`), to be repeated (`again`),
+running, or an outcome of its group; and an untrained group leaves only by being trained, whole, once.
+
+    cursor = 5, group size 2:   0/0 0/1 1/0 1/1 2/0 | 2/1 3/0 …
+                                begun                 not begun
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.errors import DataError
+
+Key = tuple[int, int]
+"""(position, sample)."""
+
+
+@dataclass(slots=True)
+class Group:
+    """A group of which a rollout has begun."""
+
+    versions: dict[int, int] = field(default_factory=dict)
+    """Of each finished sample, the oldest version of its tokens."""
+    failed: set[int] = field(default_factory=set)
+    """Samples that failed for good."""
+
+    def outcomes(self) -> int:
+        return len(self.versions) + len(self.failed)
+
+
+@dataclass(slots=True)
+class RunningRollout:
+    """An attempt in a replica's slot."""
+
+    replica: str
+    version: int
+    """The oldest that its tokens can have."""
+
+
+class Rollouts:
+    """See the module's docstring."""
+
+    def __init__(self, terms: StalenessBound) -> None:
+        self.terms = terms
+        self.cursor = terms.first_version * terms.groups * terms.group_size
+        self.again: list[Key] = []
+        """A heap: what is to be begun again, oldest group first."""
+        self.attempts: dict[Key, int] = {}
+        """Attempts begun, of rollouts with more than one, until their group is trained."""
+        self.running: dict[Key, RunningRollout] = {}
+        self.groups: dict[int, Group] = {}
+        """Begun and untrained, by position."""
+        self.complete: set[int] = set()
+        """Positions of groups whose every rollout has an outcome."""
+        self.complete_of: dict[int, int] = {}
+        """The same, counted by the iteration they belong to."""
+        self.head = terms.first_version * terms.groups
+        """The oldest untrained position."""
+        self.trained_ahead: set[int] = set()
+        """Trained positions above `head`."""
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether this rollout is finished, and its group untrained."""
+        return key[0] in self.groups and key[1] in self.groups[key[0]].versions
+
+    def next(self) -> Key | None:
+        """What begins next; None at the plan's end."""
+        if self.again:
+            return self.again[0]
+        if self.cursor == self.terms.total * self.terms.group_size:
+            return None
+        return divmod(self.cursor, self.terms.group_size)
+
+    def attempt_of(self, key: Key) -> int:
+        """Number of the attempt that runs, or ran last."""
+        return self.attempts.get(key, 1)
+
+    def begin(self, key: Key, attempt: int, replica: str, version: int) -> None:
+        if key != self.next() or attempt != (self.attempts.get(key, 1)):
+            raise DataError(f"Attempt {attempt} at rollout {_name(key)} began, but {self.next()} is next. {_TELL}")
+        if self.again:
+            heapq.heappop(self.again)
+        else:
+            self.cursor += 1
+            if key[0] not in self.groups:
+                self.groups[key[0]] = Group()
+        self.running[key] = RunningRollout(replica, version)
+
+    def finish(self, key: Key, attempt: int) -> RunningRollout:
+        """The attempt's outcome is there."""
+        running = self._ended(key, attempt)
+        self.groups[key[0]].versions[key[1]] = running.version
+        self._count(key[0])
+        return running
+
+    def fail(self, key: Key, attempt: int, final: bool) -> RunningRollout:
+        """The attempt has failed; unless it was the last, the rollout is begun again."""
+        running = self._ended(key, attempt)
+        if final:
+            self.groups[key[0]].failed.add(key[1])
+            self._count(key[0])
+        else:
+            self._repeat(key)
+        return running
+
+    def evict(self, key: Key) -> RunningRollout | None:
+        """Forget what a rollout brought, or is bringing, and begin it again."""
+        group = self.groups.get(key[0])
+        if key in self.running:
+            running = self.running.pop(key)
+            self._repeat(key)
+            return running
+        if group is None or (key[1] not in group.versions and key[1] not in group.failed):
+            raise DataError(f"Rollout {_name(key)} cannot be evicted: it is not in the pool. {_TELL}")
+        if key[0] in self.complete:
+            self.complete.discard(key[0])
+            self.complete_of[key[0] // self.terms.groups] -= 1
+        group.versions.pop(key[1], None)
+        group.failed.discard(key[1])
+        self._repeat(key)
+        return None
+
+    def abandon(self, key: Key) -> None:
+        """Its replica is gone or has lost its weights."""
+        del self.running[key]
+        self._repeat(key)
+
+    def adopt(self, key: Key, version: int | None) -> None:
+        """Count a rollout as finished, or without a version as failed, that is in the store although no event told of it."""
+        index = key[0] * self.terms.group_size + key[1]
+        while self.cursor <= index:
+            begun = divmod(self.cursor, self.terms.group_size)
+            self.groups.setdefault(begun[0], Group())
+            heapq.heappush(self.again, begun)
+            self.cursor += 1
+        group = self.groups.get(key[0])
+        if key not in self.again or group is None:
+            return  # its event was not lost after all
+        self.again.remove(key)
+        heapq.heapify(self.again)
+        if version is None:
+            group.failed.add(key[1])
+        else:
+            group.versions[key[1]] = version
+        self._count(key[0])
+
+    def train(self, positions: tuple[int, ...]) -> None:
+        """These groups have been trained on."""
+        for position in positions:
+            group = self.groups.pop(position)
+            for sample in (*group.versions, *group.failed):
+                self.attempts.pop((position, sample), None)
+            self.complete.discard(position)
+            self.complete_of[position // self.terms.groups] -= 1
+        self._leave(positions)
+
+    def _leave(self, positions: tuple[int, ...]) -> None:
+        self.trained_ahead.update(positions)
+        while self.head in self.trained_ahead:
+            self.trained_ahead.discard(self.head)
+            self.head += 1
+        self.complete_of = {iteration: count for iteration, count in self.complete_of.items() if count}
+
+    def has_left(self, position: int) -> bool:
+        """Whether this group was trained on or dropped."""
+        return position < self.head or position in self.trained_ahead
+
+    def oldest(self) -> tuple[int, ...]:
+        """The positions of the oldest untrained groups, as many as a step trains on."""
+        found: list[int] = []
+        position = self.head
+        while len(found) < self.terms.groups:
+            if not self.has_left(position):
+                found.append(position)
+            position += 1
+        return tuple(found)
+
+    def drop(self, positions: tuple[int, ...]) -> None:
+        """These groups will not be trained on, whatever has become of them: the oldest ones, or complete ones."""
+        dropped = set(positions)
+        self.cursor = max(self.cursor, (max(positions) + 1) * self.terms.group_size)
+        self.again = [key for key in self.again if key[0] not in dropped]
+        heapq.heapify(self.again)
+        self.running = {key: running for key, running in self.running.items() if key[0] not in dropped}
+        self.attempts = {key: count for key, count in self.attempts.items() if key[0] not in dropped}
+        for position in positions:
+            if position in self.complete:
+                self.complete.discard(position)
+                self.complete_of[position // self.terms.groups] -= 1
+            self.groups.pop(position, None)
+        self._leave(positions)
+
+    def batch(self) -> tuple[int, ...] | None:
+        """The positions that the next step trains on, by the rule of `terms.py`; None while they are not complete."""
+        size, window = self.terms.groups, self.terms.asynchrony.window
+        if len(self.complete) < size:
+            return None
+        if window == 1:
+            own = self.complete_of.get(self.head // size, 0) == size
+            return tuple(range(self.head, self.head + size)) if own else None
+        candidates: list[int] = []
+        position = self.head
+        while position < self.terms.total and (position < self.head + window or len(candidates) < size):
+            if not self.has_left(position):
+                candidates.append(position)
+            position += 1
+        ready = [position for position in candidates if position in self.complete][:size]
+        return tuple(ready) if len(ready) == size else None
+
+    def _ended(self, key: Key, attempt: int) -> RunningRollout:
+        if key not in self.running or attempt != self.attempt_of(key):
+            raise DataError(f"Attempt {attempt} at rollout {_name(key)} ended, but it does not run. {_TELL}")
+        return self.running.pop(key)
+
+    def _repeat(self, key: Key) -> None:
+        self.attempts[key] = self.attempt_of(key) + 1
+        heapq.heappush(self.again, key)
+
+    def _count(self, position: int) -> None:
+        if self.groups[position].outcomes() == self.terms.group_size:
+            self.complete.add(position)
+            iteration = position // self.terms.groups
+            self.complete_of[iteration] = self.complete_of.get(iteration, 0) + 1
+
+
+_TELL = "It is the word of an attempt that was given up, or told twice: drop it."
+
+
+def _name(key: Key) -> str:
+    return f"{key[0]}/{key[1]}"

@@ -1,0 +1,162 @@
+"""The worker of one shard: `python -m roundhouse.collection.shard_worker --spec <URI of spec.json>`.
+
+Invariant: it depends on nothing but its spec, the engine and the environment that this names, and its environment variables,
+where secrets are. What it finished lies in the store, also when it is killed; told to end (SIGTERM), it writes that down.
+Its report is written last. The exit codes are those of `roundhouse.training.service.border`.
+
+A line for each second in which something moved tells whoever waits how far it is: `s0001of0004: 12 of 40 rollouts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from roundhouse.collection.parts import Parts
+from roundhouse.collection.shard_spec import REPORT, ShardReport, ShardSpec
+from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.health.activity import ACTIVITY
+from roundhouse.health.taxonomy import typed
+from roundhouse.progress import logger as announcements
+from roundhouse.stages.collect import collect_into
+from roundhouse.store.location import Location
+from roundhouse.store.stage import Stage
+from roundhouse.training.service.border import exit_code, read_spec, tell_error
+from roundhouse.training.service.exit_codes import EXIT_CODES
+from roundhouse.trajectories.ledger import Ledger
+
+TELL_SECONDS = 1.0
+_LINE = re.compile(r"s\d{4,}of\d{4,}: (\d+) of \d+ rollouts")
+
+Say = Callable[[str], None]
+
+
+def finished_in(line: str) -> int | None:
+    """How many rollouts are finished, where a line tells that."""
+    found = _LINE.fullmatch(line)
+    return None if found is None else int(found[1])
+
+
+def carry_out(path: str, say: Say) -> int:
+    """Collect the shard of the spec at `path`; the exit code. `say` is given the lines that tell how far it is."""
+    place: str | None = None
+    try:
+        spec = read_spec(ShardSpec, path, "shard of a collection")
+        place = spec.place
+        report = collect_shard(spec, say)
+        Location(place).write(REPORT, report.model_dump_json().encode())
+    except Exception as error:  # the process's border
+        known = typed(error)
+        if not isinstance(known, RoundhouseError):
+            raise
+        tell_error(place, known)
+        return exit_code(known)
+    return 0
+
+
+def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
+    """Collect what is missing of a shard."""
+    shard, version = spec.shard(), spec.provenance.policy_version
+    stage = Stage(Location(spec.stage), kind=spec.kind, run_id=spec.config.run_id, iteration=spec.iteration)
+    parts = Parts(stage.join(spec.provenance, spec.attempt, shard.label), version, spec.oldest_version, shard)
+    finished = 0
+
+    def on_progress(count: int, _: int) -> None:
+        nonlocal finished
+        finished = count
+
+    with _telling(lambda: say(f"{shard.label}: {finished} of {len(shard.specs)} rollouts")):
+        collected = collect_into(
+            parts,
+            shard.specs,
+            spec.config,
+            spec.sampling,
+            spec.engine_url,
+            on_progress,
+            on_policy=spec.on_policy,
+            engine_version=spec.began_on,
+        )
+    return ShardReport(
+        attempt=spec.attempt,
+        files=parts.settle(collected.rollouts),
+        ledger=Ledger.from_rollouts(collected.rollouts, requested=len(shard.specs)),
+        resumptions=parts.journal.resumptions.details(),
+        seconds=collected.window_seconds,
+        cpu_seconds=round(_cpu_seconds(), 3),
+        max_rss_mib=round(_max_rss_mib(), 1),
+    )
+
+
+@contextmanager
+def _telling(tell: Callable[[], None]) -> Iterator[None]:
+    """Tell each second in which something in the block moved, and at its end."""
+    ended = threading.Event()
+    with ACTIVITY.track("collect", "shard") as token:
+
+        def look() -> None:
+            while not ended.wait(TELL_SECONDS):
+                if ACTIVITY.silent_seconds(token) < TELL_SECONDS:
+                    tell()
+
+        thread = threading.Thread(target=look, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(TELL_SECONDS)
+            tell()
+
+
+def _cpu_seconds() -> float:
+    """Of this process since its start, and of those that it has waited for, such as sandboxes."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _max_rss_mib() -> float:
+    """Of this process. Linux hands `ru_maxrss` on to a child, so what the parent had would count."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def _end(*_: object) -> None:
+    """asyncio ends its work in good order at the first SIGINT, and at once at the second. A parent that dies with several
+    threads sends SIGTERM several times."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m roundhouse.collection.shard_worker")
+    parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see ShardSpec")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING)
+    announcements.propagate = False  # one a rollout: who waits hears the lines of `_telling` instead
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started it may have turned that off
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        return carry_out(options.spec, _say)
+    except KeyboardInterrupt:
+        sys.stderr.write("The shard was told to end. What it had finished is in the store.\n")
+        return EXIT_CODES[InfraError]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

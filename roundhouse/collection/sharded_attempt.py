@@ -1,0 +1,260 @@
+"""An attempt at a collect stage that is made by shards: what their workers are given, and what they leave as one manifest.
+
+Invariant: what is committed is each planned rollout once, whoever collected it. What a shard's report tells is held against the
+plan and against the files that it names before it counts; a worker's CPU seconds are charged once, to the attempt that it
+worked for.
+
+    shard ── task ──> worker ── report ──> outcome ── take ──┐
+    shard ── left_before: its report of an earlier attempt ──┼── commit: one manifest
+    shard ── taken_over: only its rollouts are there ────────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from roundhouse.collection.shard_spec import REPORT, ShardReport, ShardSpec, planned_groups
+from roundhouse.collection.shard_workers import ShardTask
+from roundhouse.collection.shards import Shard
+from roundhouse.config.distribution import Shards, Together
+from roundhouse.config.models import Sampling
+from roundhouse.errors import InfraError, StoreError
+from roundhouse.rollout.journal import ResumptionCounts
+from roundhouse.rollout.plan import reorder
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import FileEntry, Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import WRITERS, Stage, read_entry
+from roundhouse.trajectories.ledger import Ledger, LedgerError
+from roundhouse.trajectories.outlines import outlines_from_tables
+from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShardOutcome:
+    """A shard that is whole."""
+
+    label: str
+    report: ShardReport
+    rollouts: list[Rollout]
+    """Outlines, in the plan's order."""
+    fresh: bool
+    """A worker of this attempt made it."""
+
+    def details(self) -> dict[str, Any]:
+        """For the manifest."""
+        shown = self.report.model_dump(include={"attempt", "seconds", "cpu_seconds", "max_rss_mib"})
+        return {"shard": self.label, **self.report.ledger.counts(), **shown}
+
+
+class ShardedAttempt:
+    """See the module's docstring."""
+
+    def __init__(self, run: Run, stage: Stage, policy_version: int, oldest_version: int | None = None) -> None:
+        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on."""
+        distribution = run.config.rollout.distribution
+        assert isinstance(distribution, Shards), "who collects together needs no shards"
+        self.run = run
+        self.distribution = distribution
+        self.lost = 0
+        """Workers that were."""
+        self._stage = stage
+        self._oldest_version = oldest_version
+        self._attempt = run.begin(stage, policy_version=policy_version)
+        self._outcomes: list[ShardOutcome] = []
+        self._cost: dict[str, float] = {}
+
+    def task(
+        self,
+        shard: Shard,
+        sampling: Sampling,
+        engine_url: str,
+        concurrency: int | None,
+        *,
+        on_policy: bool = True,
+        round_number: int = 1,
+    ) -> ShardTask:
+        """What a worker of this shard is given. Another attempt finds what was left for the same shard."""
+        config, provenance = self.run.config, self._attempt.provenance
+        depends = f"{self.run.uid} {provenance.policy_version} {sampling} {on_policy} {shard.digest()}"
+        name = f"{shard.label}-{round_number}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
+        place = self._stage.location / WRITERS / name
+        rollout = config.rollout.model_copy(update={"concurrency": concurrency, "distribution": Together()})
+        spec = ShardSpec(
+            config=config.model_copy(update={"rollout": rollout}),
+            sampling=sampling,
+            on_policy=on_policy,
+            engine_url=engine_url,
+            provenance=provenance,
+            oldest_version=self._oldest_version,
+            stage=self._stage.location.uri,
+            kind=self._stage.kind,
+            iteration=self._stage.iteration,
+            attempt=self._attempt.number,
+            number=shard.number,
+            count=shard.count,
+            groups=planned_groups(shard),
+            place=place.uri,
+        )
+        return ShardTask(spec, shard.label, _digest(place))
+
+    def left_before(self, shard: Shard, task: ShardTask, is_settled: bool = False) -> ShardOutcome | None:
+        """What a worker of an earlier attempt left whole; with failed rollouts only where nothing is to be made any more."""
+        if not task.after or (report := _read_report(task.place)) is None:
+            return None
+        if report.ledger.failed and not is_settled:
+            return None
+        try:
+            return self._checked(shard, report, fresh=False)
+        except StoreError as error:
+            if isinstance(error, InfraError):
+                raise
+            log.warning("%s is collected again: %s", shard.label, error)
+            return None
+
+    def taken_over(self, shard: Shard, written: Mapping[str, Rollout], is_settled: bool = False) -> ShardOutcome | None:
+        """The shard from rollouts by id that are in the store without a report: they are written again, as its worker would.
+        None when one is missing or failed; where nothing is to be made any more, only when all are missing."""
+        found = [written[spec.rollout_id] for spec in shard.specs if spec.rollout_id in written]
+        lacks = len(found) < len(shard.specs) or any(rollout.status is Status.FAILED for rollout in found)
+        if not found or (lacks and not is_settled):
+            return None
+        writer = self._stage.join(self._attempt.provenance, self._attempt.number, shard.label)
+        turns, rollouts = turns_table(found), rollouts_table(found)
+        report = ShardReport(
+            attempt=self._attempt.number,
+            files=[writer.write_table("turns", turns), writer.write_table("rollouts", rollouts)],
+            ledger=Ledger.from_rollouts(found, requested=len(found)),
+            resumptions=ResumptionCounts().details(),
+            seconds=0.0,
+            cpu_seconds=0.0,
+            max_rss_mib=0.0,
+        )
+        return ShardOutcome(shard.label, report, outlines_from_tables(rollouts, turns), fresh=False)
+
+    def outcome(self, shard: Shard, task: ShardTask) -> ShardOutcome:
+        """What a worker left.
+
+        Raises:
+            InfraError: it left no report.
+            StoreError, ReorderError, LedgerError: see `_checked`.
+        """
+        report = _read_report(task.place)
+        if report is None:
+            raise InfraError(f"The worker of {task.label} ended well, but {task.place.uri} has no whole report of it.")
+        return self._checked(shard, report, fresh=True)
+
+    def take(self, outcomes: Sequence[ShardOutcome]) -> None:
+        """Make the shards' files the attempt's, and their costs too."""
+        for outcome in outcomes:
+            for entry in outcome.report.files:
+                self._attempt.adopt(FileEntry.model_validate(entry))
+            if outcome.fresh:
+                self._attempt.charge(outcome.report.cpu_seconds)
+        self._outcomes += outcomes
+
+    def spend(self, cost: Mapping[str, float]) -> None:
+        """Count what workers cost whoever waits for them (`Workers.metrics`)."""
+        for name, value in cost.items():
+            self._cost[name] = self._cost.get(name, 0.0) + value
+
+    def charge(self, cpu_seconds: float) -> None:
+        """Count CPU seconds of threads that worked for this attempt beside its own (`roundhouse.store.cpu`)."""
+        self._attempt.charge(cpu_seconds)
+
+    def metrics(self) -> dict[str, float]:
+        reports = [outcome.report for outcome in self._outcomes]
+        return self._resumptions().metrics() | {
+            "rollout/shards": float(len(reports)),
+            "rollout/shards_lost": float(self.lost),
+            "rollout/shard_cpu_seconds": sum(report.cpu_seconds for report in reports),
+            **{f"rollout/{name}": value for name, value in self._cost.items()},
+        }
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference],
+        counts: dict[str, int],
+        metrics: dict[str, float],
+        details: dict[str, Any],
+    ) -> Reference:
+        """Make the stage complete with all that was taken."""
+        told = {
+            "resumptions": self._resumptions().details(),
+            "distribution": {
+                "kind": self.distribution.model_dump()["kind"],
+                "shards": [outcome.details() for outcome in self._outcomes],
+            },
+        }
+        reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | told)
+        self._clean()
+        return reference
+
+    def _checked(self, shard: Shard, report: ShardReport, *, fresh: bool) -> ShardOutcome:
+        """The outcome that a report tells, held against the plan and against the files that it names.
+
+        Raises:
+            StoreError: a file is gone or damaged.
+            ReorderError, LedgerError: they hold other rollouts.
+        """
+        rollouts = outlines_from_tables(self._table(report, "rollouts"), self._table(report, "turns"))
+        index = {spec.rollout_id: place for place, spec in enumerate(shard.specs)}
+        ordered = reorder(((index.get(rollout.rollout_id, -1), rollout) for rollout in rollouts), len(index))
+        if (counted := Ledger.from_rollouts(ordered, requested=len(shard.specs))) != report.ledger:
+            raise LedgerError(f"{shard.label}: its report counts {report.ledger!r}, its files hold {counted!r}.")
+        return ShardOutcome(shard.label, report, ordered, fresh)
+
+    def _table(self, report: ShardReport, dataset: str) -> pa.Table:
+        entries = [entry for entry in report.files if entry.path.startswith(f"{dataset}-")]
+        tables = [pq.read_table(io.BytesIO(read_entry(self._stage.location, entry))) for entry in entries]
+        if not tables:
+            raise StoreError(f"The report of a shard of {self._stage.location.uri} names no {dataset}.")
+        return pa.concat_tables(tables)
+
+    def _resumptions(self) -> ResumptionCounts:
+        counts = ResumptionCounts()
+        for outcome in self._outcomes:
+            told = outcome.report.resumptions
+            counts.rollouts_resumed += told["rollouts_resumed"]
+            counts.turns_resumed += told["turns_resumed"]
+            counts.rollouts_restarted.update(told["rollouts_restarted"])
+        return counts
+
+    def _clean(self) -> None:
+        """What workers left for one another has served."""
+        location = self._stage.location
+        try:
+            for name in location.names():
+                if name.startswith("journal-"):
+                    location.delete(name)
+            (location / WRITERS).delete_tree()
+        except StoreError as error:  # the stage is complete all the same, and `roundhouse store gc` finds the rest
+            log.warning("Parts that have served stay: %s", error)
+
+
+def _read_report(place: Location) -> ShardReport | None:
+    try:
+        return ShardReport.model_validate_json(place.read(REPORT))
+    except (NotFound, ValidationError):
+        return None
+
+
+def _digest(place: Location) -> str:
+    """Of the report that lies there; empty without one."""
+    try:
+        return hashlib.sha256(place.read(REPORT)).hexdigest()
+    except NotFound:
+        return ""

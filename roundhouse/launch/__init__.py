@@ -1,0 +1,1 @@
+"""Work that runs elsewhere: in a process of its own."""

@@ -1,0 +1,302 @@
+"""A run in virtual time: an event queue around the real controller and the real pool.
+
+Invariant: the controller hears nothing but the events that a real run would tell it, and what is trained on comes out of the
+pool with the versions that the simulated engine recorded, not those that the controller foresaw; a batch over the bound, or one
+that is not whole, ends the simulation with an error. Time passes only between events; nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from roundhouse.collection import events as happened
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.decisions import Continue
+from roundhouse.collection.events import Event
+from roundhouse.collection.pool import Put, TrajectoryPool
+from roundhouse.collection.rollouts import Key
+from roundhouse.collection.stores import Trajectory
+from roundhouse.config.simulation import Scenario
+from roundhouse.errors import DataError
+from roundhouse.simulation.chance import draw_rollouts, stream, uniform
+from roundhouse.simulation.engine import SimulatedReplica, Slot
+from roundhouse.trajectories.records import Rollout, Status, Turn
+
+Happening = Callable[..., list[str] | None]
+"""Lets something happen; returns the replicas that are to be looked at again, None when it did not happen after all."""
+
+
+@dataclass
+class SimulationResult:
+    """What came of a simulated run."""
+
+    seconds: float
+    iterations: int
+    trainer_busy_seconds: float
+    slot_seconds: float
+    """Slots times the time that their replicas were there."""
+    busy_slot_seconds: float
+    paused_slot_seconds: float
+    discarded_slot_seconds: float
+    """Spent on attempts that were not trained on."""
+    discarded: Counter[str]
+    """Attempts that were not trained on, by reason."""
+    ages: Counter[int]
+    """Rollouts trained on, by age at their oldest token."""
+    failed: int
+    """Rollouts on record as failed."""
+    ended_at: list[float] = field(default_factory=list)
+    """When each version was there."""
+    journal: list[Event] = field(default_factory=list)
+
+    @property
+    def iterations_per_hour(self) -> float:
+        return 3600 * self.iterations / self.seconds
+
+    @property
+    def trainer_wait(self) -> float:
+        return 1 - self.trainer_busy_seconds / self.seconds
+
+    @property
+    def engine_idle(self) -> float:
+        """Share of slot time in which nothing was generated."""
+        return 1 - self.busy_slot_seconds / self.slot_seconds if self.slot_seconds else 0.0
+
+    @property
+    def mean_age(self) -> float:
+        return sum(age * count for age, count in self.ages.items()) / max(1, self.ages.total())
+
+    @property
+    def discarded_share(self) -> float:
+        spent = self.busy_slot_seconds + self.paused_slot_seconds
+        return self.discarded_slot_seconds / spent if spent else 0.0
+
+
+class Simulation:
+    """See the module's docstring."""
+
+    def __init__(self, scenario: Scenario, *, keep_journal: bool = False) -> None:
+        self.scenario = scenario
+        self.terms = StalenessBound(
+            scenario.asynchrony, scenario.groups, scenario.group_size, scenario.iterations, scenario.evaluate_every
+        )
+        engine = scenario.engine
+        names = [f"replica-{number:04d}" for number in range(engine.replicas)]
+        self.controller = Controller(self.terms, names)
+        self.pool = TrajectoryPool(
+            ("group_id",),
+            scenario.group_size,
+            batch_size=scenario.groups * scenario.group_size,
+            staleness=scenario.asynchrony.staleness,
+        )
+        self.replicas = {name: SimulatedReplica(name, engine) for name in names}
+        lengths, refit, train, faults, losses = np.random.default_rng(scenario.seed).spawn(5)
+        self._lengths = draw_rollouts(
+            scenario.rollout, lengths, scenario.iterations, scenario.groups * scenario.group_size
+        ).tolist()
+        self._refit = stream(engine.refit_seconds, refit)
+        self._train = stream(scenario.trainer.seconds, train)
+        self._faults = uniform(faults)
+        self._losses = losses
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
+        self._count = 0
+        self._hungry = dict.fromkeys(names)
+        """Replicas with a free slot that were told to wait, in order."""
+        self._born = dict.fromkeys(names, 0.0)
+        """When each replica came."""
+        self._foreseen: dict[str, int] = {}
+        """Serial number of what was last foreseen for each replica."""
+        self._keep_journal = keep_journal
+        self.outcome = SimulationResult(0.0, scenario.iterations, 0.0, 0.0, 0.0, 0.0, 0.0, Counter(), Counter(), 0)
+
+    def run(self) -> SimulationResult:
+        """Simulate until the last version is in the store.
+
+        Raises:
+            DataError: the controller and the pool broke a promise. It is a defect of theirs.
+        """
+        for name in self.replicas:
+            self._foresee_loss(name)
+        self._settle(list(self.replicas))
+        while not self.controller.finished:
+            if not self._queue:
+                raise DataError(f"Nothing can happen any more at version {self.controller.version}: a deadlock.")
+            self.now, _, happens, subject = heapq.heappop(self._queue)
+            if (changed := happens(*subject)) is not None:
+                self._settle(changed)
+        return self._close()
+
+    # What happens
+
+    def _on_end(self, name: str, life: int, serial: int) -> list[str] | None:
+        replica = self.replicas.get(name)
+        if replica is None or (replica.life, self._foreseen[name]) != (life, serial):
+            return None  # something else happened to it meanwhile
+        key, slot = replica.end(self.now)
+        if next(self._faults) < self.scenario.faults.rollout:
+            self._fail(key, slot)
+        elif (answer := self.pool.put(self._trajectory(key, slot))).word is not Put.SUCCESS:
+            raise DataError(f"Rollout {key} of versions {slot.versions} was refused by the pool: {answer.reason}.")
+        else:
+            self._tell(happened.RolloutFinished(*key, slot.attempt))
+        return [name]
+
+    def _fail(self, key: Key, slot: Slot) -> None:
+        final = slot.attempt >= self.scenario.faults.attempts
+        self.outcome.discarded["failed"] += 1
+        self.outcome.discarded_slot_seconds += self.now - slot.began
+        self.outcome.failed += final
+        self._tell(happened.RolloutFailed(*key, slot.attempt, "planted", final))
+
+    def _on_trained(self) -> list[str]:
+        self._tell(happened.TrainingFinished(self.controller.version + 1))
+        self.outcome.ended_at.append(self.now)
+        return list(self.replicas)
+
+    def _on_training_failed(self) -> list[str]:
+        self._tell(happened.TrainingFailed(self.controller.version + 1, "planted"))
+        return []
+
+    def _on_transferred(self, name: str, life: int, version: int) -> list[str] | None:
+        replica = self.replicas.get(name)
+        if replica is None or replica.life != life:
+            return None
+        if next(self._faults) < self.scenario.faults.transfer:
+            self._clear(replica, "transfer failed")
+            self._tell(happened.TransferFailed(name, "planted"))
+        else:
+            replica.resume(self.now, version)
+            self._tell(happened.TransferFinished(name, version))
+        return [*self._hungry, name] if self.terms.barrier else [name]
+
+    def _on_evaluated(self, version: int) -> list[str]:
+        self._tell(happened.ValidationEnded(version))
+        return list(self.replicas)
+
+    def _on_lost(self, name: str) -> list[str]:
+        replica = self.replicas.pop(name)
+        self._clear(replica, "replica lost")
+        self._account(replica)
+        self._hungry.pop(name, None)
+        self._tell(happened.ReplicaLost(name, "planted"))
+        self._later(self.scenario.faults.replica_return_seconds, self._on_joined, name, replica.life)
+        return list(self._hungry)
+
+    def _on_joined(self, name: str, life: int) -> list[str]:
+        self.replicas[name] = SimulatedReplica(name, self.scenario.engine, life=life, _clock=self.now)
+        self._born[name] = self.now
+        self._tell(happened.ReplicaJoined(name))
+        self._foresee_loss(name)
+        return [name]
+
+    # What is done about it
+
+    def _settle(self, changed: list[str]) -> None:
+        """Carry out every decision that the last event led to."""
+        self._start_training()
+        if (validate := self.controller.validation()) is not None:
+            self._tell(happened.ValidationStarted(validate.version))
+            self._later(self.scenario.evaluation_seconds, self._on_evaluated, validate.version)
+        for name in changed:
+            self._start_transfer(name)
+        for name in dict.fromkeys([*changed, *self._hungry]) if self.controller.rollouts.again else changed:
+            self._fill(name)
+
+    def _start_training(self) -> None:
+        train = self.controller.training()
+        if train is None:
+            return
+        self._tell(happened.TrainingStarted(train.iteration, train.groups))
+        seconds = next(self._train)
+        self.outcome.trainer_busy_seconds += seconds
+        if next(self._faults) < self.scenario.faults.training:
+            self._later(seconds, self._on_training_failed)
+            return
+        self._later(seconds, self._on_trained)
+        self._check_batch(train.iteration, train.groups)
+
+    def _check_batch(self, iteration: int, groups: tuple[int, ...]) -> None:
+        scenario = self.scenario
+        batch = self.pool.take((position // scenario.groups + 1, str(position)) for position in groups)
+        ages = Counter(iteration - 1 - min(trajectory.versions) for trajectory in batch.trajectories)
+        if ages and not 0 <= min(ages) <= max(ages) <= scenario.asynchrony.staleness:
+            raise DataError(
+                f"Iteration {iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
+            )
+        failed = sum(len(self.controller.rollouts.groups[position].failed) for position in groups)
+        if len(batch) + failed != len(groups) * scenario.group_size:
+            raise DataError(f"The batch of iteration {iteration} has {len(batch)} rollouts and {failed} failed ones.")
+        self.outcome.ages += ages
+
+    def _start_transfer(self, name: str) -> None:
+        if name not in self.replicas or (transfer := self.controller.transfer(name)) is None:
+            return
+        replica = self.replicas[name]
+        replica.pause(self.now)
+        self._tell(happened.TransferStarted(name, transfer.version))
+        self._later(next(self._refit), self._on_transferred, name, replica.life, transfer.version)
+
+    def _fill(self, name: str) -> None:
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        self._hungry.pop(name, None)
+        for _ in range(replica.free):
+            answer = self.controller.admission(name)
+            if not isinstance(answer, Continue):
+                self._hungry[name] = None
+                break
+            key = (answer.position, answer.sample)
+            self._tell(happened.RolloutStarted(*key, answer.attempt, name))
+            replica.begin(self.now, key, answer.attempt, self._lengths[key[0] * self.scenario.group_size + key[1]])
+        self._foreseen[name] = self._foreseen.get(name, 0) + 1
+        if (end := replica.next_end(self.now)) is not None:
+            self._later(end - self.now, self._on_end, name, replica.life, self._foreseen[name])
+
+    def _clear(self, replica: SimulatedReplica, reason: str) -> None:
+        self.outcome.discarded[reason] += len(replica.slots)
+        self.outcome.discarded_slot_seconds += replica.clear(self.now)
+
+    def _foresee_loss(self, name: str) -> None:
+        if (hours := self.scenario.faults.replica_hours) is not None:
+            self._later(float(self._losses.exponential(3600 * hours)), self._on_lost, name)
+
+    def _trajectory(self, key: Key, slot: Slot) -> Trajectory:
+        turns = [Turn(n, n - 1 if n else None, [], 0, "", [], [], v, "stop", 0.0) for n, v in enumerate(slot.versions)]
+        rollout = Rollout(str(key[0]), key[1], {}, "simulated", Status.COMPLETED, slot.attempt, reward=0.0, turns=turns)
+        return Trajectory(rollout, key[0] // self.scenario.groups + 1)
+
+    def _tell(self, event: Event) -> None:
+        self.controller.apply(event)
+        if self._keep_journal:
+            self.outcome.journal.append(event)
+
+    def _later(self, seconds: float, happens: Happening, *subject: Any) -> None:
+        self._count += 1  # of equal times, the first foreseen is first
+        heapq.heappush(self._queue, (self.now + seconds, self._count, happens, subject))
+
+    def _account(self, replica: SimulatedReplica) -> None:
+        outcome = self.outcome
+        outcome.slot_seconds += self.scenario.engine.slots * (self.now - self._born[replica.name])
+        outcome.busy_slot_seconds += replica.busy_seconds
+        outcome.paused_slot_seconds += replica.paused_seconds
+
+    def _close(self) -> SimulationResult:
+        self.outcome.seconds = self.now
+        for replica in self.replicas.values():
+            replica.next_end(self.now)  # brings its account up to date
+            self._account(replica)
+        return self.outcome
+
+
+def simulate(scenario: Scenario, *, keep_journal: bool = False) -> SimulationResult:
+    """The outcome of a scenario."""
+    return Simulation(scenario, keep_journal=keep_journal).run()

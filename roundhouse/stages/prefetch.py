@@ -1,0 +1,153 @@
+"""Collect and refit of an overlapped run: an iteration's rollouts, made by the generation loop beside training.
+
+Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
+step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
+journal has what became of each rollout. `inputs` names the checkpoint of every version that generated. CPU seconds of the
+generation loop are those of the collect stage that is committed next, and no other's (`roundhouse.store.cpu`).
+
+    own groups:     collect 3                        the rollouts of iteration 3
+    with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were decided on for all of them
+                    collect 3                        of these, the groups that step 3 trains on
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from roundhouse.collection.in_process_runner import InProcessRunner, OpenCollection, Progress
+from roundhouse.collection.overlap import StepBatch
+from roundhouse.collection.parts import Parts
+from roundhouse.collection.plan import Plan, generated_in
+from roundhouse.collection.recovery import written_rollouts
+from roundhouse.collection.resumption import oldest_version
+from roundhouse.collection.shard_runner import ShardRunner
+from roundhouse.errors import StoreError
+from roundhouse.stages.collect import Collected, refuse_many_failures
+from roundhouse.stages.refit import ensure_version, refit_iteration
+from roundhouse.store.cpu import beside
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import read_manifest
+from roundhouse.trajectories.ledger import Ledger
+from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
+
+
+def prefetch_rollouts(
+    run: Run, iteration: int, runner: InProcessRunner, progress: Progress | None = None
+) -> Reference | None:
+    """The stage of an iteration's own rollouts; None when the loop was ended before, which loses nothing that is on disk.
+
+    Raises:
+        TooFewRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
+    """
+    stage, chooses = generated_in(run, iteration), run.config.asynchrony.window > 1
+    if (done := stage.reference()) is not None:
+        return done
+    trains_from = iteration - 1
+    oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
+    with beside():
+        parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
+        opened = runner.open(iteration, parts, progress)
+        try:
+            if not runner.wait(opened):
+                return None
+            if not chooses:  # else when a step is decided on
+                refuse_many_failures(list(opened.rollouts.values()), run.config.rollout, runner.url)
+            runner.flush()
+        finally:
+            runner.close(iteration)
+        if not chooses:
+            parts.attempt.charge(runner.spend())
+        return _commit(
+            run, opened, [opened.rollouts[key] for key in runner.plan.keys(iteration) if key in opened.rollouts]
+        )
+
+
+def collect_chosen(run: Run, iteration: int, runner: InProcessRunner | ShardRunner, batch: StepBatch) -> Reference:
+    """The collect stage of a step whose groups were chosen: a copy of their rollouts.
+
+    Raises:
+        StoreError: it is there and holds other groups, or rollouts of these are gone.
+    """
+    stage = run.stage(iteration, "collect")
+    if (done := stage.reference()) is not None:
+        if batch.groups and (held := read_manifest(done).details["groups"]) != list(batch.groups):
+            raise StoreError(
+                f"{done.uri} holds the groups {held}, and step {iteration} is of {batch.groups}. Fork the run."
+            )
+        return done
+    attempt = run.begin(stage, policy_version=iteration - 1)
+    rollouts = _rollouts_of(run, runner.plan, batch)
+    attempt.write_table("turns", turns_table(rollouts))
+    attempt.write_table("rollouts", rollouts_table(rollouts))
+    attempt.charge(runner.spend())
+    ledger = Ledger.from_rollouts(rollouts, requested=len(batch.groups) * run.config.rollout.group_size)
+    return attempt.commit(
+        inputs=weights_of(run, rollouts),
+        counts=ledger.counts(),
+        metrics=Collected(rollouts, batch.window_seconds).metrics(),
+        details=generated_by(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
+    )
+
+
+def transfer(run: Run, checkpoint: Reference) -> None:
+    """Bring the engine to a version; the first time it stands as the refit stage of the iteration that trains from it."""
+    iteration = checkpoint.policy_version + 1
+    with beside():
+        if run.stage(iteration, "refit").reference() is None:
+            refit_iteration(run, iteration, checkpoint)
+        else:
+            ensure_version(run, checkpoint)
+
+
+def _rollouts_of(run: Run, plan: Plan, batch: StepBatch) -> list[Rollout]:
+    """In the order of the groups."""
+    found = dict(batch.at_hand)
+    missing = [position for position in batch.groups if position not in found]
+    for iteration in {plan.iteration_of(position) for position in missing}:
+        found |= _written(run, plan, iteration, set(missing) & set(plan.groups(iteration)))
+    return [rollout for position in batch.groups for rollout in found[position]]
+
+
+def _written(run: Run, plan: Plan, iteration: int, positions: set[int]) -> dict[int, list[Rollout]]:
+    """Groups of an iteration, from the store."""
+    place = generated_in(run, iteration).location
+    keys = [key for position in positions for key in plan.samples(position)]
+    for _ in range(2):  # a worker that puts its parts together may delete one between listing and reading, once
+        keyed = plan.keyed(iteration, written_rollouts(place))
+        if not (lost := [plan.spec(key).rollout_id for key in keys if key not in keyed]):
+            return {position: [keyed[key] for key in plan.samples(position)] for position in positions}
+    raise StoreError(
+        f"{place.uri} has lost {', '.join(lost)}, of a group that a step was decided on. Restore its files, or fork the run."
+    )
+
+
+def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Reference:
+    collected = Collected(rollouts, opened.window_seconds)
+    requested = len(rollouts) if run.config.asynchrony.window > 1 else opened.planned
+    ledger = Ledger.from_rollouts(rollouts, requested=requested)
+    return opened.parts.commit(
+        inputs=weights_of(run, rollouts),
+        counts=ledger.counts(),
+        metrics=collected.metrics() | opened.parts.journal.resumptions.metrics(),
+        details=generated_by(run, opened.iteration, rollouts, ledger),
+    )
+
+
+def weights_of(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
+    """The checkpoint of every version that generated, unless it was deleted."""
+    versions = {turn.policy_version for rollout in rollouts for turn in rollout.turns}
+    found = {version: run.checkpoint(version).reference() for version in sorted(versions)}
+    return {f"weights_{version}": reference for version, reference in found.items() if reference is not None}
+
+
+def generated_by(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:
+    ages = Counter(iteration - 1 - oldest_version(rollout) for rollout in rollouts if rollout.turns)
+    return {
+        "failures": ledger.failures,
+        "sampling": run.config.generation.sampling.model_dump(),
+        "policy_versions": sorted({turn.policy_version for rollout in rollouts for turn in rollout.turns}),
+        "rollouts_by_age": {str(age): count for age, count in sorted(ages.items())},
+    }
