@@ -1,4 +1,4 @@
-"""One deployment of real vLLM on CPU under real Ray Serve, shared by all tests of this directory."""
+"""One deployment of real vLLM on CPU under real Ray Serve, shared by the tests of this directory and ended after them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray() -> Iterator[ServeEndpoint]:
     with ray_head() as endpoint:
         yield endpoint
@@ -40,7 +40,7 @@ def config() -> GenerationConfig:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deployed(
     ray: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], tmp_path_factory
 ) -> ServeEndpoint:

@@ -34,6 +34,7 @@ def test_a_wrong_token_is_named(deployed, config, policies):
         deployment.refit(config, stranger, weights=str(policies["first"]), version=1)
 
 
+@pytest.mark.long
 def test_a_model_that_the_engine_does_not_know_fails_with_the_engines_words_and_another_starts(
     deployed, config, policies, tmp_path
 ):
