@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
+from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.service.verbs import LossBatch, TokenBatch
-from roundhouse.training.step import Step
+from roundhouse.training.step import TrainStep
 from roundhouse.training.trainer import Trainer
 
 VOCABULARY, GROUP, ROLLOUTS, RATE = 258, 8, 64, 1e-4
@@ -91,7 +92,7 @@ def make_trainer(model: Path) -> Trainer:
         learning_rate=RATE, betas=(0.9, 0.95), warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0
     )
     config = TrainConfig(
-        algorithm=GRPO(clip_low=0.2, clip_high=0.28),
+        algorithm=GRPOConfig(clip_low=0.2, clip_high=0.28),
         optimizer=optimizer,
         updates=1,
         tokens_per_microbatch=16_384,
@@ -103,11 +104,11 @@ def make_trainer(model: Path) -> Trainer:
 
 def loss_at(trainer: Trainer, batch: TrainingSequences, old: np.ndarray) -> float:
     """Our loss at given old log-probabilities; the trainer is spent afterwards."""
-    step = Step(trainer.learner, batch, 1)
+    step = TrainStep(trainer.learner, batch, 1)
     everything = list(range(len(batch)))
     request = LossBatch(
         tokens=TokenBatch.of(batch, everything, step.trained),
-        columns=step.stamp.columns,
+        columns=step.signals.columns,
         gen_logprobs=batch.gen_logprobs,
         scale=step._scale(everything),
         loss=trainer.learner.algorithm.loss,
@@ -182,7 +183,7 @@ def compare(kind: str, model: Path, python: str, repeats: int, scratch: Path) ->
     checked = make_trainer(model)
     noise = np.random.default_rng(0).normal(0, 0.3, len(batch.token_ids)).astype(np.float32)
     old = np.where(batch.loss_mask, checked.log_probs(batch) + noise, 0).astype(np.float32)
-    advantages = Step(checked.learner, batch, 1).stamp.columns.advantages
+    advantages = TrainStep(checked.learner, batch, 1).signals.columns.advantages
     given = {"model": str(model), "scratch": str(scratch)}
     peer = Peer(python, given | message_to_peer(rows, batch, advantages, old))
     ours = loss_at(checked, batch, old)

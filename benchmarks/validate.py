@@ -30,7 +30,7 @@ from roundhouse.policy.tokenizer import TURN_END, train_tokenizer
 from roundhouse.stages.recomputed import mismatched
 from roundhouse.stages.text_proof import DecodedText
 from roundhouse.stages.validate import recorded_counts
-from roundhouse.trajectories.proofs import Terms
+from roundhouse.trajectories.proofs import CollectionLimits
 from roundhouse.trajectories.records import Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
 from roundhouse.trajectories.tokens import GrowingDigest, derive_seed
@@ -120,7 +120,7 @@ def read_and_prove(
         ValidationConfig(),
         vocabulary_size=clean.vocabulary,
         policy_version=3,
-        terms=Terms(
+        terms=CollectionLimits(
             clean.vocabulary,
             policy_version=3,
             group_size=GROUP,

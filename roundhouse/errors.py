@@ -48,3 +48,8 @@ class TooFewRollouts(TooFewLeft, InfraError):
 
 class TooFewSequences(TooFewLeft, DataError):
     """Validation, or sampling for spread, left too few sequences or groups."""
+
+
+EXIT_CODES: dict[type[RoundhouseError], int] = {InfraError: 75, DataError: 65, StoreError: 74, ConfigError: 78}
+"""Exit code of a process that ends with such an error, as in BSD's sysexits.h: EX_TEMPFAIL, EX_DATAERR, EX_IOERR, EX_CONFIG. An
+error of two kinds gets the first."""

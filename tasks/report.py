@@ -28,7 +28,7 @@ from roundhouse.store.run import Run
 from roundhouse.tracking.mlflow import PLOT
 from roundhouse.tracking.plot import plot_run
 from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
-from roundhouse.trajectories.conversation import as_markdown
+from roundhouse.trajectories.records import as_markdown
 from tasks.options import STAGE
 
 _trackers: dict[str, Tracker | None] = {}

@@ -29,7 +29,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from roundhouse.config.algorithms import GRPO
+from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
@@ -113,7 +113,7 @@ def show(iteration: int, metrics: dict[str, float]) -> None:
 def train(iterations: int) -> list[float]:
     """The loop; returns the mean reward of each iteration's rollouts."""
     config = TrainConfig(
-        algorithm=GRPO(),  # any other of roundhouse.config.algorithms works here too
+        algorithm=GRPOConfig(),  # any other of roundhouse.config.algorithms works here too
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=4),
         updates=2,
         device="cpu",

@@ -1,6 +1,6 @@
 """What the `roundhouse` command says by its exit code: whether the same command again can help.
 
-Invariant: a kind of error has one number, that of a training step's process (`roundhouse.training.service.exit_codes`), so
+Invariant: a kind of error has one number, that of a training step's process (`roundhouse.errors`), so
 that one `podFailurePolicy` reads flows and steps alike. `FINAL` are those for which repeating cannot help; 1 is everything
 that has no kind, and repeating it may.
 
@@ -10,9 +10,8 @@ that has no kind, and repeating it may.
 
 from __future__ import annotations
 
-from roundhouse.errors import ConfigError, DataError, RoundhouseError
+from roundhouse.errors import EXIT_CODES, ConfigError, DataError, RoundhouseError
 from roundhouse.stages.budget import BudgetReached
-from roundhouse.training.service.exit_codes import EXIT_CODES
 
 USAGE = 2
 """As typer has it."""

@@ -21,7 +21,7 @@ def verify(
 ) -> None:
     """Check every file, reference and ledger of every manifest. Exits with 1 when something is damaged."""
     from roundhouse.store.verification import verify as check
-    from roundhouse.trajectories.ledger_proof import ledger_faults
+    from roundhouse.trajectories.ledger import ledger_faults
 
     found = check(store, run_id, also=ledger_faults)
     if as_json:
@@ -51,11 +51,11 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Find the files that no run needs."""
-    from roundhouse.store import garbage
+    from roundhouse.store import verification
 
-    found = garbage.find_garbage(store)
+    found = verification.find_garbage(store)
     if delete:
-        garbage.collect_garbage(store, found)
+        verification.collect_garbage(store, found)
     if as_json:
         out(json.dumps([asdict(item) for item in found], indent=1))
         return

@@ -35,7 +35,7 @@ from roundhouse.progress import announce
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
-from roundhouse.store.cpu import beside
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.trajectories.records import Rollout, Status
 
 END_SECONDS = 60.0
@@ -224,7 +224,7 @@ class InProcessRunner:
 
     def _run(self) -> None:
         try:
-            with beside():
+            with attribute_to_this_stage():
                 asyncio.run(self._work())
         except asyncio.CancelledError:
             pass

@@ -20,8 +20,8 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.errors import TooFewSequences
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
 from roundhouse.rollout.task_sampler import sample_tasks
+from roundhouse.trajectories.group_variance import groups_with_spread
 from roundhouse.trajectories.records import Rollout
-from roundhouse.trajectories.spread import groups_with_spread
 from roundhouse.trajectories.tokens import derive_seed
 
 

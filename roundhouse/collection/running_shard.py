@@ -23,7 +23,7 @@ from roundhouse.collection.sharded_collector import FIRST_PAUSE_SECONDS
 from roundhouse.errors import InfraError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.launch.child_process import Stopped
-from roundhouse.store.cpu import beside
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.trajectories.records import Status
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class RunningShard:
     def collect(self, at_work: set[RunningShard]) -> None:
         """Have the shard collected, in the calling thread; it leaves the set last of all."""
         opened, label = self.opened, self.shard.label
-        with beside():
+        with attribute_to_this_stage():
             began_cpu = time.thread_time()
             try:
                 if self._is_held():

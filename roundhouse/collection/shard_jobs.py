@@ -28,7 +28,7 @@ from roundhouse.infra.kubernetes.shard_job import PLACE, ShardJob
 from roundhouse.launch.child_process import Stopped
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
-from roundhouse.training.service.border import read_error
+from roundhouse.training.service.job_entry import read_error
 
 Say = Callable[[str], None]
 

@@ -40,7 +40,7 @@ from roundhouse.config.distribution import Shards
 from roundhouse.errors import InfraError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Interrupted
-from roundhouse.store.cpu import beside
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.run import Run
 from roundhouse.trajectories.records import Rollout
 
@@ -255,7 +255,7 @@ class ShardRunner:
 
     def _work(self) -> None:
         try:
-            with beside():
+            with attribute_to_this_stage():
                 self._admit()
         except BaseException as error:  # noqa: BLE001 - raised again where the loop is driven from
             self.error = error

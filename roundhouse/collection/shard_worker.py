@@ -2,7 +2,7 @@
 
 Invariant: it depends on nothing but its spec, the engine and the environment that this names, and its environment variables,
 where secrets are. What it finished lies in the store, also when it is killed; told to end (SIGTERM), it writes that down.
-Its report is written last. The exit codes are those of `roundhouse.training.service.border`.
+Its report is written last. The exit codes are those of `roundhouse.training.service.job_entry`.
 
 A line for each second in which something moved tells whoever waits how far it is: `s0001of0004: 12 of 40 rollouts`.
 """
@@ -22,15 +22,14 @@ from pathlib import Path
 
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.shard_spec import REPORT, ShardReport, ShardSpec
-from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.taxonomy import typed
 from roundhouse.progress import logger as announcements
 from roundhouse.stages.collect import collect_into
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage
-from roundhouse.training.service.border import exit_code, read_spec, tell_error
-from roundhouse.training.service.exit_codes import EXIT_CODES
+from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
 from roundhouse.trajectories.ledger import Ledger
 
 TELL_SECONDS = 1.0

@@ -20,7 +20,7 @@ from roundhouse.config.distribution import JobShards, ProcessShards
 from roundhouse.launch.child_process import ENDING_SECONDS, ChildProcess
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from roundhouse.training.service.border import ERROR, read_error
+from roundhouse.training.service.job_entry import ERROR, read_error
 
 Say = Callable[[str], None]
 TIMEOUT_KEY = "rollout.distribution.timeout_seconds"

@@ -35,9 +35,8 @@ from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import WRITERS, Stage, read_entry
 from roundhouse.trajectories.ledger import Ledger, LedgerError
-from roundhouse.trajectories.outlines import outlines_from_tables
 from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ class ShardedAttempt:
             cpu_seconds=0.0,
             max_rss_mib=0.0,
         )
-        return ShardOutcome(shard.label, report, outlines_from_tables(rollouts, turns), fresh=False)
+        return ShardOutcome(shard.label, report, summaries_from_tables(rollouts, turns), fresh=False)
 
     def outcome(self, shard: Shard, task: ShardTask) -> ShardOutcome:
         """What a worker left.
@@ -171,7 +170,7 @@ class ShardedAttempt:
             self._cost[name] = self._cost.get(name, 0.0) + value
 
     def charge(self, cpu_seconds: float) -> None:
-        """Count CPU seconds of threads that worked for this attempt beside its own (`roundhouse.store.cpu`)."""
+        """Count CPU seconds of threads that worked for this attempt beside its own (`roundhouse.store.cpu_accounting`)."""
         self._attempt.charge(cpu_seconds)
 
     def metrics(self) -> dict[str, float]:
@@ -210,7 +209,7 @@ class ShardedAttempt:
             StoreError: a file is gone or damaged.
             ReorderError, LedgerError: they hold other rollouts.
         """
-        rollouts = outlines_from_tables(self._table(report, "rollouts"), self._table(report, "turns"))
+        rollouts = summaries_from_tables(self._table(report, "rollouts"), self._table(report, "turns"))
         index = {spec.rollout_id: place for place, spec in enumerate(shard.specs)}
         ordered = reorder(((index.get(rollout.rollout_id, -1), rollout) for rollout in rollouts), len(index))
         if (counted := Ledger.from_rollouts(ordered, requested=len(shard.specs))) != report.ledger:

@@ -20,7 +20,7 @@ from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveInt, Target
 
 
-class GroupBaseline(PolicyGradient):
+class GroupRelativeConfig(PolicyGradient):
     """A rollout against the other rollouts of its task."""
 
     normalize_by_std: bool = True
@@ -29,13 +29,13 @@ class GroupBaseline(PolicyGradient):
     """Baseline from the other rollouts of the group only."""
 
 
-class GRPO(GroupBaseline):
+class GRPOConfig(GroupRelativeConfig):
     """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300), token-level loss as in DAPO (2503.14476)."""
 
     kind: Literal["grpo"] = "grpo"
 
 
-class DrGRPO(GroupBaseline):
+class DrGRPOConfig(GroupRelativeConfig):
     """GRPO without its two biases: no division by the spread, none by the length (arXiv 2503.20783)."""
 
     kind: Literal["dr_grpo"]
@@ -45,7 +45,7 @@ class DrGRPO(GroupBaseline):
     clip_high: Annotated[float, Field(ge=0)] = 0.2
 
 
-class RLOO(GroupBaseline):
+class RLOOConfig(GroupRelativeConfig):
     """REINFORCE leave-one-out (arXiv 2402.14740): the reward minus the mean of the others' rewards.
 
     The clipped loss has REINFORCE's gradient in an iteration's first update and stays right in the following ones.
@@ -56,7 +56,7 @@ class RLOO(GroupBaseline):
     leave_one_out: Literal[True] = True
 
 
-class DAPO(GroupBaseline):
+class DAPOConfig(GroupRelativeConfig):
     """GRPO with a wider upper clip, token mean, no KL and truncated rollouts left out (arXiv 2503.14476).
 
     Its dynamic sampling is how rollouts are collected: `rollout.dynamic_sampling`. With `reward.overlong`, rewards of 0 to 1
@@ -77,7 +77,7 @@ class DAPO(GroupBaseline):
         return values
 
 
-class GSPO(GroupBaseline):
+class GSPOConfig(GroupRelativeConfig):
     """Group sequence policy optimisation (arXiv 2507.18071): ratio and clip of whole sequences, the paper's bounds."""
 
     kind: Literal["gspo"]
@@ -88,7 +88,7 @@ class GSPO(GroupBaseline):
     clip_high: Annotated[float, Field(ge=0)] = 4e-4
 
 
-class CISPO(GroupBaseline):
+class CISPOConfig(GroupRelativeConfig):
     """Clipped importance weights, so that no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
 
     kind: Literal["cispo"]
@@ -97,7 +97,7 @@ class CISPO(GroupBaseline):
     clip_high: Annotated[float, Field(ge=0)] = 4.0
 
 
-class ReinforcePlusPlus(PolicyGradient):
+class ReinforcePlusPlusConfig(PolicyGradient):
     """REINFORCE++ (arXiv 2501.03262): KL in the reward of each token, advantages normalised over the batch."""
 
     kind: Literal["reinforce_plus_plus"]
@@ -116,7 +116,7 @@ class ReinforcePlusPlus(PolicyGradient):
         return self.minus_baseline
 
 
-class GDPO(GroupBaseline):
+class GDPOConfig(GroupRelativeConfig):
     """One group-relative advantage a reward component, then their weighted sum (arXiv 2601.05242)."""
 
     kind: Literal["gdpo"]
@@ -137,7 +137,7 @@ class GDPO(GroupBaseline):
         return self
 
 
-class CrossEntropy(TokenLoss):
+class CrossEntropyConfig(TokenLoss):
     """Likelihood of chosen rollouts: supervised fine-tuning (all of them) and rejection sampling (the good ones)."""
 
     kind: Literal["cross_entropy"]
@@ -165,7 +165,7 @@ class CrossEntropy(TokenLoss):
         return self
 
 
-class Distillation(PolicyGradient):
+class DistillationConfig(PolicyGradient):
     """On-policy distillation (arXiv 2306.13649): a token's advantage is how much likelier the teacher finds it.
 
     The environment's reward is recorded and not used. The teacher shares the policy's tokenizer.
@@ -192,7 +192,7 @@ class Distillation(PolicyGradient):
         return self
 
 
-class CustomAlgorithm(PolicyGradient):
+class CustomAlgorithmConfig(PolicyGradient):
     """An algorithm of your own, imported by name; docs/algorithms.md has an example."""
 
     kind: Literal["custom"]
@@ -204,22 +204,22 @@ class CustomAlgorithm(PolicyGradient):
 
 
 AlgorithmConfig = Annotated[
-    GRPO
-    | DrGRPO
-    | RLOO
-    | DAPO
-    | GSPO
-    | CISPO
-    | ReinforcePlusPlus
-    | GDPO
-    | CrossEntropy
-    | Distillation
-    | CustomAlgorithm,
+    GRPOConfig
+    | DrGRPOConfig
+    | RLOOConfig
+    | DAPOConfig
+    | GSPOConfig
+    | CISPOConfig
+    | ReinforcePlusPlusConfig
+    | GDPOConfig
+    | CrossEntropyConfig
+    | DistillationConfig
+    | CustomAlgorithmConfig,
     Field(discriminator="kind"),
 ]
 
 
-def _refuse_shaping(config: GDPO | Distillation) -> None:
+def _refuse_shaping(config: GDPOConfig | DistillationConfig) -> None:
     if shaping := config.reward.model_dump(exclude_none=True):
         raise ValueError(
             f"reward shapes the rollout's reward ({', '.join(shaping)}), which kind {config.kind} does not use. Unset it."

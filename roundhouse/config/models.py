@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from roundhouse.config.alerts import AlertsConfig
-from roundhouse.config.algorithms import GRPO, ReinforcePlusPlus
+from roundhouse.config.algorithms import ReinforcePlusPlusConfig
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.collectors import refuse_unfit_collectors
 from roundhouse.config.colocation import PlacementConfig, refuse_unfit_placement
@@ -39,7 +39,6 @@ from roundhouse.config.train_service import ProcessService
 from roundhouse.config.training import OptimizerConfig, TrainConfig
 
 __all__ = [
-    "GRPO",
     "AgentEnvironment",
     "CalculatorEnvironment",
     "CheckpointConfig",
@@ -139,7 +138,7 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.dynamic_sampling wants groups with spread, but rollout.group_size is 1. Raise it, or unset the first."
             )
-        if rollout.group_size < 2 and isinstance(algorithm, ReinforcePlusPlus) and algorithm.minus_baseline:
+        if rollout.group_size < 2 and isinstance(algorithm, ReinforcePlusPlusConfig) and algorithm.minus_baseline:
             if not recorded:
                 raise ValueError(
                     f"rollout.group_size is {rollout.group_size} and train.algorithm.minus_baseline true: the mean of one "

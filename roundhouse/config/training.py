@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from roundhouse.config.algorithms import GRPO, AlgorithmConfig
+from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
 from roundhouse.config.train_service import ResidentService, TrainServiceConfig
 
@@ -44,7 +44,7 @@ class LoraConfig(Section):
 class TrainConfig(Section):
     """One training stage: from sequences and version v to version v+1."""
 
-    algorithm: AlgorithmConfig = GRPO()
+    algorithm: AlgorithmConfig = GRPOConfig()
     """What the rewards are made of; `kind: grpo` where no kind is given."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-from roundhouse.infra.identity import birth, boot_id, is_alive
 from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
+from roundhouse.store.process_identity import birth, boot_id, is_alive
 
 MARK = "ROUNDHOUSE_SERVICE_OF"
 """Environment variable of every process of a service: `<state directory>::<service>`."""

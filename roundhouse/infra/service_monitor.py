@@ -24,9 +24,9 @@ from os import getpid
 from urllib.parse import urlsplit
 
 from roundhouse.infra import processes
-from roundhouse.infra.identity import birth
 from roundhouse.infra.service_specs import SERVICE_SPECS, Launch, service_environment
 from roundhouse.infra.state import ServiceRecord, StateDirectory
+from roundhouse.store.process_identity import birth
 
 log = logging.getLogger(__name__)
 

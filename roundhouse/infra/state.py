@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from roundhouse.errors import InfraError
-from roundhouse.infra.identity import birth, is_alive
+from roundhouse.store.process_identity import birth, is_alive
 
 PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE = "prefect_auth_string", "prefect.html"
 Status = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from roundhouse.infra import ports, processes
-from roundhouse.infra.identity import boot_id
 from roundhouse.infra.service_monitor import ServiceMonitor
 from roundhouse.infra.service_specs import SERVICE_SPECS
 from roundhouse.infra.state import RunningServices, ServiceLease, ServiceRecord, StateDirectory, WantedServices
+from roundhouse.store.process_identity import boot_id
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.training.service.border import error_of
+from roundhouse.training.service.job_entry import error_of
 
 _LAST_LINES = 12
 POLL_SECONDS = 0.5

@@ -20,7 +20,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.config.objectives import PolicyGradient
 from roundhouse.config.offline import OfflineConfig
 from roundhouse.errors import DataError
-from roundhouse.trajectories.recompute import computed_log_probs
+from roundhouse.trajectories.sequences import computed_log_probs
 
 log = logging.getLogger(__name__)
 

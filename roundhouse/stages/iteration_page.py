@@ -16,8 +16,7 @@ from roundhouse.stages.report import LEDGER, stage_seconds
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_file
-from roundhouse.trajectories.conversation import conversation_lines
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Rollout, conversation_lines
 from roundhouse.trajectories.schemas import rollouts_from_tables
 
 LONGEST_CELL = 400

@@ -34,8 +34,8 @@ from roundhouse.store.manifest import Manifest, Reference, model_location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, read_manifest, read_table
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.trajectories.ledger_proof import prove_counted
-from roundhouse.trajectories.proofs import Terms
+from roundhouse.trajectories.ledger import prove_counted
+from roundhouse.trajectories.proofs import CollectionLimits
 from roundhouse.trajectories.schemas import rollouts_from_tables
 from roundhouse.trajectories.tokens import derive_seed
 from roundhouse.trajectories.validation import validate
@@ -265,7 +265,7 @@ def _sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> T
         run.config.validation,
         vocabulary_size=size,
         policy_version=reference.policy_version,
-        terms=Terms(size, reference.policy_version),
+        terms=CollectionLimits(size, reference.policy_version),
     )
     if result.sequences.num_rows == 0:
         raise DataError(

@@ -3,7 +3,7 @@
 Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
 step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
 journal has what became of each rollout. `inputs` names the checkpoint of every version that generated. CPU seconds of the
-generation loop are those of the collect stage that is committed next, and no other's (`roundhouse.store.cpu`).
+generation loop are those of the collect stage that is committed next, and no other's (`roundhouse.store.cpu_accounting`).
 
     own groups:     collect 3                        the rollouts of iteration 3
     with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were decided on for all of them
@@ -25,7 +25,7 @@ from roundhouse.collection.shard_runner import ShardRunner
 from roundhouse.errors import StoreError
 from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.refit import ensure_version, refit_iteration
-from roundhouse.store.cpu import beside
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -47,7 +47,7 @@ def prefetch_rollouts(
         return done
     trains_from = iteration - 1
     oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
-    with beside():
+    with attribute_to_this_stage():
         parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
         opened = runner.open(iteration, parts, progress)
         try:
@@ -95,7 +95,7 @@ def collect_chosen(run: Run, iteration: int, runner: InProcessRunner | ShardRunn
 def transfer(run: Run, checkpoint: Reference) -> None:
     """Bring the engine to a version; the first time it stands as the refit stage of the iteration that trains from it."""
     iteration = checkpoint.policy_version + 1
-    with beside():
+    with attribute_to_this_stage():
         if run.stage(iteration, "refit").reference() is None:
             refit_iteration(run, iteration, checkpoint)
         else:

@@ -13,7 +13,7 @@ from roundhouse.collection.shard_runner import OpenShards, ShardRunner
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.prefetch import generated_by, weights_of
-from roundhouse.store.cpu import beside
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
@@ -35,7 +35,7 @@ def prefetch_shards(
         return done
     trains_from = iteration - 1
     oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
-    with beside():
+    with attribute_to_this_stage():
         attempt = ShardedAttempt(run, stage, trains_from, oldest)
         opened = runner.open(iteration, attempt, progress)
         try:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import DataError
-from roundhouse.trajectories.recompute import FEWEST_TOKENS, computed_log_probs
+from roundhouse.trajectories.sequences import FEWEST_TOKENS, computed_log_probs
 
 MISMATCHED = pa.schema(
     [

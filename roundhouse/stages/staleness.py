@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from roundhouse.errors import DataError
-from roundhouse.trajectories.recompute import computed_log_probs
+from roundhouse.trajectories.sequences import computed_log_probs
 
 
 def staleness_metrics(sequences: pa.Table, columns: pa.Table, trained_version: int) -> dict[str, float]:

@@ -37,8 +37,8 @@ from roundhouse.store.directories import local_directory, upload_model
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, read_manifest, read_table
-from roundhouse.trajectories.ledger_proof import prove_trainable
-from roundhouse.trajectories.recompute import tolerances
+from roundhouse.trajectories.ledger import prove_trainable
+from roundhouse.trajectories.sequences import tolerances
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from roundhouse.generation.deployment import ReplicaStatus
     from roundhouse.training.batch import TrainingSequences
-    from roundhouse.training.service.one_shot import StepResult
+    from roundhouse.training.service.one_shot import TrainStepResult
     from roundhouse.training.trainer import Trainer
 
 Say = Callable[[str], None]
@@ -192,10 +192,10 @@ def release_trainer() -> None:
 
 def _in_service(
     run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, attempt: str
-) -> tuple[StepResult, pa.Table]:
+) -> tuple[TrainStepResult, pa.Table]:
     """The step by a trainer that stays open for the next one."""
     from roundhouse.training.batch import TrainingSequences
-    from roundhouse.training.service.one_shot import StepResult
+    from roundhouse.training.service.one_shot import TrainStepResult
 
     batch = TrainingSequences.from_table(read_table(sequences, "sequences"))
     trainer = _trainer_at(run, base, cache)
@@ -209,7 +209,7 @@ def _in_service(
         trainer.close()
         raise
     _resident[(run.uid, iteration, _weights_digest(written))] = trainer
-    result = StepResult(
+    result = TrainStepResult(
         sequences=len(batch),
         updates=report.updates,
         metrics=report.metrics,
@@ -222,7 +222,7 @@ def _in_service(
 
 def _in_process(
     run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, say: Say, attempt: str
-) -> tuple[StepResult, pa.Table]:
+) -> tuple[TrainStepResult, pa.Table]:
     """The step by a process that reads from the store and writes to it: a child of this one, or a Job's."""
     from roundhouse.stages.train_job import run_in_job
     from roundhouse.stages.train_process import run_in_process

@@ -24,13 +24,13 @@ from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from roundhouse.training.service.border import read_error
-from roundhouse.training.service.one_shot import StepResult, StepSpec, read_result
+from roundhouse.training.service.job_entry import read_error
+from roundhouse.training.service.one_shot import StepSpec, TrainStepResult, read_result
 
 
 def run_in_job(
     run: Run, spec: StepSpec, infra: KubernetesInfra, service: ProcessService, say: Callable[[str], None]
-) -> tuple[StepResult, pa.Table]:
+) -> tuple[TrainStepResult, pa.Table]:
     """Run the step; `spec.report` and `spec.cache` are set to places that the pods have.
 
     Args:

@@ -14,15 +14,15 @@ from roundhouse.config.train_service import ProcessService
 from roundhouse.infra.ports import LOOPBACK
 from roundhouse.launch.child_process import ChildProcess
 from roundhouse.store.location import Location
-from roundhouse.training.service.border import read_error
-from roundhouse.training.service.one_shot import StepResult, StepSpec, read_result
+from roundhouse.training.service.job_entry import read_error
+from roundhouse.training.service.one_shot import StepSpec, TrainStepResult, read_result
 
 MODULE = "roundhouse.training.service.one_shot"
 RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """torchrun opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 
 
-def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[StepResult, pa.Table]:
+def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[TrainStepResult, pa.Table]:
     """Run the step, over torchrun when it has several processes; `spec.report` is set to a directory of its own.
 
     Raises:

@@ -20,8 +20,8 @@ from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, read_manifest, read_table
-from roundhouse.trajectories.ledger_proof import prove_counted
-from roundhouse.trajectories.proofs import Recorded, Terms
+from roundhouse.trajectories.ledger import prove_counted
+from roundhouse.trajectories.proofs import CollectionLimits, Recorded
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
 from roundhouse.trajectories.validation import Validated, validate
@@ -48,10 +48,10 @@ def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) ->
     return {group: SURPLUS if group in surplus else NO_SPREAD for group in groups}
 
 
-def terms_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> Terms:
+def terms_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> CollectionLimits:
     """What the iteration was collected under. Limits of a model call are known only where our loops made the calls."""
     ours = config.environment.kind not in OWN_RECORD
-    return Terms(
+    return CollectionLimits(
         vocabulary_size=vocabulary_size,
         policy_version=policy_version,
         max_age=config.asynchrony.staleness,
@@ -127,7 +127,7 @@ def validate_groups(
         return done
     tables = rows_of_groups(dataset, groups)
     collected = in_plan_order(rollouts_from_tables(*tables))
-    terms = Terms(vocabulary_size, dataset.policy_version)
+    terms = CollectionLimits(vocabulary_size, dataset.policy_version)
     return _validated(run, stage, {"dataset": dataset}, collected, tables, terms, {}, {"offline": where})
 
 
@@ -144,7 +144,7 @@ def _validated(
     inputs: dict[str, Reference],
     collected: list[Rollout],
     tables: tuple[pa.Table, pa.Table],
-    terms: Terms,
+    terms: CollectionLimits,
     left_out: dict[str, str],
     details: dict[str, Any],
 ) -> Reference:

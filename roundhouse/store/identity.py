@@ -1,10 +1,16 @@
-"""A run's run.json: created once, and believed only while its configuration has the digest that was recorded with it."""
+"""A run's run.json: created once, and believed only while its configuration has the digest that was recorded with it.
+
+The version of the code, as a manifest records it.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+from pathlib import Path
 from typing import Any
 
+from roundhouse import __version__
 from roundhouse.config.loading import digest_of_tree
 from roundhouse.errors import StoreError
 from roundhouse.store.location import Location
@@ -31,3 +37,15 @@ def read_identity(location: Location) -> dict[str, Any]:
             "it. Restore it from a copy. A run goes on with other settings by --set, or as a fork."
         )
     return identity
+
+
+@functools.cache
+def code_version() -> str:
+    """`0.1.0`, or `0.1.0+g1a2b3c4d5e6f` in a git checkout (the commit, without a look at uncommitted changes)."""
+    git = Path(__file__).resolve().parents[2] / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        commit = (git / head.removeprefix("ref: ")).read_text().strip() if head.startswith("ref: ") else head
+    except OSError:
+        return __version__
+    return f"{__version__}+g{commit[:12]}"

@@ -34,9 +34,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.infra.identity import birth, boot_id, is_alive
 from roundhouse.progress import announce
 from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.process_identity import birth, boot_id, is_alive
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _RECORD = re.compile(r"(\d{6,})\.json")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
-class Holder(BaseModel):
+class LeaseRecord(BaseModel):
     """A driver's record."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,7 +61,7 @@ class Holder(BaseModel):
     host: str
     pid: int
     born: float | None
-    """When the process began, in the machine's own terms (`roundhouse.infra.identity.birth`)."""
+    """When the process began, in the machine's own terms (`roundhouse.store.process_identity.birth`)."""
     machine: str
     """Start of the machine and space of process numbers in which `pid` means something."""
     since: float
@@ -116,7 +116,7 @@ class Fence(BaseModel):
 class Lease:
     """A claimed token, renewed in the background until it is given back."""
 
-    def __init__(self, run: Location, record: Holder) -> None:
+    def __init__(self, run: Location, record: LeaseRecord) -> None:
         self.fence = Fence(run=run.uri, token=record.token, nonce=record.nonce)
         self._place = run / DIRECTORY
         self._record = record
@@ -171,14 +171,14 @@ class Lease:
                 logger.warning("The lease of %s is not renewed, the next try follows: %s", self.fence.run, error)
 
 
-class Watch:
+class LeaseWatch:
     """What a driver that waits makes of another's record."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int] | None = None
         self._silent = 0.0
 
-    def is_over(self, holder: Holder, seconds: float) -> bool:
+    def is_over(self, holder: LeaseRecord, seconds: float) -> bool:
         """Whether the record may be followed by the next, `seconds` after the last look at it.
 
         A look that comes late, since this process stood still or the store did not answer, counts as one in time: the other
@@ -201,7 +201,7 @@ def _announce(line: str) -> None:
     announce("waiting", text=line)
 
 
-def holder(run: Location) -> Holder | None:
+def holder(run: Location) -> LeaseRecord | None:
     """Who drives the run of this directory; None when nobody does, as far as can be told by one look: a driver that was lost on
     another machine is still named."""
     newest = _newest(run / DIRECTORY)
@@ -255,7 +255,7 @@ def take(run: Location, say: Callable[[str], None] = _announce) -> Lease:
     Raises:
         RunDriven: that one is renewed.
     """
-    watch, looked, told = Watch(), time.monotonic(), ""
+    watch, looked, told = LeaseWatch(), time.monotonic(), ""
     while True:
         now = time.monotonic()
         lease, other = try_to_take(run, watch, now - looked)
@@ -269,7 +269,7 @@ def take(run: Location, say: Callable[[str], None] = _announce) -> Lease:
             time.sleep(_pause(other))
 
 
-def try_to_take(run: Location, watch: Watch, seconds: float) -> tuple[Lease | None, Holder | None]:
+def try_to_take(run: Location, watch: LeaseWatch, seconds: float) -> tuple[Lease | None, LeaseRecord | None]:
     """One look, `seconds` after the last: the lease, or whose record has to be watched; neither where another was quicker.
 
     Raises:
@@ -279,7 +279,7 @@ def try_to_take(run: Location, watch: Watch, seconds: float) -> tuple[Lease | No
     newest = _newest(place)
     if newest is not None and not watch.is_over(newest, seconds):
         return None, newest
-    record = Holder(
+    record = LeaseRecord(
         token=1 if newest is None else newest.token + 1,
         nonce=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -296,7 +296,7 @@ def try_to_take(run: Location, watch: Watch, seconds: float) -> tuple[Lease | No
     return Lease(run, record), None
 
 
-def _newest(place: Location) -> Holder | None:
+def _newest(place: Location) -> LeaseRecord | None:
     """The record of the highest token. A listing may be late, so the ones after it are asked for by name."""
     listed = [int(found[1]) for name in place.names() if (found := _RECORD.fullmatch(name)) is not None]
     newest = _read(place, max(listed, default=0))
@@ -305,9 +305,9 @@ def _newest(place: Location) -> Holder | None:
     return newest
 
 
-def _read(place: Location, token: int) -> Holder | None:
+def _read(place: Location, token: int) -> LeaseRecord | None:
     try:
-        return Holder.model_validate_json(place.read(_name(token)))
+        return LeaseRecord.model_validate_json(place.read(_name(token)))
     except NotFound:
         return None
     except ValueError as error:
@@ -316,7 +316,7 @@ def _read(place: Location, token: int) -> Holder | None:
         ) from error
 
 
-def _write(place: Location, record: Holder) -> None:
+def _write(place: Location, record: LeaseRecord) -> None:
     place.write(_name(record.token), record.model_dump_json().encode())
 
 
@@ -324,11 +324,11 @@ def _name(token: int) -> str:
     return f"{token:06d}.json"
 
 
-def _pause(holder: Holder) -> float:
+def _pause(holder: LeaseRecord) -> float:
     return min(_LOOK_SECONDS, holder.seconds / _RENEWALS)
 
 
-def _driven(other: Holder) -> str:
+def _driven(other: LeaseRecord) -> str:
     return (
         f"Another process drives this run and has just renewed its lease: {other}. One driver a run: wait for its end, end it "
         "there (Ctrl-C, or roundhouse runs cancel), or take another run_id. Should it be lost, the same command takes over "
@@ -336,7 +336,7 @@ def _driven(other: Holder) -> str:
     )
 
 
-def _lost(run: str, other: Holder | None) -> str:
+def _lost(run: str, other: LeaseRecord | None) -> str:
     if other is None:
         return f"{run} was deleted while this process drove it; nothing more of it is written."
     return (

@@ -18,12 +18,11 @@ from pydantic import BaseModel, ConfigDict
 from roundhouse.config.loading import differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.store.directories import own_place
+from roundhouse.store.directories import copy_object, own_place
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
 from roundhouse.store.stage import Stage, read_manifest
-from roundhouse.store.taking import take
 
 if TYPE_CHECKING:
     from roundhouse.store.run import Run
@@ -110,7 +109,7 @@ def _adopt(run: Run, version: int, origin: Reference) -> Reference:
     place = own_place(attempt.name)
     theirs = source / manifest.directory if manifest.directory else source
     for name, entry in manifest.model_files.by_name().items():
-        take(theirs, stage.location / place, name)
+        copy_object(theirs, stage.location / place, name)
         attempt.adopt(entry.model_copy(update={"path": f"{place}/{name}"}))
     return attempt.commit(
         inputs={"parent": origin}, metrics=manifest.metrics, details=manifest.details, directory=place

@@ -25,8 +25,7 @@ from pydantic import ValidationError
 from roundhouse.config.loading import config_digest, differences, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.store.code_version import code_version
-from roundhouse.store.identity import IDENTITY, read_identity
+from roundhouse.store.identity import IDENTITY, code_version, read_identity
 from roundhouse.store.lease import fence_of
 from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound

@@ -2,11 +2,23 @@
 
 Invariant: it only reads. A stage without a manifest is unfinished, which is no problem: the run that owns it goes on there. A
 reference to a checkpoint that retention deleted is no problem either, since its numbers live on in the stages that used it.
+
+What a store can do without: files that no manifest names and nothing will ever read.
+
+Invariant: nothing that a run needs is garbage. Garbage is a file beside a manifest that the manifest does not name (a part of
+an attempt that lost, or was interrupted and done again), a checkpoint directory without a manifest that is older than the
+newest checkpoint (retention was interrupted while it deleted), and the temporary file of a write that was cut off: one that
+has not changed for a day, for a write that is under way has such a file too. The parts of an unfinished stage are not garbage:
+the run goes on with them. The record of an attempt is not either; it is history.
+
+    collect/   manifest.json  attempt-0001.json  attempt-0002.json  rollouts-a0002-00000.parquet     kept
+               rollouts-a0001-00000.parquet                                                          garbage
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
+from roundhouse.store.disk import is_temporary
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
@@ -24,7 +37,7 @@ Faults = Callable[[Location, Manifest], Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class StoreProblem:
     """Something in the store that is not as it was committed."""
 
     uri: str
@@ -42,7 +55,7 @@ class Verification:
     """Bytes whose digests were checked."""
     unfinished: list[str] = field(default_factory=list)
     """Stages that were begun and have no manifest."""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[StoreProblem] = field(default_factory=list)
 
 
 def verify(store: str, run_id: str | None = None, also: Faults | None = None) -> Verification:
@@ -82,17 +95,19 @@ def _check_stage(location: Location, found: Verification, also: Faults | None) -
     except NotFound:
         return  # listed late, deleted since
     except (StoreError, ValueError) as error:
-        found.problems.append(Problem(f"{location.uri}/{MANIFEST}", f"cannot be read: {error}", redo))
+        found.problems.append(StoreProblem(f"{location.uri}/{MANIFEST}", f"cannot be read: {error}", redo))
         return
     found.manifests += 1
     for entry in manifest.files:
         found.files += 1
         found.size += entry.size
         if (what := _fault(location, entry)) is not None:
-            found.problems.append(Problem(f"{location.uri}/{entry.path}", what, f"Restore it from a copy. Or: {redo}"))
+            found.problems.append(
+                StoreProblem(f"{location.uri}/{entry.path}", what, f"Restore it from a copy. Or: {redo}")
+            )
     sound = not any(problem.uri.startswith(f"{location.uri}/") for problem in found.problems)
     if also is not None and sound:
-        found.problems += [Problem(location.uri, what, redo) for what in also(location, manifest)]
+        found.problems += [StoreProblem(location.uri, what, redo) for what in also(location, manifest)]
     found.problems += _dangling(location, manifest, redo)
 
 
@@ -118,7 +133,7 @@ def _fault(location: Location, entry: FileEntry) -> str | None:
     return None
 
 
-def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Problem]:
+def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[StoreProblem]:
     """References of a manifest that lead to nothing, or to something else."""
     for name, reference in {**manifest.inputs, **manifest.outputs}.items():
         try:
@@ -127,7 +142,7 @@ def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Pro
             gone = not Location(reference.uri).exists(MANIFEST)
             if gone and reference.kind == "checkpoint":
                 continue
-            yield Problem(location.uri, f"its {name} is not what it was made from: {error}", redo)
+            yield StoreProblem(location.uri, f"its {name} is not what it was made from: {error}", redo)
 
 
 def _check_identity(root: Location, name: str, found: Verification) -> None:
@@ -136,7 +151,7 @@ def _check_identity(root: Location, name: str, found: Verification) -> None:
         read_identity(root / folder if folder else root)
     except StoreError as error:
         remedy = "Restore it from a copy; the run cannot be opened without it."
-        found.problems.append(Problem(f"{root.uri}/{name}", str(error), remedy))
+        found.problems.append(StoreProblem(f"{root.uri}/{name}", str(error), remedy))
 
 
 def _check_pointer(root: Location, name: str, found: Verification) -> None:
@@ -144,4 +159,100 @@ def _check_pointer(root: Location, name: str, found: Verification) -> None:
         read_manifest(Reference.model_validate_json(root.read(name)))
     except (StoreError, ValueError) as error:
         remedy = "Delete it: the newest complete checkpoint is found without it."
-        found.problems.append(Problem(f"{root.uri}/{name}", f"points to no complete checkpoint: {error}", remedy))
+        found.problems.append(StoreProblem(f"{root.uri}/{name}", f"points to no complete checkpoint: {error}", remedy))
+
+
+_CHECKPOINT = re.compile(r"(?P<run>(?:runs/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")
+_KEPT_NAMES = re.compile(r"^(attempt-\d+\.json|manifest\.json)$")
+CUT_OFF_SECONDS = 86_400.0
+"""A temporary file that is older is of a write that was cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """A file that can go."""
+
+    name: str
+    """Relative to the store."""
+    reason: str
+
+
+def find_garbage(store: str) -> list[Garbage]:
+    """All garbage of a store, by name.
+
+    Raises:
+        StoreError: a manifest cannot be read; what belongs to its stage is not known then. `store verify` says more.
+    """
+    root = Location(store)
+    names = root.tree()
+    cut_off = root.cut_off_writes(names, CUT_OFF_SECONDS)
+    found = {name: Garbage(name, "temporary file of an interrupted write") for name in cut_off}
+    placed = [name for name in names if not is_temporary(name)]
+    for garbage in (*_unnamed(root, placed), *_half_deleted_checkpoints(root, placed)):
+        found.setdefault(garbage.name, garbage)
+    return [found[name] for name in sorted(found)]
+
+
+def collect_garbage(store: str, garbage: Iterable[Garbage]) -> int:
+    """Delete it; how many files went.
+
+    A stage whose manifest appeared meanwhile names its files itself: what is garbage stays garbage, since manifests never
+    change.
+    """
+    root = Location(store)
+    count = 0
+    for item in garbage:
+        root.delete_object(item.name)
+        count += 1
+    return count
+
+
+def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
+    stages = {name.removesuffix(MANIFEST) for name in names if name.endswith(f"/{MANIFEST}")}
+    kept: dict[str, set[str]] = {}
+    for stage in stages:
+        try:
+            manifest = Manifest.model_validate_json(root.read(f"{stage}{MANIFEST}"))
+        except NotFound:
+            continue  # listed late, deleted since: an unfinished stage's files are nobody's garbage
+        except ValueError as error:
+            raise StoreError(
+                f"{root.uri}/{stage}{MANIFEST} cannot be read: {error}. Run `roundhouse store verify`."
+            ) from error
+        kept[stage] = {entry.path for entry in manifest.files}
+    for name in names:
+        owner = _stage_of(name, stages)
+        if owner is None or owner not in kept:
+            continue
+        file = name.removeprefix(owner)
+        if file not in kept[owner] and not _KEPT_NAMES.match(file):
+            yield Garbage(name, "no manifest names it: an attempt that was interrupted or lost")
+
+
+def _stage_of(name: str, stages: set[str]) -> str | None:
+    """The complete stage that a file lies in, at whatever depth."""
+    parts = name.split("/")
+    for depth in range(len(parts) - 1, 0, -1):
+        if (directory := "/".join(parts[:depth]) + "/") in stages:
+            return directory
+    return None
+
+
+def _half_deleted_checkpoints(root: Location, names: list[str]) -> Iterator[Garbage]:
+    """Files of versions without a manifest below the newest complete version. Above it, one may just be being written. Whether
+    there is a manifest is asked of the object: a listing may be late."""
+    newest: dict[str, int] = {}
+    complete: set[tuple[str, int]] = set()
+    members = [match for name in names if (match := _CHECKPOINT.fullmatch(name)) is not None]
+    for match in members:
+        if match["file"] == MANIFEST:
+            complete.add((match["run"], int(match["version"])))
+            newest[match["run"]] = max(newest.get(match["run"], -1), int(match["version"]))
+    older = {(m["run"], int(m["version"])): m for m in members if int(m["version"]) < newest.get(m["run"], -1)}
+    for place, match in older.items():
+        if place not in complete and root.exists(f"{match['run']}checkpoints/{match['version']}/{MANIFEST}"):
+            complete.add(place)
+    for match in members:
+        run, version = match["run"], int(match["version"])
+        if (run, version) in older and (run, version) not in complete:
+            yield Garbage(match.string, f"rest of checkpoint {version}, which retention deleted")

@@ -27,7 +27,7 @@ from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.tracking.registry import UID_TAG, follow_store, register_checkpoint
 from roundhouse.tracking.traces import TraceWriter
-from roundhouse.trajectories.conversation import as_markdown
+from roundhouse.trajectories.records import as_markdown
 
 ITERATION_METRIC = "iteration"
 """Logged with every iteration; its history tells which iterations MLflow has."""

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roundhouse.tracking.registry import UID_TAG
-from roundhouse.trajectories.conversation import item_text
-from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.records import Rollout, Status, Turn, item_text
 
 ROLLOUT_TAG = "roundhouse.rollout"
 ITERATION_TAG = "roundhouse.iteration"

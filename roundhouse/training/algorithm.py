@@ -68,7 +68,7 @@ class TokenColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class AlgorithmInputs:
     """What the trainer knows of the tokens before the columns are made."""
 
     old: np.ndarray | None = None
@@ -80,7 +80,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class TokenSignals:
     """What an algorithm makes of an iteration's sequences."""
 
     columns: TokenColumns
@@ -105,10 +105,10 @@ class Algorithm(Protocol):
 
     @property
     def needs_log_probs(self) -> bool:
-        """Whether `stamp` reads the log-probabilities of `Evidence`, so that they have to be computed for all sequences."""
+        """Whether `compute` reads the log-probabilities of its inputs, so that they are computed for all sequences."""
         ...
 
-    def stamp(self, sequences: TrainingSequences, evidence: Evidence = ...) -> Stamp:
+    def compute(self, sequences: TrainingSequences, evidence: AlgorithmInputs = ...) -> TokenSignals:
         """Compute the columns; pure, the same for the same arguments.
 
         Raises:

@@ -46,7 +46,7 @@ KL_WEIGHT_BOUND = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class LossTokens:
     """The trained tokens of a microbatch, of whole sequences; every tensor is [M] float32."""
 
     cur: torch.Tensor
@@ -69,7 +69,7 @@ class Tokens:
     """Of the token's sequence (`mismatch.borne_out`): where the weights do not bear it out, every term is 0."""
 
 
-def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tuple[torch.Tensor, torch.Tensor]:
+def token_loss(tokens: LossTokens, settings: LossSettings, sums: MetricSums) -> tuple[torch.Tensor, torch.Tensor]:
     """The microbatch's share of the update's loss, and of its policy term (detached), both scalars.
 
     Statistics over tokens go to `sums`.
@@ -101,7 +101,7 @@ def token_loss(tokens: Tokens, settings: LossSettings, sums: MetricSums) -> tupl
     return total, policy_term.detach()
 
 
-def importance_ratio(tokens: Tokens, settings: LossSettings, sequence: torch.Tensor | None) -> torch.Tensor:
+def importance_ratio(tokens: LossTokens, settings: LossSettings, sequence: torch.Tensor | None) -> torch.Tensor:
     """[M] policy ratio r; `sequence` [M] numbers the sequences from 0 without gaps, needed for ratios of whole sequences."""
     if settings.importance_ratio == "on_policy":
         return torch.exp(tokens.cur - tokens.cur.detach())
@@ -197,7 +197,7 @@ def _clamped(ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
     return ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
 
 
-def _add_ratio_statistics(sums: MetricSums, ratio: torch.Tensor, tokens: Tokens, settings: LossSettings) -> None:
+def _add_ratio_statistics(sums: MetricSums, ratio: torch.Tensor, tokens: LossTokens, settings: LossSettings) -> None:
     clamped = _clamped(ratio, settings)
     cur = tokens.cur.detach()
     sums.add("probs_ratio", ratio)

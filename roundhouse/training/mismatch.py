@@ -11,7 +11,7 @@ import torch
 
 from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.metrics import MetricSums
-from roundhouse.trajectories.recompute import FEWEST_TOKENS
+from roundhouse.trajectories.sequences import FEWEST_TOKENS
 
 
 def add_mismatch(

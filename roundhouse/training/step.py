@@ -22,16 +22,15 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.training.algorithm import Algorithm, Evidence, Stamp, TokenColumns, check_columns
+from roundhouse.training.algorithm import Algorithm, AlgorithmInputs, TokenColumns, TokenSignals, check_columns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.forward import sequences_with
-from roundhouse.training.kl import next_coefficient
 from roundhouse.training.loss import sequence_scale
-from roundhouse.training.metrics import MetricSums
+from roundhouse.training.metrics import MetricSums, StepReport, sequence_rows
 from roundhouse.training.mismatch import add_correction, add_mismatch, borne_out, sequence_means
 from roundhouse.training.optimizer import learning_rate
-from roundhouse.training.report import StepReport, sequence_rows
+from roundhouse.training.rewards import next_coefficient
 from roundhouse.training.service.verbs import Gradient, LossBatch, Role, TokenBatch, TrainService, token_positions
 from roundhouse.trajectories.tokens import derive_seed
 
@@ -61,7 +60,7 @@ class Learner:
         return log_probs
 
 
-class Step:
+class TrainStep:
     """What the parts of a step share. Made for one iteration, run once."""
 
     def __init__(
@@ -74,8 +73,8 @@ class Step:
         self.ref: np.ndarray | None = None
         self.seconds = {"forward_old": 0.0, "forward_reference": 0.0, "updates": 0.0}
         self.batches: list[list[int]] = []
-        self.stamp = self._stamp()
-        self.trained = self.stamp.columns.trained
+        self.signals = self._signals()
+        self.trained = self.signals.columns.trained
         self.batches = plan_updates(
             sequences_with(sequences, self.trained),
             self.config.updates,
@@ -95,7 +94,7 @@ class Step:
         begun = time.perf_counter()
         if not self.learner.algorithm.needs_log_probs:
             self._compute_old()
-        if self.stamp.columns.reference_kl_weights.any() and self.ref is None:
+        if self.signals.columns.reference_kl_weights.any() and self.ref is None:
             self.ref = self._log_probs("reference", self.trained, Role.REFERENCE)
         with self._timed("updates"):
             for number, indices in enumerate(self.batches):
@@ -106,18 +105,18 @@ class Step:
         self.seconds["total"] = time.perf_counter() - begun
         return self._report()
 
-    def _stamp(self) -> Stamp:
+    def _signals(self) -> TokenSignals:
         """The algorithm's columns, from log-probabilities of all generated tokens where it reads them."""
         algorithm, mask = self.learner.algorithm, self.sequences.loss_mask
-        evidence = Evidence(kl_coefficient=self.learner.cursor.kl_coefficient)
+        evidence = AlgorithmInputs(kl_coefficient=self.learner.cursor.kl_coefficient)
         if algorithm.needs_log_probs:
             self.old = self._log_probs("old", mask)
             if algorithm.needs_reference:
                 self.ref = self._log_probs("reference", mask, Role.REFERENCE)
-            evidence = Evidence(self.old, self.ref, self.learner.cursor.kl_coefficient)
-        stamp = algorithm.stamp(self.sequences, evidence)
-        check_columns(stamp.columns, self.sequences, type(algorithm).__name__)
-        return stamp
+            evidence = AlgorithmInputs(self.old, self.ref, self.learner.cursor.kl_coefficient)
+        signals = algorithm.compute(self.sequences, evidence)
+        check_columns(signals.columns, self.sequences, type(algorithm).__name__)
+        return signals
 
     def _log_probs(self, name: str, tokens: np.ndarray, role: Role = Role.POLICY) -> np.ndarray:
         log.info("iteration %d: %s log-probabilities", self.iteration, name)
@@ -155,7 +154,7 @@ class Step:
 
         `first`: their old log-probabilities are those of the very pass that computes the gradient.
         """
-        sequences, columns = self.sequences, self.stamp.columns
+        sequences, columns = self.sequences, self.signals.columns
         return LossBatch(
             tokens=TokenBatch.of(sequences, indices, self.trained),
             columns=TokenColumns(
@@ -193,7 +192,7 @@ class Step:
     def _steer_kl(self) -> None:
         """Let an adaptive controller choose the next iteration's KL coefficient."""
         controller, learner = self.config.algorithm.adaptive_kl, self.learner
-        measured = (self.stamp.metrics | self.sums.values()).get("kl_penalty")
+        measured = (self.signals.metrics | self.sums.values()).get("kl_penalty")
         if controller is None or measured is None:
             return
         current = learner.cursor.kl_coefficient
@@ -230,7 +229,7 @@ class Step:
 
     def _report(self) -> StepReport:
         sequences, trained = self.sequences, int(self.trained.sum())
-        metrics = {**self.stamp.metrics, **self.sums.values(), **self._counts(trained)}
+        metrics = {**self.signals.metrics, **self.sums.values(), **self._counts(trained)}
         return StepReport(
             iteration=self.iteration,
             updates=len(self.batches),
@@ -241,7 +240,7 @@ class Step:
                 "generated": int(sequences.loss_mask.sum()),
                 "trained": trained,
             },
-            columns=sequence_rows(sequences, self.stamp, self.measured, self.old),
+            columns=sequence_rows(sequences, self.signals, self.measured, self.old),
         )
 
     def _counts(self, trained: int) -> dict[str, float]:

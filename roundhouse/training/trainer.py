@@ -22,10 +22,10 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithm import build_algorithm
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.report import StepReport
+from roundhouse.training.metrics import StepReport
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import Role, TrainService, check_fits
-from roundhouse.training.step import Learner, NonFiniteError, Step
+from roundhouse.training.step import Learner, NonFiniteError, TrainStep
 
 __all__ = ["NonFiniteError", "StepReport", "Trainer"]
 
@@ -127,7 +127,7 @@ class Trainer:
         work: load it again. (A first update refused for not being finite changed nothing, and is no such error.)
         """
         self._check(sequences, iteration)
-        step = Step(self.learner, sequences, iteration, tolerances)
+        step = TrainStep(self.learner, sequences, iteration, tolerances)
         try:
             report = step.run()
         except BaseException as error:

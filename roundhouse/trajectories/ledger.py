@@ -5,16 +5,35 @@ failures by code add up to `failed`. A ledger that does not balance cannot exist
 
     >>> Ledger.from_outcomes([Status.COMPLETED, Status.FAILED], ["", "tool_timeout"]).counts()["failed"]
     1
+
+Holds a ledger against the rows that it counts: when a stage is read, before it is trained on, and in `store verify`.
+
+Invariants, for every iteration:
+
+    requested = completed + truncated + failed + masked + omitted              of collect and of validate
+    the `rollouts` dataset has these rows by status, each id once              collect, evaluate
+    no row without a rewarded status has a reward                              collect, evaluate
+    validate has as many requested and failed as collect                       between the two
+    the rollouts of `sequences` are those completed and truncated              validate, and again before training
+
+The last one is why a reward of a failed rollout cannot reach a weight: a sequence of it would be one rollout too many.
 """
 
 from __future__ import annotations
 
+import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from roundhouse.errors import RoundhouseError
+from roundhouse.errors import RoundhouseError, StoreError
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Manifest
+from roundhouse.store.stage import read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 
 
@@ -83,3 +102,108 @@ class Ledger(BaseModel):
     def counts(self) -> dict[str, int]:
         """`requested` and the outcomes, without the failure codes."""
         return {name: getattr(self, name) for name in ("requested", *(status.value for status in Status))}
+
+
+COUNTED = ("collect", "evaluate", "validate")
+"""Stages whose manifest holds a ledger."""
+
+
+def ledger_of(manifest: Manifest) -> Ledger:
+    """The ledger of a stage.
+
+    Raises:
+        LedgerError: it does not balance.
+    """
+    counts = {name: manifest.counts.get(name, 0) for name in ("requested", *(status.value for status in Status))}
+    failures = manifest.details.get("failures", {})
+    return Ledger(**counts, failures=failures)
+
+
+def prove_counted(counts: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
+    """The rollouts are those that their stage counted.
+
+    Raises:
+        LedgerError: more, fewer, or with other outcomes.
+    """
+    if "requested" not in counts:
+        return  # a dataset that was imported and never counted
+    found = Ledger.from_rollouts(rollouts, requested=counts["requested"]).counts()
+    other = {name: (counts.get(name, 0), count) for name, count in found.items() if counts.get(name, 0) != count}
+    if other:
+        told = ", ".join(f"{name} {before} counted, {now} there" for name, (before, now) in other.items())
+        raise LedgerError(f"The rollouts are not those of their ledger: {told}. Collect the iteration again.")
+
+
+def prove_trainable(counts: Mapping[str, int], sequences: pa.Table) -> None:
+    """The sequences come from as many rollouts as validation let pass, and each has a reward.
+
+    Raises:
+        LedgerError: one more, such as of a failed rollout, or one fewer.
+    """
+    if "requested" not in counts:
+        return
+    if (what := _untrainable(counts, sequences)) is not None:
+        raise LedgerError(f"{what}. Nothing was trained; validate the iteration again.")
+
+
+def ledger_faults(location: Location, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the ledger of a complete stage, in words."""
+    if manifest.kind not in COUNTED or "requested" not in manifest.counts:
+        return
+    try:
+        ledger_of(manifest)
+    except LedgerError as error:
+        yield str(error)
+        return
+    if manifest.kind == "validate":
+        yield from _validated_faults(location, manifest)
+    else:
+        yield from _collected_faults(location, manifest)
+
+
+def _collected_faults(location: Location, manifest: Manifest) -> Iterator[str]:
+    rows = _columns(location, manifest, "rollouts", ["rollout_id", "status", "reward"])
+    ids, statuses = rows.column("rollout_id").to_pylist(), Counter(rows.column("status").to_pylist())
+    for name in (status.value for status in Status):
+        if statuses[name] != manifest.counts.get(name, 0):
+            yield f"the ledger says {manifest.counts.get(name, 0)} {name}, the rollouts dataset has {statuses[name]}"
+    if len(set(ids)) != len(ids):
+        yield f"{len(ids) - len(set(ids))} rollouts stand in it more than once"
+    unrewarded = pa.array([status.value for status in Status if not status.rewarded])
+    planted = rows.filter(pc.and_(pc.is_in(rows.column("status"), unrewarded), pc.is_valid(rows.column("reward"))))
+    if planted.num_rows:
+        yield f"{planted.num_rows} rollouts that failed have a reward, such as {planted.column('rollout_id')[0].as_py()}"
+
+
+def _validated_faults(location: Location, manifest: Manifest) -> Iterator[str]:
+    if (
+        what := _untrainable(manifest.counts, _columns(location, manifest, "sequences", ["rollout_id", "reward"]))
+    ) is not None:
+        yield what
+    source = manifest.inputs.get("rollouts")
+    if source is None:
+        return
+    try:
+        collected = read_manifest(source).counts
+    except StoreError:
+        return  # told as a reference that leads to nothing
+    for name in ("requested", "failed"):
+        if collected.get(name, 0) != manifest.counts.get(name, 0):
+            yield f"{name}: {collected.get(name, 0)} were collected, {manifest.counts.get(name, 0)} are accounted for"
+
+
+def _untrainable(counts: Mapping[str, int], sequences: pa.Table) -> str | None:
+    rollouts = pc.count_distinct(sequences.column("rollout_id")).as_py()
+    passed = counts.get("completed", 0) + counts.get("truncated", 0)
+    if rollouts != passed:
+        return f"the sequences come from {rollouts} rollouts, but {passed} were completed or truncated and let pass"
+    nothing = sequences.column("reward").null_count
+    return f"{nothing} sequences have no reward" if nothing else None
+
+
+def _columns(location: Location, manifest: Manifest, dataset: str, names: list[str]) -> pa.Table:
+    parts: Iterable[str] = (entry.path for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
+    tables = [pq.read_table(io.BytesIO(location.read(path)), columns=names) for path in parts]
+    schema = {"reward": pa.float64()}
+    empty = pa.table({name: pa.array([], schema.get(name, pa.string())) for name in names})
+    return pa.concat_tables(tables) if tables else empty

@@ -5,14 +5,28 @@ every batch; and no rollout that our own engines and loops can produce is refuse
 (a policy so certain that every log-probability of a short answer is 0), it waits for `CERTAIN_TOKENS` tokens.
 
 Cost: lists are read by the built-ins that loop in C (`min`, `max`, `sum`); prompts are hashed once, also over many turns.
+
+Proofs about the rollouts of a batch together: what one row alone cannot show.
+
+Invariant: of rollouts that are the same work twice, the first in the given order is kept and the others are refused; whatever
+else agrees by chance (a certain policy says the same words with the same log-probabilities) is legal. So:
+
+* a copy is told by its clock: equal turns, and equal start and duration, which two measurements never share;
+* one seed twice in a group is one draw twice, whatever the texts;
+* members of a group are samples of one task: those whose task row or environment is not that of the most are refused, and
+  all of them when there is no most.
+
+Seed 0 stands for "not recorded": the rollout was imported, where rows of one task may carry fields of each rollout. The last
+two rules pass over it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +67,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CollectionLimits:
     """What a batch was collected under."""
 
     vocabulary_size: int
@@ -95,7 +109,7 @@ def prove_failure(rollout: Rollout) -> None:
         raise Refusal("reward_of_failure", f"status {rollout.status.value} with failure {marks}")
 
 
-def prove_outcome(rollout: Rollout, terms: Terms) -> None:
+def prove_outcome(rollout: Rollout, terms: CollectionLimits) -> None:
     """Reward, status, sample number and times make sense."""
     if rollout.reward is None or not math.isfinite(rollout.reward):
         raise Refusal("reward", f"reward is {rollout.reward}")
@@ -114,7 +128,7 @@ def prove_outcome(rollout: Rollout, terms: Terms) -> None:
         raise Refusal("timing", f"a time is negative or not finite: {times}")
 
 
-def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: Terms) -> None:
+def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: CollectionLimits) -> None:
     """The turns are all there: as many, with as many tokens, as were written down with the rollout."""
     turns = rollout.turns
     if not turns:
@@ -159,7 +173,7 @@ def prove_prompts(turns: Sequence[Turn]) -> None:
         ends.append(length + len(turn.generation_token_ids))
 
 
-def prove_turn(turn: Turn, terms: Terms) -> None:
+def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
     """Tokens and log-probabilities of one model call, and who answered it."""
     tokens, log_probs = turn.generation_token_ids, turn.generation_log_probs
     if not tokens:
@@ -219,3 +233,68 @@ def _as_int32(token_ids: Sequence[int], turn: int) -> bytes:
         return array("i", token_ids).tobytes()
     except (OverflowError, TypeError) as error:
         raise Refusal("vocabulary", f"no token IDs: {error}", turn) from error
+
+
+def batch_refusals(rollouts: Sequence[Rollout]) -> dict[str, Refusal]:
+    """Refusals by rollout id; give only rollouts with a reward."""
+    return {**_strangers(rollouts), **_same_seeds(rollouts), **_copies(rollouts)}
+
+
+def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
+    found: dict[str, Refusal] = {}
+    originals: dict[tuple[float, float, float], list[Rollout]] = {}
+    for rollout in rollouts:
+        if not rollout.started_at or not rollout.seconds:
+            continue
+        timed = originals.setdefault((rollout.started_at, rollout.seconds, rollout.generation_seconds), [])
+        for original in timed:
+            if original.rollout_id != rollout.rollout_id and original.turns == rollout.turns:
+                evidence = (
+                    f"the same turns, begun at {rollout.started_at} for {rollout.seconds} s, as {original.rollout_id}"
+                )
+                found[rollout.rollout_id] = Refusal("copied_rollout", evidence)
+                break
+        else:
+            timed.append(rollout)
+    return found
+
+
+def _same_seeds(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
+    found: dict[str, Refusal] = {}
+    holders: dict[tuple[str, int], str] = {}
+    for rollout in rollouts:
+        if rollout.seed == 0:
+            continue
+        holder = holders.setdefault((rollout.group_id, rollout.seed), rollout.rollout_id)
+        if holder != rollout.rollout_id:
+            found[rollout.rollout_id] = Refusal("repeated_seed", f"seed {rollout.seed} is that of {holder}")
+    return found
+
+
+def _strangers(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.seed == 0:
+            continue
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    return {name: refusal for members in groups.values() for name, refusal in _strangers_of(members)}
+
+
+def _strangers_of(members: list[Rollout]) -> Iterable[tuple[str, Refusal]]:
+    first = members[0]
+    if all(each.task == first.task and each.environment == first.environment for each in members):
+        return
+    kinds: dict[tuple[str, str], list[Rollout]] = {}
+    for rollout in members:
+        # As text, in which also NaN equals itself.
+        kinds.setdefault((json.dumps(rollout.task, sort_keys=True), rollout.environment), []).append(rollout)
+    if len(kinds) == 1:
+        return
+    most = max(map(len, kinds.values()))
+    clear = sum(len(alike) == most for alike in kinds.values()) == 1
+    for alike in kinds.values():
+        if clear and len(alike) == most:
+            continue
+        for rollout in alike:
+            evidence = f"{len(alike)} of {len(members)} rollouts of the group have this task row and environment"
+            yield rollout.rollout_id, Refusal("task_row", evidence)

@@ -12,7 +12,7 @@ The proofs, in order; the first that does not hold gives the reason:
     log-probabilities, vocabulary, policy version, limits         `proofs.prove_turn`, `proofs.prove_measured`
     each prompt continues its parent (else `on_break` decides)    `sequences.chains_of`
     messages are what the tokens say                              a `proofs.TextProof`, where one is given
-    no copies, no seed twice, one task a group                    `agreement.disagreements`
+    no copies, no seed twice, one task a group                    `agreement.batch_refusals`
     mask and log-probabilities of the finished table              `sequences.misaligned`
 
 That the log-probabilities are those of the recorded weights is proved where they are computed anyway, in the train stage
@@ -31,13 +31,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.config.models import ValidationConfig
-from roundhouse.trajectories.agreement import disagreements
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.proofs import (
+    CollectionLimits,
     Recorded,
     Refusal,
-    Terms,
     TextProof,
+    batch_refusals,
     prove_counts,
     prove_failure,
     prove_measured,
@@ -73,7 +73,7 @@ def validate(
     vocabulary_size: int,
     policy_version: int,
     left_out: Mapping[str, str] | None = None,
-    terms: Terms | None = None,
+    terms: CollectionLimits | None = None,
     recorded: Mapping[str, Recorded] | None = None,
     text: TextProof | None = None,
 ) -> Validated:
@@ -89,7 +89,7 @@ def validate(
         text: without it, no messages are held against tokens.
     """
     if terms is None:
-        terms = Terms(vocabulary_size, policy_version)
+        terms = CollectionLimits(vocabulary_size, policy_version)
     batch = _Batch(rollouts)
     for rollout in rollouts:
         with batch.judging(rollout):
@@ -100,13 +100,15 @@ def validate(
                 if text is not None:
                     batch.text_proved += text.prove(rollout)
                 batch.accepted[rollout.rollout_id] = (rollout, chains)
-    batch.refuse(disagreements([rollout for rollout, _ in batch.accepted.values()]))
+    batch.refuse(batch_refusals([rollout for rollout, _ in batch.accepted.values()]))
     batch.leave_out(left_out or {})
     batch.omit_small_groups(max(config.min_group_size, math.ceil(config.min_group_fraction * (terms.group_size or 0))))
     return batch.validated()
 
 
-def _prove(rollout: Rollout, config: ValidationConfig, terms: Terms, recorded: Recorded | None) -> list[Chain]:
+def _prove(
+    rollout: Rollout, config: ValidationConfig, terms: CollectionLimits, recorded: Recorded | None
+) -> list[Chain]:
     """The chains of one rollout, or a Refusal."""
     if rollout.status is Status.MASKED:
         raise Refusal("masked_by_environment", "the environment asked not to train on this rollout")

@@ -13,12 +13,11 @@ import pytest
 from roundhouse.collection import events as happened
 from roundhouse.collection.controller_journal import ControllerJournal
 from roundhouse.collection.plan import Plan
-from roundhouse.errors import InfraError
+from roundhouse.errors import EXIT_CODES, InfraError
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
-from roundhouse.training.service.exit_codes import EXIT_CODES
 from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import ITERATIONS, SECONDS, SIZE, STALENESS, TASKS, Place, until
 from tests.chaos.strikes import Strike

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from roundhouse.config.algorithms import GRPO, CrossEntropy
+from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
 from roundhouse.config.forms import (
     ApproveForm,
     CollectForm,
@@ -150,7 +150,7 @@ def test_the_offline_form_makes_a_fork_that_corrects_for_the_policy_that_sampled
     assert (config.offline.on_stale, config.offline.sample) == ("warn", 9)
     assert config.resume.path == parent.checkpoint(1).location.uri
     assert config.train.updates == 2, "as the run has it"
-    assert isinstance(config.train.algorithm, GRPO)
+    assert isinstance(config.train.algorithm, GRPOConfig)
     assert (config.train.algorithm.mismatch_correction, config.train.algorithm.bounds) == ("tis", (0, 2))
 
 
@@ -175,7 +175,7 @@ def test_rejection_learns_the_best_that_reach_a_threshold(parent: Run) -> None:
         run_id="r", store=parent.config.store, new_run_id="o", method="rejection", reward_threshold=0.5
     )
     algorithm = form.resolve().train.algorithm
-    assert isinstance(algorithm, CrossEntropy)
+    assert isinstance(algorithm, CrossEntropyConfig)
     assert (algorithm.select, algorithm.reward_threshold) == ("best_of_group", 0.5)
 
 

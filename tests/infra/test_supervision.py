@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from roundhouse.errors import InfraError
-from roundhouse.infra import identity, services
+from roundhouse.infra import services
 from roundhouse.infra.services import Services, local_services
 from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
+from roundhouse.store import process_identity
 
 GYM = {"gym": ["--environment", "calculator"]}
 Remaining = Callable[[Path], list[psutil.Process]]
@@ -179,7 +180,9 @@ def test_a_state_of_another_machine_harms_nobody(state_dir: Path) -> None:
     """Its process numbers belong to others here: to this very test, for one."""
     state = StateDirectory(state_dir)
     state.create()
-    me = ServiceRecord("gym", "ready", os.getpid(), os.getsid(0), identity.birth(os.getpid()) or 0, ports={"http": 1})
+    me = ServiceRecord(
+        "gym", "ready", os.getpid(), os.getsid(0), process_identity.birth(os.getpid()) or 0, ports={"http": 1}
+    )
     state.write_running(RunningServices(os.getpid(), "another boot", {"gym": me}))
     assert not services.status(state_dir).is_ready("gym")
     assert answers(up(state_dir).gym_url)

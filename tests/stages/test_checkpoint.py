@@ -9,12 +9,11 @@ from roundhouse.generation.model_files import local_model
 from roundhouse.stages.checkpoint import publish, publish_starting_policy, recorded, retain
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.store.directories import local_directory, upload_model
-from roundhouse.store.garbage import find_garbage
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Reference, model_location, sha256
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.store.verification import verify
+from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync import base
 from roundhouse.weight_sync.cache import NodeCache
 

@@ -31,15 +31,13 @@ from roundhouse.stages.collect import collect_dataset, collect_iteration, read_r
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.validate import validate_iteration
-from roundhouse.store.garbage import find_garbage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import WRITERS, read_manifest
-from roundhouse.store.verification import verify
+from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
-from roundhouse.trajectories.outlines import outlines_from_tables
 from roundhouse.trajectories.records import Rollout
-from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table
 from roundhouse.trajectories.tokens import derive_seed
 from tests.stages.test_interrupted_collect import CALLS, COLLECTING, GROUP, GuessingEngine, dataset, recorded_seeds
 from tests.stages.test_interrupted_collect import engine as engine
@@ -386,7 +384,7 @@ def test_an_outline_counts_as_its_rollout_and_holds_none_of_its_tokens(rollouts:
     from roundhouse.collection.metrics import rollout_metrics
 
     rollouts[3].turns.clear()
-    outlines = outlines_from_tables(rollouts_table(rollouts), turns_table(rollouts))
+    outlines = summaries_from_tables(rollouts_table(rollouts), turns_table(rollouts))
     assert rollout_metrics(outlines) == rollout_metrics(rollouts)
     assert [outline.rollout_id for outline in outlines] == [rollout.rollout_id for rollout in rollouts]
     assert {token for outline in outlines for turn in outline.turns for token in turn.generation_token_ids} == {0}

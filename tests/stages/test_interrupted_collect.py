@@ -22,12 +22,11 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.recorded_calls import JOURNAL
 from roundhouse.stages.collect import collect_iteration, read_rollouts
-from roundhouse.store.garbage import find_garbage
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_part
-from roundhouse.store.verification import verify
+from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.tokens import derive_seed
 from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written

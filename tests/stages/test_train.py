@@ -24,7 +24,7 @@ from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.training.service import one_shot
-from roundhouse.training.service.border import error_of, exit_code, read_error
+from roundhouse.training.service.job_entry import error_of, exit_code, read_error
 from roundhouse.training.service.one_shot import StepSpec
 from roundhouse.training.service.server import build_app
 from roundhouse.trajectories.schemas import SEQUENCES

@@ -23,12 +23,11 @@ from roundhouse.errors import InfraError, StoreError
 from roundhouse.generation import weights
 from roundhouse.generation.engine import WeightsRefused
 from roundhouse.store.bucket import FIRST_PAUSE, LONGEST_PAUSE, StoreUnavailable, pauses
-from roundhouse.store.garbage import find_garbage
 from roundhouse.store.location import AlreadyExists, Location, NoBucket, NotFound
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_table
-from roundhouse.store.verification import verify
+from roundhouse.store.verification import find_garbage, verify
 from tests.store.endpoint import Endpoint, endpoint
 
 TABLE = pa.table({"id": list(range(50))})

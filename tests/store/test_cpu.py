@@ -9,7 +9,7 @@ import time
 import pytest
 
 from roundhouse.config.models import RunConfig
-from roundhouse.store.cpu import beside
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 
@@ -37,7 +37,7 @@ def test_a_second_counts_for_the_stage_beside_or_for_the_one_of_the_process_neve
     burnt, go_on, found = threading.Event(), threading.Event(), {}
 
     def collect() -> None:
-        with beside():
+        with attribute_to_this_stage():
             attempt = run.begin(run.stage(2, "collect"), policy_version=1)
             burn()
             burnt.set()
@@ -65,9 +65,9 @@ def test_a_second_counts_for_the_stage_beside_or_for_the_one_of_the_process_neve
 
 def test_a_block_in_a_block_changes_nothing(run_config: RunConfig) -> None:
     run = open_run(run_config)
-    with beside():
+    with attribute_to_this_stage():
         attempt = run.begin(run.stage(1, "collect"), policy_version=0)
-        with beside():
+        with attribute_to_this_stage():
             burn()
         burn()
         committed = attempt.commit()

@@ -19,12 +19,11 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.generation.deployment import later_than
 from roundhouse.store import disk
 from roundhouse.store.directories import local_directory
-from roundhouse.store.garbage import find_garbage
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
-from roundhouse.store.verification import verify
+from roundhouse.store.verification import find_garbage, verify
 
 TABLE = pa.table({"id": list(range(100))})
 
@@ -41,7 +40,7 @@ import os, sys
 import pyarrow as pa
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.store.garbage import find_garbage
+from roundhouse.store.verification import find_garbage
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_table
 from roundhouse.store.verification import verify

@@ -22,10 +22,20 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.taxonomy import Kind, kind_of
 from roundhouse.health.watchdog import supervised
-from roundhouse.infra.identity import birth
 from roundhouse.store import lease as leases
-from roundhouse.store.lease import DIRECTORY, Holder, Lease, LeaseLost, RunDriven, Watch, driving, holder, try_to_take
+from roundhouse.store.lease import (
+    DIRECTORY,
+    Lease,
+    LeaseLost,
+    LeaseRecord,
+    LeaseWatch,
+    RunDriven,
+    driving,
+    holder,
+    try_to_take,
+)
 from roundhouse.store.location import Location
+from roundhouse.store.process_identity import birth
 from roundhouse.store.promoted import point_to_promoted
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
@@ -38,15 +48,15 @@ def empty(store_uri: str) -> Location:
     return Location(f"{store_uri}/runs/r{next(numbers)}")
 
 
-def taken(run: Location, watch: Watch | None = None, seconds: float = 0.0) -> Lease:
-    lease, _ = try_to_take(run, watch or Watch(), seconds)
+def taken(run: Location, watch: LeaseWatch | None = None, seconds: float = 0.0) -> Lease:
+    lease, _ = try_to_take(run, watch or LeaseWatch(), seconds)
     assert lease is not None
     return lease
 
 
-def waited_for(run: Location) -> Watch:
+def waited_for(run: Location) -> LeaseWatch:
     """A watch that has seen the run's lease unrenewed for longer than it lasts."""
-    watch = Watch()
+    watch = LeaseWatch()
     for _ in range(int(leases.SECONDS) + 1):
         assert try_to_take(run, watch, 1.0)[0] is None
     return watch
@@ -61,7 +71,7 @@ class Drivers(RuleBasedStateMachine):
         super().__init__()
         self.run = empty(self.store)
         self.leases: list[Lease | None] = [None] * 3
-        self.watches = [Watch() for _ in self.leases]
+        self.watches = [LeaseWatch() for _ in self.leases]
         self.committed: list[int] = []
 
     def act(self, driver: int, what: Callable[[Lease], None]) -> None:
@@ -77,9 +87,9 @@ class Drivers(RuleBasedStateMachine):
             try:
                 self.leases[driver], _ = try_to_take(self.run, self.watches[driver], seconds)
             except RunDriven:
-                self.watches[driver] = Watch()
+                self.watches[driver] = LeaseWatch()
             if self.leases[driver] is not None:
-                self.watches[driver] = Watch()
+                self.watches[driver] = LeaseWatch()
                 return
 
     @rule(driver=st.integers(0, 2))
@@ -128,7 +138,7 @@ def test_of_many_that_start_at_once_one_drives(store_uri: str) -> None:
 
     def start() -> None:
         ready.wait()
-        lease, other = try_to_take(run, Watch(), 0.0)
+        lease, other = try_to_take(run, LeaseWatch(), 0.0)
         (refused if lease is None else got).append(lease or other)
 
     threads = [threading.Thread(target=start) for _ in range(6)]
@@ -142,7 +152,7 @@ def test_of_many_that_start_at_once_one_drives(store_uri: str) -> None:
 
 
 def test_a_driver_that_renews_is_named_and_not_followed(store_uri: str) -> None:
-    run, watch = empty(store_uri), Watch()
+    run, watch = empty(store_uri), LeaseWatch()
     first = taken(run)
     assert try_to_take(run, watch, 0.0)[0] is None
     first.renew()
@@ -170,7 +180,7 @@ def test_a_suspended_driver_is_followed_and_stops_when_it_wakes(store_uri: str) 
 
 def test_time_that_a_waiting_driver_did_not_watch_does_not_count(store_uri: str) -> None:
     """It was suspended itself, or the store was away, and the other could not renew either."""
-    run, watch = empty(store_uri), Watch()
+    run, watch = empty(store_uri), LeaseWatch()
     taken(run)
     for _ in range(5):
         assert try_to_take(run, watch, 10_000.0)[0] is None
@@ -213,7 +223,7 @@ def test_a_process_of_this_machine_that_died_is_followed_at_once(store_uri: str)
 def test_a_process_number_of_another_machine_or_of_a_later_process_says_nothing(store_uri: str) -> None:
     own, born = os.getpid(), birth(os.getpid())
     assert born is not None
-    record = Holder(
+    record = LeaseRecord(
         token=1, nonce="n", host="h", pid=own, born=born, machine=leases._machine(), since=0.0, seconds=60.0
     )
     assert not record.is_over
@@ -229,7 +239,7 @@ def test_a_run_that_was_deleted_and_made_anew_is_not_the_old_drivers(store_uri: 
         first.check()
     taken(run)
     first = Lease(
-        run, Holder.model_validate_json((run / DIRECTORY).read("000001.json")).model_copy(update={"nonce": "o"})
+        run, LeaseRecord.model_validate_json((run / DIRECTORY).read("000001.json")).model_copy(update={"nonce": "o"})
     )
     with pytest.raises(LeaseLost, match="Another process drives"):
         first.check()

@@ -14,7 +14,7 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.loss import Tokens, token_loss
+from roundhouse.training.loss import LossTokens, token_loss
 from roundhouse.training.metrics import MetricSums
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
 from roundhouse.training.trainer import Trainer
@@ -60,7 +60,7 @@ class BigramService:
             taken["ref"] = torch.from_numpy(batch.ref_logprobs)[chosen]
         cur = found[chosen]
         old = cur.detach() if batch.old_logprobs is None else torch.from_numpy(batch.old_logprobs)[chosen]
-        loss, policy_loss = token_loss(Tokens(cur=cur, old=old, **taken), batch.loss, sums)
+        loss, policy_loss = token_loss(LossTokens(cur=cur, old=old, **taken), batch.loss, sums)
         loss.backward()
         return Gradient(
             loss=float(loss.detach()),

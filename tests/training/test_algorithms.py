@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from roundhouse.config.algorithms import GRPO, AlgorithmConfig
+from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.objectives import AdaptiveKL, OverlongShaping, Scaling
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import Evidence, Stamp, build_algorithm, check_columns
+from roundhouse.training.algorithm import AlgorithmInputs, TokenSignals, build_algorithm, check_columns
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
-from roundhouse.training.kl import next_coefficient, to_go
-from roundhouse.training.shaping import overlong_penalties, scale
+from roundhouse.training.rewards import Groups, next_coefficient, overlong_penalties, scale, to_go
 
 ONE_OF_FOUR = [1.0, 0.0, 0.0, 0.0]
 
@@ -45,15 +43,15 @@ def batch(rewards: dict[str, list[float]], tokens: int = 2, **columns: list[Any]
     return TrainingSequences.from_records(rows)
 
 
-def stamp(sequences: TrainingSequences, evidence: Evidence = Evidence(), **config: Any) -> Stamp:
+def compute(sequences: TrainingSequences, evidence: AlgorithmInputs = AlgorithmInputs(), **config: Any) -> TokenSignals:
     section = TypeAdapter(AlgorithmConfig).validate_python(config)
-    found = build_algorithm(section).stamp(sequences, evidence)
+    found = build_algorithm(section).compute(sequences, evidence)
     check_columns(found.columns, sequences, "test")
     return found
 
 
 def advantages(sequences: TrainingSequences, **config: Any) -> list[float]:
-    return stamp(sequences, **config).sequence_columns["advantage"].tolist()
+    return compute(sequences, **config).sequence_columns["advantage"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ def test_one_right_answer_among_four(config: dict[str, Any], expected: list[floa
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"])
 def test_the_right_answer_among_wrong_ones_is_kept_by_every_group_algorithm(kind: str) -> None:
     """A spread taken over the others of the group would be 0 for it alone, and filter out the one that matters."""
-    found = stamp(batch({"g": ONE_OF_FOUR}), kind=kind)
+    found = compute(batch({"g": ONE_OF_FOUR}), kind=kind)
     assert found.columns.trained.tolist() == [False, True, True] * 4
     assert found.sequence_columns["advantage"][0] > 0
 
@@ -100,7 +98,7 @@ def test_two_groups_of_the_same_prompt_stay_two() -> None:
 
 def test_dapo_masks_truncated_rollouts_but_counts_them_in_the_baseline() -> None:
     sequences = batch({"g": [1.0, 0.0, 0.0, 1.0]}, truncated=[False, False, True, False])
-    found = stamp(sequences, kind="dapo")
+    found = compute(sequences, kind="dapo")
     np.testing.assert_allclose(
         found.sequence_columns["advantage"], np.array([1, -1, -1, 1]) / math.sqrt(4 / 3), rtol=1e-5
     )
@@ -123,7 +121,7 @@ def test_gdpo_adds_up_advantages_that_were_normalised_one_component_at_a_time() 
 
 def test_gdpo_learns_from_a_group_whose_sum_is_equal_and_parts_are_not() -> None:
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
-    found = stamp(
+    found = compute(
         batch({"g": [1.0, 1.0], "h": [2.0, 2.0]}, reward_components=parts), kind="gdpo", weights={"a": 2, "b": 1}
     )
     assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [True, True, False, False]
@@ -146,11 +144,11 @@ def test_reinforce_plus_plus_pays_each_token_for_the_kl_that_comes_after_it() ->
     old = np.array([0, -1.0, -1.0, 0, -1.0, -1.0], dtype=np.float32)
     ref = np.array([0, -1.3, -1.1, 0, -1.0, -1.0], dtype=np.float32)
     config = {"kind": "reinforce_plus_plus", "minus_baseline": False, "kl_coefficient": 2.0}
-    found = stamp(sequences, Evidence(old, ref), **config, normalize_batch=False)
+    found = compute(sequences, AlgorithmInputs(old, ref), **config, normalize_batch=False)
     np.testing.assert_allclose(found.columns.advantages, [0, 0.2, 0.8, 0, 0, 0], atol=1e-6)
     assert found.metrics["kl_penalty"] == pytest.approx(0.1)  # (0.3 + 0.1 + 0 + 0) / 4
     assert not found.columns.reference_kl_weights.any(), "the KL is in the reward, not in the loss"
-    normal = stamp(sequences, Evidence(old, ref), **config).columns.advantages[sequences.loss_mask]
+    normal = compute(sequences, AlgorithmInputs(old, ref), **config).columns.advantages[sequences.loss_mask]
     assert normal.mean() == pytest.approx(0, abs=1e-6)
     assert normal.var() == pytest.approx(1, rel=1e-5)
 
@@ -161,11 +159,11 @@ def test_reinforce_plus_plus_sees_the_reward_of_every_rollout_that_it_trains_on(
     old, ref = np.zeros((2, 12), dtype=np.float32)
     ref[1] = -0.5
     config = {"kind": "reinforce_plus_plus", "kl_coefficient": 0.01}
-    found = stamp(sequences, Evidence(old, ref), **config)
+    found = compute(sequences, AlgorithmInputs(old, ref), **config)
     assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [False, False, True, True]
     taught = found.columns.advantages[6:][sequences.loss_mask[6:]]
     np.testing.assert_allclose(taught, [1, 1, -1, -1], rtol=1e-5)
-    alone = stamp(sequences, Evidence(old, ref), **config, minus_baseline=False)
+    alone = compute(sequences, AlgorithmInputs(old, ref), **config, minus_baseline=False)
     np.testing.assert_allclose(np.sign(alone.sequence_columns["advantage"]), [1, -1, 1, -1])
 
 
@@ -183,8 +181,8 @@ def test_kl_in_the_reward_of_a_group_algorithm_is_the_whole_rollouts() -> None:
     sequences = batch({"g": [1.0, 0.0]})
     old = np.array([0, -1.0, -1.0, 0, -1.0, -1.0], dtype=np.float32)
     ref = np.array([0, -1.3, -1.1, 0, -1.0, -1.0], dtype=np.float32)
-    found = stamp(
-        sequences, Evidence(old, ref), kind="rloo", kl_coefficient=2.0, kl_estimator="k1", kl_placement="reward"
+    found = compute(
+        sequences, AlgorithmInputs(old, ref), kind="rloo", kl_coefficient=2.0, kl_estimator="k1", kl_placement="reward"
     )
     # rewards 1 - 2 * 0.4 = 0.2 and 0
     np.testing.assert_allclose(found.sequence_columns["advantage"], [0.2, -0.2], atol=1e-6)
@@ -196,7 +194,7 @@ def test_kl_noise_in_the_reward_gives_no_spread_to_a_group_whose_rewards_are_equ
     sequences = batch({"g": [1.0, 1.0]})
     old, ref = np.zeros((2, 6), dtype=np.float32)
     ref[1] = -0.5
-    found = stamp(sequences, Evidence(old, ref), kind="grpo", kl_coefficient=0.1, kl_placement="reward")
+    found = compute(sequences, AlgorithmInputs(old, ref), kind="grpo", kl_coefficient=0.1, kl_placement="reward")
     assert not found.columns.trained.any()
 
 
@@ -204,11 +202,13 @@ def test_distillation_prefers_what_the_teacher_finds_likelier_and_ignores_the_re
     sequences = batch({"g": [1.0, 1.0]})
     old = np.array([0, -1.0, -2.0, 0, -1.0, -1.0], dtype=np.float32)
     teacher = np.array([0, -0.5, -5.0, 0, -1.0, -1.5], dtype=np.float32)
-    found = stamp(sequences, Evidence(old, teacher), kind="distillation", teacher="t")
+    found = compute(sequences, AlgorithmInputs(old, teacher), kind="distillation", teacher="t")
     np.testing.assert_allclose(found.columns.advantages, [0, 0.5, -3.0, 0, 0, -0.5], rtol=1e-6)
     assert found.columns.policy_weights.tolist() == [0, 1, 1, 0, 1, 1]
     assert found.metrics["teacher_kl"] == pytest.approx((-0.5 + 3 + 0 + 0.5) / 4)
-    clipped = stamp(sequences, Evidence(old, teacher), kind="distillation", teacher="t", advantage_clip=(-1, 1))
+    clipped = compute(
+        sequences, AlgorithmInputs(old, teacher), kind="distillation", teacher="t", advantage_clip=(-1, 1)
+    )
     assert clipped.columns.advantages.min() == -1
 
 
@@ -225,19 +225,19 @@ def test_distillation_prefers_what_the_teacher_finds_likelier_and_ignores_the_re
 )
 def test_cross_entropy_learns_from_the_chosen_rollouts_alone(config: dict[str, Any], chosen: list[int]) -> None:
     sequences = batch({"g": [0.0, 1.0, 2.0, 0.4], "h": [0.5, 0.2]}, truncated=[False, False, True, False, False, False])
-    found = stamp(sequences, kind="cross_entropy", **config)
+    found = compute(sequences, kind="cross_entropy", **config)
     assert found.columns.cross_entropy_weights.reshape(6, 3)[:, 1].tolist() == chosen
     assert not found.columns.policy_weights.any()
     assert found.metrics["num_selected"] == sum(chosen)
 
 
 def test_of_equals_the_first_is_the_best_of_its_group() -> None:
-    found = stamp(batch({"g": [0.0, 1.0, 1.0]}), kind="cross_entropy", select="best_of_group")
+    found = compute(batch({"g": [0.0, 1.0, 1.0]}), kind="cross_entropy", select="best_of_group")
     assert found.columns.cross_entropy_weights.reshape(3, 3)[:, 1].tolist() == [0, 1, 0]
 
 
 def test_positive_examples_get_cross_entropy_beside_the_policy_term() -> None:
-    found = stamp(batch({"g": [1.0, 0.0], "flat": [1.0, 1.0]}), kind="grpo", positive_nll_weight=0.1)
+    found = compute(batch({"g": [1.0, 0.0], "flat": [1.0, 1.0]}), kind="grpo", positive_nll_weight=0.1)
     np.testing.assert_allclose(found.columns.cross_entropy_weights.reshape(4, 3)[:, 1], [0.1, 0, 0, 0], rtol=1e-6)
 
 
@@ -251,7 +251,7 @@ def test_the_overlong_penalty_looks_at_all_turns_and_sequences_of_a_rollout() ->
     """Rollout a generated 20 tokens in two sequences, the others 10: only a is beyond the limit."""
     sequences = batch({"g": [1.0, 1.0, 1.0, 0.0]}, tokens=10, rollout_id=["a", "a", "b", "c"])
     reward = {"overlong": {"max_generated_tokens": 20, "buffer_tokens": 5, "penalty": 0.25}}
-    found = stamp(sequences, kind="dr_grpo", reward=reward)
+    found = compute(sequences, kind="dr_grpo", reward=reward)
     assert found.metrics["reward_shaped"] == pytest.approx((0.75 + 1 + 0) / 3)
     assert found.metrics["reward"] == pytest.approx(2 / 3)
 
@@ -259,7 +259,7 @@ def test_the_overlong_penalty_looks_at_all_turns_and_sequences_of_a_rollout() ->
 def test_scaling_clamps_and_maps_and_a_truncated_reward_is_multiplied() -> None:
     np.testing.assert_allclose(scale(np.array([-3, 0, 0.25, 1, 9.0]), Scaling()), [-1, -1, -0.5, 1, 1])
     sequences = batch({"g": [1.0, 1.0, 0.0]}, truncated=[True, False, False])
-    found = stamp(sequences, kind="dr_grpo", reward={"truncated_factor": 0.0})
+    found = compute(sequences, kind="dr_grpo", reward={"truncated_factor": 0.0})
     np.testing.assert_allclose(found.sequence_columns["advantage"], [-1 / 3, 2 / 3, -1 / 3])
 
 
@@ -277,19 +277,19 @@ def test_a_reward_outside_of_its_scale_is_refused_unless_it_is_to_be_clamped() -
     with pytest.raises(
         DataError, match=r"'g2' has the reward 5, outside of .*source \[0, 1\] \(1 of 3 .*outside to clamp"
     ):
-        stamp(sequences, kind="dapo", reward={"overlong": overlong})
-    wider = stamp(sequences, kind="dapo", reward={"overlong": overlong, "scaling": {"source": [0, 5]}})
+        compute(sequences, kind="dapo", reward={"overlong": overlong})
+    wider = compute(sequences, kind="dapo", reward={"overlong": overlong, "scaling": {"source": [0, 5]}})
     assert wider.metrics["reward_shaped"] == pytest.approx((-1 - 0.6 + 1) / 3)
-    clamped = stamp(sequences, kind="dapo", reward={"overlong": overlong, "scaling": {"outside": "clamp"}})
+    clamped = compute(sequences, kind="dapo", reward={"overlong": overlong, "scaling": {"outside": "clamp"}})
     assert clamped.metrics["reward_shaped"] == pytest.approx((-1 + 1 + 1) / 3)
-    plain = stamp(sequences, kind="dapo", reward={"overlong": overlong, "scaling": None})
+    plain = compute(sequences, kind="dapo", reward={"overlong": overlong, "scaling": None})
     assert plain.metrics["reward_shaped"] == 2
 
 
 def test_a_group_that_shaping_makes_equal_is_not_trained_on() -> None:
     """g's right answer was cut off and loses its reward: there is nothing to compare, so it is in no denominator."""
     sequences = batch({"g": [1.0, 0.0], "h": [1.0, 0.0]}, truncated=[True, False, False, False])
-    found = stamp(sequences, kind="grpo", reward={"truncated_factor": 0.0})
+    found = compute(sequences, kind="grpo", reward={"truncated_factor": 0.0})
     assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [False, False, True, True]
     assert found.metrics["num_groups_shaped_flat"] == 1
     assert found.metrics["baseline_reward/pct_mixed"] == 100, "of the environment's rewards"
@@ -307,8 +307,8 @@ def test_the_controller_moves_towards_its_target_by_at_most_a_fifth_a_horizon() 
     assert next_coefficient(0.5, 9.0, 100, controller) == pytest.approx(0.5 * (1 + 0.2 * 0.1))
     assert next_coefficient(0.5, 0.0, 100, controller) == pytest.approx(0.5 * (1 - 0.2 * 0.1))
     assert next_coefficient(0.5, 9.0, 100, None) == 0.5
-    found = stamp(
-        batch({"g": [1.0, 0.0]}), Evidence(kl_coefficient=0.7), kind="grpo", kl_coefficient=0.1, adaptive_kl={}
+    found = compute(
+        batch({"g": [1.0, 0.0]}), AlgorithmInputs(kl_coefficient=0.7), kind="grpo", kl_coefficient=0.1, adaptive_kl={}
     )
     assert found.columns.reference_kl_weights.max() == pytest.approx(0.7)
 
@@ -328,7 +328,7 @@ def test_whatever_the_rewards_columns_are_finite_and_on_the_mask(
 ) -> None:
     sequences = batch({f"g{i}": values for i, values in enumerate(rewards)}, tokens=data.draw(st.integers(1, 4)))
     config: dict[str, Any] = {"kl_coefficient": 0} if kind == "reinforce_plus_plus" else {}
-    found = stamp(sequences, kind=kind, **config)  # checks shapes, finiteness and mask
+    found = compute(sequences, kind=kind, **config)  # checks shapes, finiteness and mask
     groups = Groups.of(sequences)
     flat = ~groups.of_sequences(groups.has_spread)
     if kind in ("grpo", "dr_grpo", "rloo", "dapo"):
@@ -339,7 +339,7 @@ def test_whatever_the_rewards_columns_are_finite_and_on_the_mask(
 
 
 def test_groups_of_one_are_counted() -> None:
-    assert stamp(batch({"g": [1.0], "h": [1.0, 0.0]}), kind="grpo").metrics["num_groups_of_one"] == 1
+    assert compute(batch({"g": [1.0], "h": [1.0, 0.0]}), kind="grpo").metrics["num_groups_of_one"] == 1
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -415,7 +415,7 @@ def test_distillation_out_of_the_box_corrects_for_the_policy_of_its_later_update
 
 def test_a_section_without_a_kind_is_grpo() -> None:
     config = TrainConfig.model_validate({"algorithm": {"clip_low": 0.1}})
-    assert config.algorithm == GRPO(clip_low=0.1)
+    assert config.algorithm == GRPOConfig(clip_low=0.1)
 
 
 class SignOnly(PolicyGradientAlgorithm):
@@ -440,13 +440,13 @@ def test_an_algorithm_of_ones_own_is_imported_by_name_with_its_parameters() -> N
     [
         ("no_such_module:A", {}, "importing no_such_module failed"),
         (f"{__name__}:Nothing", {}, "has no Nothing"),
-        ("pathlib:Path", {}, "has no loss, needs_reference, needs_log_probs, stamp"),
+        ("pathlib:Path", {}, "has no loss, needs_reference, needs_log_probs, compute"),
         (f"{__name__}:SignOnly", {"colour": 1}, "cannot be made with train.algorithm.parameters"),
     ],
 )
 def test_what_is_wrong_with_a_custom_algorithm_is_said(target: str, parameters: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        stamp(batch({"g": ONE_OF_FOUR}), kind="custom", target=target, parameters=parameters)
+        compute(batch({"g": ONE_OF_FOUR}), kind="custom", target=target, parameters=parameters)
 
 
 class Broken(SignOnly):
@@ -460,4 +460,4 @@ def test_columns_that_are_not_finite_are_refused_with_the_algorithms_name() -> N
     sequences = batch({"g": [1.0, 0.0]})
     config = TypeAdapter(AlgorithmConfig).validate_python({"kind": "custom", "target": f"{__name__}:Broken"})
     with pytest.raises(DataError, match="Broken: column advantages of sequence 'g0' is nan"):
-        check_columns(build_algorithm(config).stamp(sequences).columns, sequences, "Broken")
+        check_columns(build_algorithm(config).compute(sequences).columns, sequences, "Broken")

@@ -16,9 +16,9 @@ from roundhouse.config.models import OptimizerConfig, TrainConfig, ValidationCon
 from roundhouse.stages.validate import in_plan_order
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
+from roundhouse.training.rewards import Groups
+from roundhouse.trajectories.group_variance import groups_with_spread
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
-from roundhouse.trajectories.spread import groups_with_spread
 from roundhouse.trajectories.tokens import digest_tokens
 from roundhouse.trajectories.validation import Validated, validate
 from tests.training.bigram import BigramService, trainer_over

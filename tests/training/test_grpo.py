@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roundhouse.config.models import GRPO
+from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.training.algorithms.group_relative import GroupRelative
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
+from roundhouse.training.rewards import Groups
 from tests.training import reference
 from tests.training.tiny import record, records
 
 
-def _stamp(rows: list[dict[str, object]], **switches: object):
-    return GroupRelative(GRPO(**switches)).stamp(TrainingSequences.from_records(rows))  # type: ignore[arg-type]
+def _signals(rows: list[dict[str, object]], **switches: object):
+    return GroupRelative(GRPOConfig(**switches)).compute(TrainingSequences.from_records(rows))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -20,16 +20,16 @@ def _stamp(rows: list[dict[str, object]], **switches: object):
 def test_advantages_equal_the_plain_reference(normalize: bool, leave_one_out: bool) -> None:
     rows = records(groups=6, size=5)
     rows += [record("split/0", "g0", 1.0, rollout="split"), record("split/1", "g0", 0.0, rollout="split")]
-    stamp = _stamp(rows, normalize_by_std=normalize, leave_one_out=leave_one_out)
+    signals = _signals(rows, normalize_by_std=normalize, leave_one_out=leave_one_out)
     expected = reference.advantages(rows, normalize=normalize, leave_one_out=leave_one_out)
     assert None in expected
-    np.testing.assert_allclose(stamp.sequence_columns["advantage"], [a or 0.0 for a in expected], rtol=1e-12)
+    np.testing.assert_allclose(signals.sequence_columns["advantage"], [a or 0.0 for a in expected], rtol=1e-12)
 
 
 def test_the_advantage_of_one_right_answer_among_four() -> None:
     rows = [record(str(i), "g", reward) for i, reward in enumerate([1.0, 0.0, 0.0, 0.0])]
-    np.testing.assert_allclose(_stamp(rows).sequence_columns["advantage"], [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
-    loo = _stamp(rows, leave_one_out=True, normalize_by_std=False).sequence_columns["advantage"]
+    np.testing.assert_allclose(_signals(rows).sequence_columns["advantage"], [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
+    loo = _signals(rows, leave_one_out=True, normalize_by_std=False).sequence_columns["advantage"]
     np.testing.assert_allclose(loo, [1.0, -1 / 3, -1 / 3, -1 / 3])
 
 
@@ -37,10 +37,10 @@ def test_leave_one_out_with_normalisation_keeps_the_single_right_answer_and_work
     """The others' spread would be zero for the right answer among wrong ones; the group's never is."""
     rows = [record(str(i), "g", reward) for i, reward in enumerate([1.0, 0.0, 0.0, 0.0])]
     np.testing.assert_allclose(
-        _stamp(rows, leave_one_out=True).sequence_columns["advantage"], [2.0, -2 / 3, -2 / 3, -2 / 3], rtol=1e-5
+        _signals(rows, leave_one_out=True).sequence_columns["advantage"], [2.0, -2 / 3, -2 / 3, -2 / 3], rtol=1e-5
     )
     pair = [record("a", "g", 1.0), record("b", "g", 0.0)]
-    advantages = _stamp(pair, leave_one_out=True).sequence_columns["advantage"]
+    advantages = _signals(pair, leave_one_out=True).sequence_columns["advantage"]
     np.testing.assert_allclose(advantages, [2**0.5, -(2**0.5)], rtol=1e-5)
 
 
@@ -48,7 +48,7 @@ def test_groups_are_told_apart_by_their_id_and_not_by_their_prompt() -> None:
     rows = [record("a", "g", 1.0), record("b", "g", 0.0), record("c", "h", 1.0), record("d", "h", 1.0)]
     for row in rows:
         row |= {"token_ids": [7, 8, 9, 10], "loss_mask": [0, 0, 1, 1], "gen_logprobs": [0.0, 0.0, -1.0, -1.0]}
-    advantages = _stamp(rows, normalize_by_std=False).sequence_columns["advantage"]
+    advantages = _signals(rows, normalize_by_std=False).sequence_columns["advantage"]
     np.testing.assert_allclose(advantages, [0.5, -0.5, 0.0, 0.0])
 
 
@@ -57,10 +57,10 @@ def test_a_rollout_of_several_sequences_counts_once() -> None:
     groups = Groups.of(TrainingSequences.from_records(split))
     assert groups.means.tolist() == [0.5]
     assert groups.sizes.tolist() == [2]
-    stamp = _stamp(split, normalize_by_std=False)
-    np.testing.assert_allclose(stamp.sequence_columns["advantage"], [0.5, 0.5, 0.5, -0.5])
-    assert stamp.metrics["reward"] == 0.5
-    assert stamp.metrics["num_rollouts"] == 2
+    signals = _signals(split, normalize_by_std=False)
+    np.testing.assert_allclose(signals.sequence_columns["advantage"], [0.5, 0.5, 0.5, -0.5])
+    assert signals.metrics["reward"] == 0.5
+    assert signals.metrics["num_rollouts"] == 2
 
 
 def test_a_group_without_spread_has_no_weight_in_any_term_and_is_counted() -> None:
@@ -70,28 +70,28 @@ def test_a_group_without_spread_has_no_weight_in_any_term_and_is_counted() -> No
         *(record(f"flat{i}", "flat", 0.1 + 0.2 * (i % 2) - 0.2 * (i % 2)) for i in range(2)),  # equal but for rounding
         *(record(f"mixed{i}", "mixed", float(i)) for i in range(2)),
     ]
-    stamp = _stamp(rows, kl_coefficient=0.1, entropy_coefficient=0.01)
+    signals = _signals(rows, kl_coefficient=0.1, entropy_coefficient=0.01)
     batch = TrainingSequences.from_records(rows)
     mixed = np.isin(batch.sequence_of_token, [6, 7]) & batch.loss_mask
-    np.testing.assert_array_equal(stamp.columns.trained, mixed)
-    for weights in (stamp.columns.reference_kl_weights, stamp.columns.entropy_weights, stamp.columns.advantages):
+    np.testing.assert_array_equal(signals.columns.trained, mixed)
+    for weights in (signals.columns.reference_kl_weights, signals.columns.entropy_weights, signals.columns.advantages):
         np.testing.assert_array_equal(weights != 0, mixed)
     for kind in ("0", "1", "flat", "mixed"):
-        assert stamp.metrics[f"baseline_reward/pct_{kind}"] == 25.0
+        assert signals.metrics[f"baseline_reward/pct_{kind}"] == 25.0
 
 
 def test_a_group_of_one_teaches_nothing_and_is_no_nan() -> None:
     for leave_one_out in (False, True):
-        stamp = _stamp([record("a", "g", 0.7)], leave_one_out=leave_one_out)
-        assert stamp.sequence_columns["advantage"].tolist() == [0.0]
-        assert not stamp.columns.trained.any()
+        signals = _signals([record("a", "g", 0.7)], leave_one_out=leave_one_out)
+        assert signals.sequence_columns["advantage"].tolist() == [0.0]
+        assert not signals.columns.trained.any()
 
 
 def test_a_middling_rollout_of_a_mixed_group_still_counts_although_its_advantage_is_zero() -> None:
-    stamp = _stamp([record("a", "g", 0.0), record("b", "g", 0.5), record("c", "g", 1.0)])
-    assert stamp.sequence_columns["advantage"][1] == 0
+    signals = _signals([record("a", "g", 0.0), record("b", "g", 0.5), record("c", "g", 1.0)])
+    assert signals.sequence_columns["advantage"][1] == 0
     assert (
-        stamp.columns.trained.sum()
-        == stamp.columns.policy_weights.sum()
+        signals.columns.trained.sum()
+        == signals.columns.policy_weights.sum()
         == sum(sum(record(name, "g", 0.0)["loss_mask"]) for name in "abc")
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
+from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import make_model, plain_model
@@ -49,8 +50,10 @@ def _collect(policy: Any, iteration: int) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("grpo", [GRPO(), GRPO(leave_one_out=True, normalize_by_std=False)], ids=["grpo", "rloo"])
-def test_the_reward_of_a_parity_task_rises_from_chance_to_mastery(tmp_path: Path, grpo: GRPO) -> None:
+@pytest.mark.parametrize(
+    "grpo", [GRPOConfig(), GRPOConfig(leave_one_out=True, normalize_by_std=False)], ids=["grpo", "rloo"]
+)
+def test_the_reward_of_a_parity_task_rises_from_chance_to_mastery(tmp_path: Path, grpo: GRPOConfig) -> None:
     config = TrainConfig(
         algorithm=grpo,
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=4),

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from roundhouse.config.algorithms import GRPO
+from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.training.algorithm import LossSettings
-from roundhouse.training.loss import Tokens, clipped_policy_loss, reference_kl, sequence_scale, token_loss
+from roundhouse.training.loss import LossTokens, clipped_policy_loss, reference_kl, sequence_scale, token_loss
 from roundhouse.training.metrics import METRICS, Denominator, MetricSums
 from roundhouse.training.mismatch import add_mismatch, correction_weights
 from tests.training import reference
@@ -64,7 +64,7 @@ def _ours(
     )
     scale = sequence_scale(counts, settings.aggregation)[OWNER].double()
     ones = torch.ones_like(cur)
-    tokens = Tokens(
+    tokens = LossTokens(
         cur=cur,
         old=tensors["old"],
         gen=tensors["gen"],
@@ -125,7 +125,7 @@ def test_a_first_update_has_ratio_one_and_the_policy_gradient() -> None:
     cur = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([0.5, -1.5])
     ones = torch.ones(2)
-    tokens = Tokens(
+    tokens = LossTokens(
         cur=cur, old=cur.detach(), gen=cur.detach(), advantages=advantages, policy_weights=ones, scale=ones / 2
     )
     sums = MetricSums()
@@ -171,8 +171,8 @@ def test_correction_weights_are_bounded_and_a_ratio_that_is_not_finite_counts_as
 
 def test_truncation_never_lifts_a_token_that_the_policy_has_unlearnt() -> None:
     """A lower bound of 0.5 would weigh the first one 25 times what it is worth."""
-    defaults = GRPO(mismatch_correction="tis")
-    assert (defaults.bounds, GRPO(mismatch_correction="icepop").bounds) == ((0.0, 2.0), (0.5, 5.0))
+    defaults = GRPOConfig(mismatch_correction="tis")
+    assert (defaults.bounds, GRPOConfig(mismatch_correction="icepop").bounds) == ((0.0, 2.0), (0.5, 5.0))
     settings = LossSettings(mismatch_correction="tis", mismatch_bounds=defaults.bounds)
     weights = correction_weights(torch.log(torch.tensor([0.02, 1.0, 9.0])), torch.zeros(3), settings)
     torch.testing.assert_close(weights, torch.tensor([0.02, 1.0, 2.0]))
@@ -212,7 +212,7 @@ def test_however_far_a_token_moved_its_gradient_is_finite(ratio: str, nats: floa
         ones, old = torch.ones(2), torch.full((2,), -1.0)
         settings = LossSettings(importance_ratio=ratio, aggregation="sequence")  # type: ignore[arg-type]
         owner = torch.tensor([0, 1])
-        tokens = Tokens(cur, old, old, advantage * ones, policy_weights=ones, scale=ones, sequence=owner)
+        tokens = LossTokens(cur, old, old, advantage * ones, policy_weights=ones, scale=ones, sequence=owner)
         token_loss(tokens, settings, MetricSums())[0].backward()
         assert cur.grad is not None
         assert cur.grad.tolist() == [0.0, -advantage]

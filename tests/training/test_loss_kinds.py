@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundhouse.training.algorithm import LossSettings
-from roundhouse.training.kl import sampled_kl
-from roundhouse.training.loss import Tokens, reference_kl, sequence_scale, token_loss
+from roundhouse.training.loss import LossTokens, reference_kl, sequence_scale, token_loss
 from roundhouse.training.metrics import MetricSums
 from roundhouse.training.mismatch import add_correction, correction_weights
+from roundhouse.training.rewards import sampled_kl
 from tests.training import reference
 
 LENGTHS = [3, 1, 7, 2, 4]
@@ -77,13 +77,13 @@ def _scale(loss: LossSettings) -> torch.Tensor:
     return sequence_scale(counts, loss.aggregation, rollouts=rollouts, fixed_length=6)[OWNER].double()
 
 
-def _tokens(values: dict[str, list[float]], scale: torch.Tensor, chosen: list[int]) -> Tokens:
+def _tokens(values: dict[str, list[float]], scale: torch.Tensor, chosen: list[int]) -> LossTokens:
     """The tokens of the chosen sequences; numbers of sequences stay those of the whole, hence have gaps."""
     keep = torch.tensor([owner in chosen for owner in OWNER])
     columns = {name: torch.tensor(column, dtype=torch.float64)[keep] for name, column in values.items()}
     columns["cur"].requires_grad_()
     ones = torch.ones(int(keep.sum()), dtype=torch.float64)
-    return Tokens(**columns, policy_weights=ones, scale=scale[keep], sequence=torch.tensor(OWNER)[keep])
+    return LossTokens(**columns, policy_weights=ones, scale=scale[keep], sequence=torch.tensor(OWNER)[keep])
 
 
 def _ours(values: dict[str, list[float]], kind: dict[str, Any], parts: list[list[int]]) -> tuple[float, torch.Tensor]:
@@ -161,7 +161,7 @@ def test_cispo_gives_a_clipped_token_the_gradient_that_ppo_takes_away() -> None:
     gradients = []
     for kind in ("clipped", "cispo"):
         cur.grad = None
-        tokens = Tokens(cur=cur, old=old, gen=old, advantages=ones, policy_weights=ones, scale=ones)
+        tokens = LossTokens(cur=cur, old=old, gen=old, advantages=ones, policy_weights=ones, scale=ones)
         token_loss(tokens, LossSettings(policy_loss=kind, clip_high=0.28), MetricSums())[0].backward()  # type: ignore[arg-type]
         assert cur.grad is not None
         gradients.append(float(cur.grad))
@@ -271,12 +271,12 @@ def test_no_token_of_another_sequence_enters_a_sequences_ratio(data: st.DataObje
     cur, old = (torch.tensor([rng.gauss(-2, 1) for _ in owner], dtype=torch.float64) for _ in range(2))
     ones = torch.ones(len(owner), dtype=torch.float64)
     gspo = LossSettings(importance_ratio="sequence", aggregation="sequence")
-    tokens = Tokens(cur=cur, old=old, gen=old, advantages=ones, policy_weights=ones, scale=ones, sequence=owner)
+    tokens = LossTokens(cur=cur, old=old, gen=old, advantages=ones, policy_weights=ones, scale=ones, sequence=owner)
     whole, _ = token_loss(tokens, gspo, MetricSums())
     alone = 0.0
     for s in range(len(lengths)):
         keep = owner == s
-        part = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(Tokens)}
+        part = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(LossTokens)}
         part = {name: None if value is None else value[keep] for name, value in part.items()}
-        alone += float(token_loss(Tokens(**part), gspo, MetricSums())[0])
+        alone += float(token_loss(LossTokens(**part), gspo, MetricSums())[0])
     assert float(whole) == pytest.approx(alone)

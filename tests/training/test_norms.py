@@ -5,7 +5,7 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from roundhouse.training.norms import _RootMeanSquare, replace_norms
+from roundhouse.training.layers import _RootMeanSquare, replace_norms
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (2, 5, 16), (1, 3, 4, 16)], ids=str)

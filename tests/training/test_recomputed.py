@@ -16,7 +16,7 @@ from roundhouse.stages.recomputed import mismatched
 from roundhouse.stages.staleness import staleness_metrics
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
-from roundhouse.trajectories.recompute import tolerances
+from roundhouse.trajectories.sequences import tolerances
 from tests.training.bigram import BigramService, trainer_over
 
 TOKENS, FORGED = 40, 30

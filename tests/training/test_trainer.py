@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
+from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS, Denominator
-from roundhouse.training.step import Step, plan_updates
+from roundhouse.training.step import TrainStep, plan_updates
 from roundhouse.training.trainer import Trainer
 from tests.training import reference
 from tests.training.tiny import make_model, plain_model, record, records, sequences
@@ -25,7 +26,8 @@ def _config(*, updates: int = 1, grpo: dict[str, Any] | None = None, **changes: 
     """One update and no gradient clipping, unless said otherwise."""
     optimizer = OptimizerConfig(learning_rate=1e-3, betas=(BETA, 0.95), warmup_steps=0, max_grad_norm=1e9)
     return TrainConfig(
-        algorithm=GRPO(**(grpo or {})), **{"optimizer": optimizer, "updates": updates, "threads": 1, "device": "cpu"} | changes
+        algorithm=GRPOConfig(**(grpo or {})),
+        **{"optimizer": optimizer, "updates": updates, "threads": 1, "device": "cpu"} | changes,
     )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def test_which_sequences_an_update_holds_does_not_depend_on_their_lengths(model_
     held = []
     for chosen in (rows, longer):
         trainer = Trainer.load(model_dir, _config(updates=3, tokens_per_microbatch=200))
-        held.append(Step(trainer.learner, TrainingSequences.from_records(chosen), 1).batches)
+        held.append(TrainStep(trainer.learner, TrainingSequences.from_records(chosen), 1).batches)
     assert held[0] == held[1]
 
 
@@ -201,7 +203,7 @@ def test_without_any_spread_the_weights_stay_and_the_mismatch_is_still_measured(
 def test_saved_and_loaded_between_steps_is_bit_for_bit_the_uninterrupted_run(
     model_dir: Path, reference_dir: Path, tmp_path: Path, updates: int
 ) -> None:
-    config = TrainConfig(updates=updates, threads=1, device="cpu", algorithm=GRPO(kl_coefficient=0.01))
+    config = TrainConfig(updates=updates, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.01))
     batches = [sequences(4, 6, seed=seed) for seed in range(4)]
     through = Trainer.load(model_dir, config, reference_dir=reference_dir, seed=5)
     for iteration, batch in enumerate(batches, 1):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
+from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import NonFiniteError, Trainer
@@ -138,7 +139,7 @@ def test_trainer_state_that_is_damaged_or_of_another_model_is_refused(model_dir:
 
 
 def test_a_kl_term_without_its_reference_or_with_another_vocabulary_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    config = TrainConfig(threads=1, device="cpu", algorithm=GRPO(kl_coefficient=0.1))
+    config = TrainConfig(threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.1))
     with pytest.raises(ConfigError, match=r"kl_coefficient is 0.1.*reference_dir"):
         Trainer.load(model_dir, config)
     other = make_model(tmp_path / "other", vocabulary=80)

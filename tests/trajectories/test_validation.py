@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundhouse.config.models import ValidationConfig
-from roundhouse.trajectories.proofs import Terms
+from roundhouse.trajectories.proofs import CollectionLimits
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.validation import validate
 from tests.trajectories.rollouts import rollout, turn
@@ -207,7 +207,7 @@ def test_what_is_left_of_a_group_counts_only_if_it_is_half_of_one(valid: int, ke
     for lost in (0, 32 - valid):
         members = [rollout(sample=i) for i in range(valid)]
         members += [rollout(sample=valid + i, reward=None, status=Status.FAILED) for i in range(lost)]
-        terms = Terms(vocabulary_size=10, policy_version=0, group_size=32)
+        terms = CollectionLimits(vocabulary_size=10, policy_version=0, group_size=32)
         result = validate(members, CONFIG, vocabulary_size=10, policy_version=0, terms=terms)
         assert result.sequences.num_rows == kept
         assert result.reasons.get("small_group", 0) == valid - kept

@@ -11,7 +11,7 @@ import pytest
 
 from roundhouse.store.location import Location
 from roundhouse.store.stage import read_part
-from roundhouse.trajectories.proofs import Refusal, Terms, prove_turn
+from roundhouse.trajectories.proofs import CollectionLimits, Refusal, prove_turn
 from roundhouse.trajectories.schemas import TURNS, rollouts_from_tables, rollouts_table, turns_table
 from roundhouse.trajectories.sequences import chains_of, sequences_table
 from tests.trajectories.rollouts import rollout, turn
@@ -55,7 +55,7 @@ def test_a_sequence_says_which_version_drew_which_position_and_is_as_old_as_its_
     ],
 )
 def test_spans_that_do_not_cover_the_tokens_or_hide_the_oldest_version_are_refused(spans: list[dict[str, int]]) -> None:
-    terms = Terms(vocabulary_size=100, policy_version=3)
+    terms = CollectionLimits(vocabulary_size=100, policy_version=3)
     one = in_flight().turns[0]
     prove_turn(one, terms)
     with pytest.raises(Refusal, match="version"):

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.errors import EXIT_CODES, ConfigError, InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.pod_keys import TRAINER, PodKeys
-from roundhouse.training.service.exit_codes import EXIT_CODES
 
 Status = dict[str, Any]
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from roundhouse.config.kubernetes import Toleration
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.errors import EXIT_CODES, ConfigError, DataError
 from roundhouse.http.same_origin import is_loopback
 from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
 from roundhouse.logs import LABELS_VARIABLE
 from roundhouse.observability import METRICS_VARIABLE
 from roundhouse.store.location import Location
-from roundhouse.training.service.exit_codes import EXIT_CODES
 
 Manifest = dict[str, Any]
 

@@ -11,20 +11,20 @@ custom                one of your own, by `module:Class`
 from __future__ import annotations
 
 from roundhouse.config.algorithms import (
-    GDPO,
     AlgorithmConfig,
-    CrossEntropy,
-    CustomAlgorithm,
-    Distillation,
-    ReinforcePlusPlus,
+    CrossEntropyConfig,
+    CustomAlgorithmConfig,
+    DistillationConfig,
+    GDPOConfig,
+    ReinforcePlusPlusConfig,
 )
 from roundhouse.training.algorithm import Algorithm
-from roundhouse.training.algorithms.cross_entropy import ChosenRollouts
+from roundhouse.training.algorithms.cross_entropy import CrossEntropy
 from roundhouse.training.algorithms.custom import load_custom
-from roundhouse.training.algorithms.distillation import TeacherAgreement
-from roundhouse.training.algorithms.gdpo import ComponentRelative
+from roundhouse.training.algorithms.distillation import OnPolicyDistillation
+from roundhouse.training.algorithms.gdpo import GDPO
 from roundhouse.training.algorithms.group_relative import GroupRelative
-from roundhouse.training.algorithms.reinforce_plus_plus import BatchNormalised
+from roundhouse.training.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 
 
 def build(config: AlgorithmConfig) -> Algorithm:
@@ -33,14 +33,14 @@ def build(config: AlgorithmConfig) -> Algorithm:
     Raises:
         ConfigError: a custom one cannot be imported or made.
     """
-    if isinstance(config, CustomAlgorithm):
+    if isinstance(config, CustomAlgorithmConfig):
         return load_custom(config)
-    if isinstance(config, CrossEntropy):
-        return ChosenRollouts(config)
-    if isinstance(config, Distillation):
-        return TeacherAgreement(config)
-    if isinstance(config, ReinforcePlusPlus):
-        return BatchNormalised(config)
-    if isinstance(config, GDPO):
-        return ComponentRelative(config)
+    if isinstance(config, CrossEntropyConfig):
+        return CrossEntropy(config)
+    if isinstance(config, DistillationConfig):
+        return OnPolicyDistillation(config)
+    if isinstance(config, ReinforcePlusPlusConfig):
+        return ReinforcePlusPlus(config)
+    if isinstance(config, GDPOConfig):
+        return GDPO(config)
     return GroupRelative(config)

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundhouse.config.algorithms import CrossEntropy
-from roundhouse.training.algorithm import Evidence, LossSettings, Stamp, TokenColumns
+from roundhouse.config.algorithms import CrossEntropyConfig
+from roundhouse.training.algorithm import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
 from roundhouse.training.algorithms.policy_gradient import current_coefficient, reward_metrics, token_weights
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
+from roundhouse.training.rewards import Groups
 
 
-class ChosenRollouts:
+class CrossEntropy:
     """Weight 1 on the generated tokens of the chosen rollouts."""
 
     needs_log_probs = False
 
-    def __init__(self, config: CrossEntropy) -> None:
+    def __init__(self, config: CrossEntropyConfig) -> None:
         self.config = config
 
     @property
@@ -39,7 +39,7 @@ class ChosenRollouts:
     def needs_reference(self) -> bool:
         return self.config.reference_source is not None
 
-    def stamp(self, sequences: TrainingSequences, evidence: Evidence = Evidence()) -> Stamp:
+    def compute(self, sequences: TrainingSequences, evidence: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
         groups = Groups.of(sequences)
         chosen = self._chosen(sequences, groups)
         weights = token_weights(chosen[groups.rollout_of_sequence], sequences)
@@ -55,7 +55,7 @@ class ChosenRollouts:
         metrics = reward_metrics(sequences, groups) | {"num_selected": float(chosen.sum())}
         if coefficient > 0:
             metrics["kl_coefficient"] = coefficient
-        return Stamp(columns, metrics)
+        return TokenSignals(columns, metrics)
 
     def _chosen(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
         """[R] bool."""

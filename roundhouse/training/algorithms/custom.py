@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from roundhouse.config.algorithms import CustomAlgorithm
+from roundhouse.config.algorithms import CustomAlgorithmConfig
 from roundhouse.errors import ConfigError
 from roundhouse.import_string import load_class
 from roundhouse.training.algorithm import Algorithm
 
-MEMBERS = ("loss", "needs_reference", "needs_log_probs", "stamp")
+MEMBERS = ("loss", "needs_reference", "needs_log_probs", "compute")
 
 
-def load_custom(config: CustomAlgorithm) -> Algorithm:
+def load_custom(config: CustomAlgorithmConfig) -> Algorithm:
     """Make `Class(config, **parameters)`.
 
     Raises:

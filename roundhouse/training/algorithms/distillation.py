@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundhouse.training.algorithm import Evidence
+from roundhouse.training.algorithm import AlgorithmInputs
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
+from roundhouse.training.rewards import Groups
 
 
-class TeacherAgreement(PolicyGradientAlgorithm):
-    """Reads the teacher's log-probabilities from `Evidence.reference`."""
+class OnPolicyDistillation(PolicyGradientAlgorithm):
+    """Reads the teacher's log-probabilities from `AlgorithmInputs.reference`."""
 
     needs_log_probs = True
 
     def read_rewards(
-        self, sequences: TrainingSequences, plain: Groups, evidence: Evidence, coefficient: float
+        self, sequences: TrainingSequences, plain: Groups, evidence: AlgorithmInputs, coefficient: float
     ) -> Rewards:
         if evidence.old is None or evidence.reference is None:
             raise ValueError("distillation needs the log-probabilities of policy and teacher")
@@ -33,5 +33,5 @@ class TeacherAgreement(PolicyGradientAlgorithm):
         assert rewards.kl is not None, "read_rewards sets it"
         return -rewards.kl
 
-    def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
         return np.ones(len(sequences), dtype=bool)

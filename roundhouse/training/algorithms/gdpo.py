@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundhouse.config.algorithms import GDPO
+from roundhouse.config.algorithms import GDPOConfig
 from roundhouse.errors import DataError
 from roundhouse.training.algorithms.group_relative import STD_EPSILON, GroupRelative, group_advantages
 from roundhouse.training.algorithms.policy_gradient import Rewards
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
+from roundhouse.training.rewards import Groups
 
 
-class ComponentRelative(GroupRelative):
+class GDPO(GroupRelative):
     """The sum of the components' group-relative advantages; every deviation has the divisor n − 1."""
 
-    def __init__(self, config: GDPO) -> None:
+    def __init__(self, config: GDPOConfig) -> None:
         super().__init__(config)
         self.weights, self.normalize_batch = config.weights, config.normalize_batch
 
@@ -35,13 +35,13 @@ class ComponentRelative(GroupRelative):
             total += weight * group_advantages(values, of_component, self.leave_one_out, self.normalize_by_std)
         if not self.normalize_batch:
             return total
-        teaching = self.teaches(sequences, groups)
+        teaching = self.trainable_sequences(sequences, groups)
         by_rollout = groups.per_rollout(total)[groups.per_rollout(teaching.astype(float)) > 0]
         if len(by_rollout) < 2:
             return total
         return np.where(teaching, (total - by_rollout.mean()) / (by_rollout.std(ddof=1) + STD_EPSILON), 0.0)
 
-    def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
         """Where any component has spread: the sum may be equal although its parts are not."""
         spread = [Groups.of(sequences, sequences.reward_components[name]) for name in self._components(sequences)]
         return np.logical_or.reduce([part.of_sequences(part.has_spread) for part in spread])

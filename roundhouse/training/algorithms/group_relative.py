@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundhouse.config.algorithms import GroupBaseline
+from roundhouse.config.algorithms import GroupRelativeConfig
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
+from roundhouse.training.rewards import Groups
 
 STD_EPSILON = 1e-6
 
@@ -29,7 +29,7 @@ STD_EPSILON = 1e-6
 class GroupRelative(PolicyGradientAlgorithm):
     """The reward against the group's."""
 
-    def __init__(self, config: GroupBaseline) -> None:
+    def __init__(self, config: GroupRelativeConfig) -> None:
         super().__init__(config)
         self.leave_one_out, self.normalize_by_std = config.leave_one_out, config.normalize_by_std
 

@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from roundhouse.config.objectives import PolicyGradient, TokenLoss
-from roundhouse.training.algorithm import Evidence, LossSettings, Stamp, TokenColumns
+from roundhouse.training.algorithm import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
-from roundhouse.training.kl import sampled_kl
-from roundhouse.training.shaping import shape_rewards
+from roundhouse.training.rewards import Groups, sampled_kl, shape_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Rewards:
 
 
 class PolicyGradientAlgorithm:
-    """A source of columns from advantages. Subclasses give `advantages`, and `teaches` where it is not group spread."""
+    """A source of columns from advantages. Subclasses define `advantages`; `trainable_sequences`, unless it is group spread."""
 
     kl_of_rollouts = True
     """With KL in the reward: subtract the sum over the rollout from its reward. A subclass that places it token by token
@@ -85,11 +83,11 @@ class PolicyGradientAlgorithm:
         """[S] what a reward is compared with, for a person to see."""
         return groups.of_sequences(groups.means)
 
-    def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
         """[S] bool; `groups` has the statistics of the environment's rewards, and spread where shaping left some."""
         return groups.of_sequences(groups.has_spread)
 
-    def stamp(self, sequences: TrainingSequences, evidence: Evidence = Evidence()) -> Stamp:
+    def compute(self, sequences: TrainingSequences, evidence: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
         coefficient = current_coefficient(self.config, evidence)
         plain = Groups.of(sequences)
         rewards = self.read_rewards(sequences, plain, evidence, coefficient)
@@ -101,15 +99,19 @@ class PolicyGradientAlgorithm:
                 replace(plain, has_spread=plain.has_spread & left),
                 int((plain.has_spread & ~left).sum()),
             )
-        teaches = self.teaches(sequences, judged)
-        masked = teaches & sequences.truncated if self.config.mask_truncated else np.zeros_like(teaches)
+        trainable_sequences = self.trainable_sequences(sequences, judged)
+        masked = (
+            trainable_sequences & sequences.truncated
+            if self.config.mask_truncated
+            else np.zeros_like(trainable_sequences)
+        )
         given = self.advantages(sequences, rewards, groups)
         by_token = per_token(given, sequences)
         if self.config.advantage_clip is not None:
             by_token = np.clip(by_token, *self.config.advantage_clip)
-        weights = token_weights(teaches & ~masked, sequences)
+        weights = token_weights(trainable_sequences & ~masked, sequences)
         columns = self._columns(sequences, by_token, weights, coefficient)
-        shown = per_sequence(by_token * np.repeat(teaches, sequences.lengths), sequences)
+        shown = per_sequence(by_token * np.repeat(trainable_sequences, sequences.lengths), sequences)
         metrics = reward_metrics(sequences, plain) | advantage_metrics(shown) | rewards.metrics
         if coefficient > 0:
             metrics["kl_coefficient"] = coefficient
@@ -117,10 +119,10 @@ class PolicyGradientAlgorithm:
             metrics["num_groups_shaped_flat"] = float(flattened)
         if self.config.mask_truncated:
             metrics["num_truncated_masked"] = float(masked.sum())
-        return Stamp(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)})
+        return TokenSignals(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)})
 
     def read_rewards(
-        self, sequences: TrainingSequences, plain: Groups, evidence: Evidence, coefficient: float
+        self, sequences: TrainingSequences, plain: Groups, evidence: AlgorithmInputs, coefficient: float
     ) -> Rewards:
         """Shape the rewards and take the KL off them; `plain` has the statistics of the environment's."""
         shaped, kl, metrics = shape_rewards(sequences, self.config.reward), None, {}
@@ -151,7 +153,7 @@ class PolicyGradientAlgorithm:
         )
 
 
-def current_coefficient(config: TokenLoss, evidence: Evidence) -> float:
+def current_coefficient(config: TokenLoss, evidence: AlgorithmInputs) -> float:
     """The KL coefficient of this iteration: the controller's under `adaptive_kl`, else the configured one."""
     if config.adaptive_kl is None or evidence.kl_coefficient is None:
         return config.kl_coefficient

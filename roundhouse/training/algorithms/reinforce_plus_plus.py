@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundhouse.config.algorithms import ReinforcePlusPlus
+from roundhouse.config.algorithms import ReinforcePlusPlusConfig
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards, per_token
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.groups import Groups
-from roundhouse.training.kl import to_go
+from roundhouse.training.rewards import Groups, to_go
 
 VARIANCE_FLOOR = 1e-8
 
 
-class BatchNormalised(PolicyGradientAlgorithm):
+class ReinforcePlusPlus(PolicyGradientAlgorithm):
     """Returns, normalised over the tokens of the iteration."""
 
     kl_of_rollouts = False
 
-    def __init__(self, config: ReinforcePlusPlus) -> None:
+    def __init__(self, config: ReinforcePlusPlusConfig) -> None:
         super().__init__(config)
         self.minus_baseline, self.normalize_batch = config.minus_baseline, config.normalize_batch
 
@@ -39,7 +38,7 @@ class BatchNormalised(PolicyGradientAlgorithm):
         if not self.normalize_batch:
             return returns
         left_out = np.repeat(sequences.truncated, sequences.lengths) & self.config.mask_truncated
-        taught = np.repeat(self.teaches(sequences, groups), sequences.lengths)
+        taught = np.repeat(self.trainable_sequences(sequences, groups), sequences.lengths)
         trained = returns[sequences.loss_mask & taught & ~left_out]
         if not len(trained):
             return returns
@@ -49,5 +48,5 @@ class BatchNormalised(PolicyGradientAlgorithm):
         means = groups.of_sequences(groups.means)
         return means if self.minus_baseline else np.zeros_like(means)
 
-    def teaches(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
         return groups.of_sequences(groups.sizes > 1) if self.minus_baseline else np.ones(len(sequences), dtype=bool)

@@ -22,9 +22,9 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.train_service import RayService
 from roundhouse.errors import InfraError
 from roundhouse.training.service import protocol
-from roundhouse.training.service.channel import ChannelService
 from roundhouse.training.service.files import TransferredFile, write_checked
-from roundhouse.training.service.served import ServedEngine
+from roundhouse.training.service.served import ServedTrainEngine
+from roundhouse.training.service.wire import ChannelService
 
 
 class TrainActor:
@@ -33,7 +33,7 @@ class TrainActor:
     def __init__(self, config: str, temperature: float) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-train-")
         settings = TrainConfig.model_validate_json(config)
-        self._engine = ServedEngine(None, settings, Path(self._scratch.name))
+        self._engine = ServedTrainEngine(None, settings, Path(self._scratch.name))
         self._engine.begin(settings, temperature)
 
     def answer(self, verb: str, body: bytes) -> tuple[int, bytes]:

@@ -18,8 +18,8 @@ import httpx
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError, InfraError
 from roundhouse.training.service import protocol
-from roundhouse.training.service.channel import ChannelService
 from roundhouse.training.service.files import CHUNK, TransferredFile, write_checked
+from roundhouse.training.service.wire import ChannelService
 
 logger = logging.getLogger(__name__)
 

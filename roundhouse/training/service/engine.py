@@ -31,12 +31,11 @@ from roundhouse.training.checkpoint import (
     save_model,
 )
 from roundhouse.training.forward import Prediction, Scorer, cpu_threads, recompute_log_probs, vocabulary_size
-from roundhouse.training.layers import checkpoint_activations, decoder_layers
+from roundhouse.training.layers import checkpoint_activations, decoder_layers, replace_norms
 from roundhouse.training.logits import check_plain_logits
 from roundhouse.training.lora import attach, save_adapter
-from roundhouse.training.loss import Tokens, token_loss
+from roundhouse.training.loss import LossTokens, token_loss
 from roundhouse.training.metrics import MetricSums
-from roundhouse.training.norms import replace_norms
 from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
 from roundhouse.training.packing import build_microbatches
 from roundhouse.training.parallel import Ranks, full, shard
@@ -258,10 +257,10 @@ class _LossTensors:
         if columns.cross_entropy_weights.any():
             self.columns["cross_entropy_weights"] = moved(columns.cross_entropy_weights)
 
-    def tokens(self, source: torch.Tensor, prediction: Prediction) -> Tokens:
+    def tokens(self, source: torch.Tensor, prediction: Prediction) -> LossTokens:
         """The tokens at these positions, with the log-probabilities just computed for them."""
         cur = prediction.log_probs
-        return Tokens(
+        return LossTokens(
             cur=cur,
             old=cur.detach() if self.old is None else self.old[source],
             ref=None if self.ref is None else self.ref[source],

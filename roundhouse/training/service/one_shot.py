@@ -35,12 +35,12 @@ from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.stage import read_table
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY
+from roundhouse.training.metrics import StepReport
 from roundhouse.training.parallel import Ranks, join, leave
-from roundhouse.training.report import StepReport
-from roundhouse.training.service.border import exit_code, read_spec, tell_error
 from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
 from roundhouse.training.trainer import Trainer
-from roundhouse.trajectories.recompute import tolerances
+from roundhouse.trajectories.sequences import tolerances
 from roundhouse.weight_sync.checkpoint_cache import CheckpointCache
 
 REPORT, COLUMNS = "report.json", "columns.parquet"
@@ -80,7 +80,7 @@ class StepSpec(BaseModel):
     """What the checkpoints in it may take that no step uses."""
 
 
-class StepResult(BaseModel):
+class TrainStepResult(BaseModel):
     """`report.json`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -123,14 +123,14 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
         kept.release()
 
 
-def read_result(location: Location) -> tuple[StepResult, pa.Table]:
+def read_result(location: Location) -> tuple[TrainStepResult, pa.Table]:
     """What a finished process left.
 
     Raises:
         InfraError: it left no report.
     """
     try:
-        result = StepResult.model_validate_json(location.read(REPORT))
+        result = TrainStepResult.model_validate_json(location.read(REPORT))
         return result, pq.read_table(io.BytesIO(location.read(COLUMNS)))
     except (NotFound, ValidationError) as error:
         raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
@@ -147,7 +147,7 @@ def _reference(spec: StepSpec, cache: Path, kept: CheckpointCache | None) -> Pat
 
 
 def _write(spec: StepSpec, sequences: int, report: StepReport, written: ModelFiles, more: Mapping[str, float]) -> None:
-    result = StepResult(
+    result = TrainStepResult(
         sequences=sequences,
         updates=report.updates,
         metrics={**report.metrics, **more},

@@ -18,11 +18,30 @@ safetensors (`wire`), everything else as JSON.
     GET    /v1/blobs/<sha256>                                        -> bytes of a file
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
+
+Which call of a session is done: a lost answer is given again, work is never done twice.
+
+Invariant: call n is done only after call n - 1 was answered, and at most once. A client that did not get its answer repeats
+the call with the same number and the same body and gets the recorded one; so nothing that the network does can apply an
+update twice or out of order.
+
+    number   last answered 6
+    6        the recorded answer, when the body is the same; else refused
+    7        to be done
+    others   refused: a call is missing in between, or it belongs to the past
+
+Who may use a train service: one session at a time.
+
+Invariant: at any time at most one session is valid, and a session that was replaced is never valid again. A session ends when
+it is closed, when nothing was heard of it for `idle_seconds`, or when its own owner opens another one: an owner that
+opens a session has lost the one before (its process died), and must not wait for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,9 +50,7 @@ from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
-from roundhouse.training.service.calls import Answer
 from roundhouse.training.service.files import TransferredFile
-from roundhouse.training.service.lease import LeaseHeld, SessionLost
 from roundhouse.training.service.verbs import Role
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -123,7 +140,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
         raise DataError(f"The body is no {kind.__name__}: {error}") from error
 
 
-def refusal(error: RoundhouseError) -> Answer:
+def refusal(error: RoundhouseError) -> CallReply:
     """An error as an answer."""
     kinds = (
         ("unauthorized", Unauthorized),
@@ -134,7 +151,7 @@ def refusal(error: RoundhouseError) -> Answer:
     )
     kind = next((name for name, held in kinds if isinstance(error, held)), "infra")
     body = json.dumps({"kind": kind, "message": str(error)}).encode()
-    return Answer(ERRORS[kind][0], body, "application/json")
+    return CallReply(ERRORS[kind][0], body, "application/json")
 
 
 def accepted(status: int, body: bytes) -> bytes:
@@ -151,3 +168,114 @@ def accepted(status: int, body: bytes) -> bytes:
     except (ValueError, KeyError, TypeError) as error:
         raise InfraError(f"The answer has status {status} and is none of a train service: {body[:200]!r}") from error
     raise raised(message)
+
+
+class CallRefused(DataError):
+    """A call's number or body does not follow from the calls before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallReply:
+    """What was said, to be said again."""
+
+    status: int
+    body: bytes
+    media_type: str
+
+
+class CallLog:
+    """The calls of one session. Only the last answer is kept: a client has one call under way."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._digest = ""
+        self._answer: CallReply | None = None
+
+    def admit(self, number: int, verb: str, body: bytes) -> CallReply | None:
+        """The recorded answer of a repeated call; None when the call is to be done.
+
+        Raises:
+            CallRefused: the number is neither the last one nor the next, or a repeated call differs from the first.
+        """
+        if number == self._last + 1:
+            return None
+        if number != self._last or self._answer is None:
+            raise CallRefused(
+                f"Call {number} ({verb}) does not follow call {self._last}, the last that was answered. Open a new session and "
+                "load a checkpoint."
+            )
+        if _digest(verb, body) != self._digest:
+            raise CallRefused(f"Call {number} was made before with another content. Open a new session.")
+        return self._answer
+
+    def record(self, number: int, verb: str, body: bytes, answer: CallReply) -> None:
+        """The call was done."""
+        self._last, self._digest, self._answer = number, _digest(verb, body), answer
+
+
+def _digest(verb: str, body: bytes) -> str:
+    return hashlib.sha256(verb.encode() + b"\0" + body).hexdigest()
+
+
+class LeaseHeld(InfraError):
+    """Another owner uses the service."""
+
+
+class SessionLost(InfraError):
+    """The session is not the valid one: the service was restarted, or the session ended."""
+
+
+@dataclass(slots=True)
+class TrainSession:
+    """A valid session."""
+
+    token: str
+    owner: str
+    heard_at: float
+    """Seconds of a monotonic clock."""
+
+
+class SessionLease:
+    """The service's only session."""
+
+    def __init__(self, idle_seconds: float) -> None:
+        self.idle_seconds = idle_seconds
+        self.opened = 0
+        """Sessions so far."""
+        self._session: TrainSession | None = None
+
+    def open(self, owner: str, now: float) -> TrainSession:
+        """A new session for the owner.
+
+        Raises:
+            LeaseHeld: another owner's session is valid.
+        """
+        held = self._session
+        if held is not None and held.owner != owner and now < held.heard_at + self.idle_seconds:
+            left = held.heard_at + self.idle_seconds - now
+            raise LeaseHeld(
+                f"The train service is used by {held.owner!r}, for {left:.0f} seconds more unless it goes on. Stop that run, "
+                "or start another service."
+            )
+        self.opened += 1
+        self._session = TrainSession(secrets.token_hex(16), owner, now)
+        return self._session
+
+    def require(self, token: str, now: float) -> None:
+        """Refuse any but the valid session, and note that it was heard of.
+
+        Raises:
+            SessionLost: it is not the valid one.
+        """
+        held = self._session
+        if held is None or not secrets.compare_digest(held.token.encode(), token.encode()):
+            raise SessionLost(
+                "The train service does not know this session: the service was restarted, or the session ended. Its weights "
+                "are lost; begin again from the checkpoint."
+            )
+        held.heard_at = now
+
+    def close(self, token: str) -> None:
+        """End the session, if it is the valid one."""
+        if self._session is not None and secrets.compare_digest(self._session.token.encode(), token.encode()):
+            self._session = None

@@ -2,14 +2,20 @@
 
 Invariant: `answer` never raises; whatever goes wrong is an answer with a kind and a message. A request that does not fit the
 model is refused before it reaches torch. Whoever holds a served engine runs one call at a time.
+
+Checkpoint files by their digest, on the server's disk.
+
+Invariant: what lies under a digest has that digest. A checkpoint that the service wrote itself, and the model that it was
+started with, are never sent to it again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +25,18 @@ import numpy as np
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.service.calls import Answer
 from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.files import TransferredFile
-from roundhouse.training.service.protocol import ARRAYS, FileList, LoadCheckpoint, LogProbs, OptimStep, parse, refusal
-from roundhouse.training.service.shelf import Shelf
+from roundhouse.training.service.files import TransferredFile, inside, list_files, write_checked, write_checked_async
+from roundhouse.training.service.protocol import (
+    ARRAYS,
+    CallReply,
+    FileList,
+    LoadCheckpoint,
+    LogProbs,
+    OptimStep,
+    parse,
+    refusal,
+)
 from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch
 from roundhouse.training.service.wire import pack, unpack
 
@@ -33,7 +46,7 @@ _NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dty
 """Keys of config.json that say nothing of the weights' shapes or of what is computed with them."""
 
 
-class ServedEngine:
+class ServedTrainEngine:
     """An engine for the session that is open, of one architecture."""
 
     def __init__(self, model: Path | None, machine: TrainConfig, scratch: Path) -> None:
@@ -47,7 +60,7 @@ class ServedEngine:
         self._machine, self._scratch = machine, scratch
         self._engine: TrainEngine | None = None
 
-    def answer(self, verb: str, body: bytes) -> Answer:
+    def answer(self, verb: str, body: bytes) -> CallReply:
         """Do one verb of `protocol.VERBS`; its failure is its answer."""
         works = {
             "facts": self._facts,
@@ -77,24 +90,24 @@ class ServedEngine:
             self._engine.close()
             self._engine = None
 
-    def _facts(self, body: bytes) -> Answer:
+    def _facts(self, body: bytes) -> CallReply:
         return _json(asdict(self._held().facts()))
 
-    def _forward(self, body: bytes, role: Role) -> Answer:
+    def _forward(self, body: bytes, role: Role) -> CallReply:
         batch = unpack(TokenBatch, body)
         self._require_fits(batch)
         return _arrays(LogProbs(self._held().forward(batch, role)))
 
-    def _forward_backward(self, body: bytes) -> Answer:
+    def _forward_backward(self, body: bytes) -> CallReply:
         batch = unpack(LossBatch, body)
         self._require_fits(batch.tokens)
         return _arrays(self._held().forward_backward(batch))
 
-    def _optim_step(self, body: bytes) -> Answer:
+    def _optim_step(self, body: bytes) -> CallReply:
         asked = parse(OptimStep, body)
         return _json(asdict(self._held().optim_step(asked.learning_rate, asked.max_grad_norm)))
 
-    def _load_checkpoint(self, body: bytes) -> Answer:
+    def _load_checkpoint(self, body: bytes) -> CallReply:
         asked, directory = parse(LoadCheckpoint, body), self._scratch / "loading"
         shutil.rmtree(directory, ignore_errors=True)
         model = self._laid_out(asked.files, directory / "model")
@@ -105,7 +118,7 @@ class ServedEngine:
         self.shelf.keep_only(None)
         return _json(cursor.model_dump())
 
-    def _save_checkpoint(self, body: bytes) -> Answer:
+    def _save_checkpoint(self, body: bytes) -> CallReply:
         cursor, directory = parse(Cursor, body), self._scratch / "saving"
         shutil.rmtree(directory, ignore_errors=True)
         self._held().save_checkpoint(directory, cursor)
@@ -139,12 +152,12 @@ class ServedEngine:
             raise DataError(f"A sequence has {longest} tokens, but the model has {facts.positions} positions.")
 
 
-def _arrays(value: Any) -> Answer:
-    return Answer(200, pack(value), ARRAYS)
+def _arrays(value: Any) -> CallReply:
+    return CallReply(200, pack(value), ARRAYS)
 
 
-def _json(value: Any) -> Answer:
-    return Answer(200, json.dumps(value).encode(), "application/json")
+def _json(value: Any) -> CallReply:
+    return CallReply(200, json.dumps(value).encode(), "application/json")
 
 
 def _architecture(model: Path) -> dict[str, Any]:
@@ -158,3 +171,71 @@ def _architecture(model: Path) -> dict[str, Any]:
 def _first_difference(found: dict[str, Any], served: dict[str, Any]) -> str:
     key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
     return f"{key} is {found.get(key)!r}, the service's {served.get(key)!r}"
+
+
+class Shelf:
+    """Files in a directory of the server's own; `model` is read where it lies."""
+
+    def __init__(self, directory: Path, model: Path | None = None) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        files = list_files(model) if model is not None else []
+        self._model = {file.sha256: inside(model, file.path) for file in files if model is not None}
+
+    def find(self, sha256: str) -> Path | None:
+        """Where the file lies, if it is here."""
+        path = self._model.get(sha256) or self._path(sha256)
+        return path if path.is_file() else None
+
+    def missing(self, files: Iterable[TransferredFile]) -> list[str]:
+        """Digests that are not here."""
+        return sorted({file.sha256 for file in files if self.find(file.sha256) is None})
+
+    async def receive(self, sha256: str, size: int, chunks: AsyncIterator[bytes]) -> None:
+        """Take a file that arrives."""
+        announced = TransferredFile(path=sha256, size=size, sha256=sha256)
+        await write_checked_async(self._path(sha256), chunks, announced)
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Take a file that is here whole."""
+        announced = TransferredFile(path=sha256, size=len(data), sha256=sha256)
+        write_checked(self._path(sha256), [data], announced)
+
+    def lay_out(self, files: Iterable[TransferredFile], target: Path) -> None:
+        """Build a directory of these files; they are links where the disk allows it.
+
+        Raises:
+            DataError: a file is not here.
+        """
+        target.mkdir(parents=True)
+        for file in files:
+            held, placed = self.find(file.sha256), inside(target, file.path)
+            if held is None:
+                raise DataError(f"{file.path} ({file.sha256[:12]}) was not sent before load_checkpoint.")
+            placed.parent.mkdir(parents=True, exist_ok=True)
+            _link(held, placed)
+
+    def keep_only(self, directory: Path | None) -> list[TransferredFile]:
+        """Drop everything but the model and the files of this directory, which are taken in; return those."""
+        files = list_files(directory) if directory is not None else []
+        for file in files:
+            assert directory is not None
+            if self.find(file.sha256) is None:
+                _link(directory / file.path, self._path(file.sha256))
+        kept = {file.sha256 for file in files}
+        for path in self._directory.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        return files
+
+    def _path(self, sha256: str) -> Path:
+        if len(sha256) != 64 or not sha256.isalnum() or not sha256.isascii():
+            raise DataError(f"{sha256[:80]!r} is no SHA-256 digest.")
+        return self._directory / sha256
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

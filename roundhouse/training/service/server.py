@@ -32,9 +32,8 @@ from roundhouse.config.train_service import TOKEN_VARIABLE
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
 from roundhouse.http.same_origin import SameOrigin, is_loopback
 from roundhouse.training.service import protocol
-from roundhouse.training.service.calls import Answer, CallLog
-from roundhouse.training.service.lease import Lease
-from roundhouse.training.service.served import ServedEngine
+from roundhouse.training.service.protocol import CallLog, CallReply, SessionLease
+from roundhouse.training.service.served import ServedTrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,11 @@ Result = TypeVar("Result")
 class Service:
     """The server's state: lease, calls, engine. Its methods are the routes."""
 
-    def __init__(self, engine: ServedEngine, *, token: str | None, idle_seconds: float, max_body_bytes: int) -> None:
+    def __init__(
+        self, engine: ServedTrainEngine, *, token: str | None, idle_seconds: float, max_body_bytes: int
+    ) -> None:
         self.engine, self.token, self.max_body_bytes = engine, token, max_body_bytes
-        self.lease = Lease(idle_seconds)
+        self.lease = SessionLease(idle_seconds)
         self.calls = CallLog()
         self.turn = asyncio.Lock()
         """Held by the call that runs."""
@@ -186,7 +187,7 @@ def _json(value: BaseModel) -> Response:
     return Response(value.model_dump_json(), media_type="application/json")
 
 
-def _response(answer: Answer) -> Response:
+def _response(answer: CallReply) -> Response:
     return Response(answer.body, answer.status, media_type=answer.media_type)
 
 
@@ -227,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         require_token_beyond_loopback(options.host, token)
         machine = TrainConfig(device=options.device, threads=options.threads)
         with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
-            engine = ServedEngine(options.model, machine, Path(scratch))
+            engine = ServedTrainEngine(options.model, machine, Path(scratch))
             service = Service(
                 engine, token=token, idle_seconds=options.idle_seconds, max_body_bytes=options.max_body_mib << 20
             )

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from roundhouse.environments.calculator import Calculator
-from roundhouse.errors import InfraError
-from roundhouse.training.service.exit_codes import EXIT_CODES
+from roundhouse.errors import EXIT_CODES, InfraError
 from tests.gym.model_server.fake_engine import FakeEngine, say
 from tests.gym.nemo.collecting import collect
 from tests.gym.playground import serving

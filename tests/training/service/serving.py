@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.training.service.served import ServedEngine
+from roundhouse.training.service.served import ServedTrainEngine
 from roundhouse.training.service.server import Service, build_app
 
 
@@ -47,7 +47,7 @@ def make_service(
     model: Path, scratch: Path, *, token: str | None = None, idle_seconds: float = 60, max_body_bytes: int = 1 << 24
 ) -> Service:
     machine = TrainConfig(device="cpu", threads=1)
-    engine = ServedEngine(model, machine, scratch)
+    engine = ServedTrainEngine(model, machine, scratch)
     return Service(engine, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
 
 

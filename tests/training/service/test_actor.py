@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from roundhouse.config.models import GRPO, TrainConfig
+from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.models import TrainConfig
 from roundhouse.config.train_service import RayService
 from roundhouse.errors import DataError, InfraError
 from roundhouse.training.service.opening import open_service
@@ -17,7 +18,7 @@ from tests.training.service.test_remote import files
 from tests.training.tiny import make_model, sequences
 
 CONFIG = TrainConfig(
-    updates=2, threads=1, device="cpu", algorithm=GRPO(kl_coefficient=0.05), service=RayService(kind="ray")
+    updates=2, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05), service=RayService(kind="ray")
 )
 
 

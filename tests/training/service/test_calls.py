@@ -14,9 +14,8 @@ from safetensors.numpy import load, save
 from roundhouse.errors import DataError
 from roundhouse.training.algorithm import LossSettings, TokenColumns
 from roundhouse.training.metrics import Share
-from roundhouse.training.service.calls import Answer, CallLog, CallRefused
 from roundhouse.training.service.files import inside
-from roundhouse.training.service.lease import Lease, LeaseHeld, SessionLost
+from roundhouse.training.service.protocol import CallLog, CallRefused, CallReply, LeaseHeld, SessionLease, SessionLost
 from roundhouse.training.service.verbs import Gradient, LossBatch, TokenBatch
 from roundhouse.training.service.wire import pack, unpack
 
@@ -30,7 +29,7 @@ def test_however_calls_are_repeated_each_is_done_once_and_in_order(repetitions: 
             answer = log.admit(number, "optim_step", b"%d" % number)
             if answer is None:
                 done.append(number)
-                answer = Answer(200, b"answer %d" % number, "text/plain")
+                answer = CallReply(200, b"answer %d" % number, "text/plain")
                 log.record(number, "optim_step", b"%d" % number, answer)
             answers.append(answer)
         assert {answer.body for answer in answers} == {b"answer %d" % number}
@@ -40,7 +39,7 @@ def test_however_calls_are_repeated_each_is_done_once_and_in_order(repetitions: 
 def test_a_gap_a_call_of_the_past_and_a_changed_repetition_are_refused() -> None:
     log = CallLog()
     for number in (1, 2):
-        log.record(number, "forward_backward", b"x", Answer(200, b"", "text/plain"))
+        log.record(number, "forward_backward", b"x", CallReply(200, b"", "text/plain"))
     for number, body in ((4, b"x"), (1, b"x"), (0, b"x")):
         with pytest.raises(CallRefused, match=f"Call {number} .*does not follow call 2"):
             log.admit(number, "forward_backward", body)
@@ -50,7 +49,7 @@ def test_a_gap_a_call_of_the_past_and_a_changed_repetition_are_refused() -> None
 
 
 def test_a_lease_has_one_holder_until_it_is_silent_closed_or_its_owner_returns() -> None:
-    lease = Lease(idle_seconds=10)
+    lease = SessionLease(idle_seconds=10)
     first = lease.open("a", now=0).token
     lease.require(first, now=9)
     with pytest.raises(LeaseHeld, match=r"'a', for 3 seconds"):

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from roundhouse.config.algorithms import CrossEntropy
-from roundhouse.config.models import GRPO, TrainConfig
+from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
+from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.service.client import RemoteTrainService
@@ -24,7 +24,9 @@ from roundhouse.training.trainer import Trainer
 from tests.training.service.serving import free_port, train_server
 from tests.training.tiny import make_model, record, sequences
 
-CONFIG = TrainConfig(updates=3, threads=1, device="cpu", algorithm=GRPO(kl_coefficient=0.05, entropy_coefficient=0.01))
+CONFIG = TrainConfig(
+    updates=3, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05, entropy_coefficient=0.01)
+)
 TOKEN = "a-token-of-a-test"
 
 
@@ -234,9 +236,9 @@ def several_from_one_rollout() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        GRPO(),
-        CrossEntropy(kind="cross_entropy", select="threshold", reward_threshold=0.5),
-        CrossEntropy(kind="cross_entropy"),
+        GRPOConfig(),
+        CrossEntropyConfig(kind="cross_entropy", select="threshold", reward_threshold=0.5),
+        CrossEntropyConfig(kind="cross_entropy"),
     ],
     ids=["grpo", "rejection sampling", "supervised"],
 )

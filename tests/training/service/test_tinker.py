@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from roundhouse.config.algorithms import CISPO, CrossEntropy
-from roundhouse.config.models import GRPO, OptimizerConfig, TrainConfig
+from roundhouse.config.algorithms import CISPOConfig, CrossEntropyConfig, GRPOConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
 from roundhouse.training.service.verbs import ModelFacts
@@ -58,9 +58,9 @@ def distance(fake: FakeTinker, local: Trainer, start: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize(
     ("algorithm", "losses"),
     [
-        (GRPO(), ["importance_sampling", "ppo", "ppo"]),
-        (CISPO(kind="cispo", mismatch_correction="none"), ["cispo"] * 3),
-        (CrossEntropy(kind="cross_entropy"), ["cross_entropy"] * 3),
+        (GRPOConfig(), ["importance_sampling", "ppo", "ppo"]),
+        (CISPOConfig(kind="cispo", mismatch_correction="none"), ["cispo"] * 3),
+        (CrossEntropyConfig(kind="cross_entropy"), ["cross_entropy"] * 3),
     ],
     ids=["grpo", "cispo", "cross_entropy"],
 )
@@ -85,13 +85,13 @@ def test_a_checkpoint_is_a_pointer_that_continues_with_optimizer_and_cursor(
     server: tuple[FakeTinker, str], start: Path, tmp_path: Path
 ) -> None:
     fake, url = server
-    through = Trainer.over(service(url), start, config(GRPO()), seed=5)
+    through = Trainer.over(service(url), start, config(GRPOConfig()), seed=5)
     through.step(sequences(seed=1), 1)
     through.save(tmp_path / "half")
     through.step(sequences(seed=2), 2)
     expected = {name: p.detach().clone() for name, p in fake.model.named_parameters()}
     resumed = Trainer.over(
-        service(url), tmp_path / "half", config(GRPO()), trainer_state=tmp_path / "half/trainer", seed=5
+        service(url), tmp_path / "half", config(GRPOConfig()), trainer_state=tmp_path / "half/trainer", seed=5
     )
     resumed.step(sequences(seed=2), 2)
     assert resumed.cursor.optimizer_steps == 6
@@ -101,14 +101,14 @@ def test_a_checkpoint_is_a_pointer_that_continues_with_optimizer_and_cursor(
 @pytest.mark.parametrize(
     ("algorithm", "named"),
     [
-        (GRPO(entropy_coefficient=0.01), "entropy_weights.*entropy_coefficient to 0"),
-        (GRPO(mismatch_correction="tis"), "mismatch_correction 'tis'"),
-        (GRPO(kl_coefficient=0.1), "kl_coefficient to 0"),
+        (GRPOConfig(entropy_coefficient=0.01), "entropy_weights.*entropy_coefficient to 0"),
+        (GRPOConfig(mismatch_correction="tis"), "mismatch_correction 'tis'"),
+        (GRPOConfig(kl_coefficient=0.1), "kl_coefficient to 0"),
     ],
     ids=["entropy", "correction", "reference"],
 )
 def test_what_tinker_cannot_compute_is_refused_by_name_before_anything_is_applied(
-    server: tuple[FakeTinker, str], start: Path, model_dir: Path, algorithm: GRPO, named: str
+    server: tuple[FakeTinker, str], start: Path, model_dir: Path, algorithm: GRPOConfig, named: str
 ) -> None:
     fake, url = server
     with pytest.raises(ConfigError, match=named):

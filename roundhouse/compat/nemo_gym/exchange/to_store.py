@@ -15,7 +15,7 @@ from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
 from roundhouse.compat.nemo_gym.exchange.originals import DATASET, originals_table
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
 from roundhouse.errors import StoreError
-from roundhouse.store.code_version import code_version
+from roundhouse.store.identity import code_version
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.stage import Stage, read_manifest

@@ -16,9 +16,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
+from roundhouse.errors import EXIT_CODES, ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.store.location import Location, NotFound
-from roundhouse.training.service.exit_codes import EXIT_CODES
 
 ERROR = "error.json"
 

@@ -1,14 +1,14 @@
-"""CPU seconds of this process, each for one stage.
+"""CPU seconds of this process, attributed to the stages that it runs.
 
-Invariant: a second that a thread spends within `beside` counts for the stage of that thread alone; all others count for the
-stage that measures the process. So stages that one thread makes beside another's can be added up.
+Invariant: a second that a thread spends within `attribute_to_this_stage` counts for the stage of that thread alone; all others
+count for the stage that measures the process. So the seconds of stages that run concurrently in several threads add up.
 
-    with beside():                    in each thread of a stage that is made while other stages are
+    with attribute_to_this_stage():   in each thread of a stage that runs concurrently with others
         seconds = clock()             of this thread here; of the process without such threads elsewhere
         seconds() - seconds()
 
-What a thread within `beside` lets other threads compute is the process's. Where the system does not tell a thread's CPU time to
-others (it does on Linux), it is taken off the process's when the thread leaves the block.
+What a thread within the block lets other threads compute is attributed to the process. Where the system does not report one
+thread's CPU time to others (Linux does), it is subtracted from the process's when the thread leaves the block.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _at_work: dict[int, tuple[int | None, float]] = {}
 
 
 @contextmanager
-def beside() -> Iterator[None]:
-    """This thread works for a stage of its own, beside others; within another such block nothing changes."""
+def attribute_to_this_stage() -> Iterator[None]:
+    """This thread works for a stage of its own, concurrently with others; within another such block nothing changes."""
     global _ended
     thread = threading.get_ident()
     if thread in _at_work:
@@ -54,7 +54,7 @@ def clock() -> Clock:
 
 
 def process_seconds() -> float:
-    """Of this process, without the threads that work beside."""
+    """CPU seconds of this process, without the threads within `attribute_to_this_stage`."""
     with _lock:
         elsewhere = _ended + sum(
             time.clock_gettime(found) - began for found, began in _at_work.values() if found is not None
