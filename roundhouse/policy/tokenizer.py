@@ -9,11 +9,10 @@ Why it matters: with a token for each digit, a model of this size does not learn
 `<tool_call>` and its like are tokens of their own but not "special": special tokens are dropped when generated text is decoded,
 and then no tool call could be parsed. `<|im_start|>` and `<|im_end|>` are special; the latter ends a turn.
 
-The chat template of the policies made here: Hermes tool calls in ChatML, short enough for a tiny model.
-
-Invariant: rendering only ever appends. With P = render(messages, add_generation_prompt) and G what the policy then generated,
-rendering messages + [the message parsed from G] + anything begins with exactly P + G, if G is canonical: tool calls with JSON
-spaced as `json.dumps` does it. (For other G the engine keeps the recorded tokens; see `roundhouse.generation.protocol`.)
+The chat template: Hermes tool calls in ChatML, short enough for a tiny model. Rendering only ever appends. With P =
+render(messages, add_generation_prompt) and G what the policy then generated, rendering messages + [the message parsed from G]
++ anything begins with exactly P + G, if G is canonical: tool calls with JSON spaced as `json.dumps` does it. (For other G the
+engine keeps the recorded tokens; see `roundhouse.generation.protocol`.)
 
     <|im_start|>system
     <tools>

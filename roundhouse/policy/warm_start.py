@@ -4,16 +4,13 @@ Invariants
 - No problem that the environment holds out is ever seen: all demonstrations are of the training split.
 - The loss covers exactly what the assistant says, its end of turn included; never the prompt or a tool's result.
 - The same (config, environment, seed) gives the same files, byte for byte, on one machine with one number of threads.
+- Initial weights are float32 and depend on the configuration, the vocabulary and the seed alone; the caller's random state is
+  left as it was.
 - `directory` is complete or absent: the files are written beside it and moved into place at the end.
 
 The demonstrations mix right and wrong procedures (`good_fraction`), and the policy learns the mixture: it can do each step of
 the task, and takes the right ones about as often as they were shown. That is what makes it a starting point for training by
 reward. Measured recipes: docs/policies.md.
-
-The small Qwen3 model of a starting policy.
-
-Invariant: weights are float32 and depend on the configuration, the vocabulary and the seed alone; the caller's random state
-is left as it was.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ written again, whoever else believes to drive the run.
     checkpoints/000012/a0002-1f3c9a2e/config.json, model.safetensors …, trainer/…     of the train stage's second attempt
     checkpoints/000012/manifest.json                                                  "directory": "a0002-1f3c9a2e"
 
-Take over an object from another directory of a store without moving its bytes, where that can be done.
-
-Invariant: afterwards the object is the target's own. Deleting or replacing it on either side is no matter to the other, because
+`copy_object` copies an object from another directory of a store, without moving its bytes where that is possible. Afterwards
+the object is the target's own. Deleting or replacing it on either side is no matter to the other, because
 objects are replaced, never changed in place. On one file system it is a hard link; in S3 the server copies; else it is read
 and written.
 """

@@ -1,6 +1,5 @@
-"""A run's run.json: created once, and believed only while its configuration has the digest that was recorded with it.
-
-The version of the code, as a manifest records it.
+"""A run's run.json: created once, and valid only while its configuration has the digest that was recorded with it; and the
+version of the code, as run.json and manifests record it.
 """
 
 from __future__ import annotations

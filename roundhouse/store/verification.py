@@ -3,13 +3,12 @@
 Invariant: it only reads. A stage without a manifest is unfinished, which is no problem: the run that owns it goes on there. A
 reference to a checkpoint that retention deleted is no problem either, since its numbers live on in the stages that used it.
 
-What a store can do without: files that no manifest names and nothing will ever read.
-
-Invariant: nothing that a run needs is garbage. Garbage is a file beside a manifest that the manifest does not name (a part of
-an attempt that lost, or was interrupted and done again), a checkpoint directory without a manifest that is older than the
-newest checkpoint (retention was interrupted while it deleted), and the temporary file of a write that was cut off: one that
-has not changed for a day, for a write that is under way has such a file too. The parts of an unfinished stage are not garbage:
-the run goes on with them. The record of an attempt is not either; it is history.
+`find_garbage` lists files that no manifest names and nothing will ever read. Nothing that a run needs is garbage. Garbage is a
+file beside a manifest that the manifest does not name (a part of an attempt that lost, or was interrupted and done again), a
+checkpoint directory without a manifest that is older than the newest checkpoint (retention was interrupted while it deleted),
+and the temporary file of a write that was cut off: one that has not changed for a day, for a write that is under way has such
+a file too. The parts of an unfinished stage are not garbage: the run goes on with them. The record of an attempt is not
+either; it is history.
 
     collect/   manifest.json  attempt-0001.json  attempt-0002.json  rollouts-a0002-00000.parquet     kept
                rollouts-a0001-00000.parquet                                                          garbage

@@ -1,11 +1,9 @@
-"""The layers of a model of transformers, and which of their activations are kept.
+"""The layers of a model of transformers: which of their activations are kept, and norms that keep one tensor instead of four.
 
 Invariant: recomputing changes memory and time, never a value: the model stays in eval mode, so nothing random is in a layer.
 
-Root-mean-square norms that keep one tensor for backward instead of four.
-
-Invariant: a norm is replaced only where it is y = w · x / √(mean(x²) + ε), which is tried out on random numbers first, and used
-only for float32 inputs; everything else runs the model's own code. Values agree with it to rounding.
+A root-mean-square norm is replaced only where it is y = w · x / √(mean(x²) + ε), which is tried out on random numbers first,
+and used only for float32 inputs; everything else runs the model's own code. Values agree with it to rounding.
 
 With r = 1/√(mean(x²) + ε), n = x · r and upstream gradient g, over the last axis of length d:
 

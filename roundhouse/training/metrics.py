@@ -1,12 +1,8 @@
-"""The metrics of a training step: what each means, what it is a mean over, and what is healthy.
+"""The metrics of a training step (what each means, what it is a mean over, what is healthy), and the step's report.
 
 Invariant: every metric that a step reports is listed in `METRICS` with its denominator, so that values of several
 microbatches, ranks or steps can be combined without bias: means by their denominators' counts, extremes by max and min,
-counts by their sum.
-
-What a training step tells: numbers, seconds, and one row a sequence.
-
-Invariant: every metric of a report is explained in `metrics.METRICS`, and every received sequence has one row, trained or not.
+counts by their sum. Every received sequence has one row in the report, trained or not.
 """
 
 from __future__ import annotations

@@ -1,26 +1,19 @@
-"""Group statistics of rewards, in two stages: sequences are averaged per rollout, rollouts per group.
+"""From the rewards of sequences to what an advantage is made of: shaping, the KL in the reward, and group statistics.
 
-Invariant: a rollout counts once in its group, however many sequences it was split into, and a group is what carries the
-same explicit `group_id`, never what happens to have the same prompt.
+Invariants:
+* Shaping never changes what is recorded: the environment's reward stays on the sequence, decides which groups have spread, and
+  is what `reward` reports. All sequences of a rollout get the same correction.
+* Sequences are averaged per rollout, rollouts per group. A rollout counts once in its group, however many sequences it was
+  split into, and a group is what carries the same explicit `group_id`, never what happens to have the same prompt.
+* The KL in the reward is a constant of the sampled tokens: no gradient runs through it (`loss.reference_kl` has the one that
+  carries a gradient). Its coefficient follows from the iteration before and from what that one measured; it is stored in the
+  trainer's cursor, so that a resumed run continues with it.
+
+    rewards 0 1 1, scaling [0, 1] -> [-1, 1], the last one truncated with factor 0      ->  -1  1  0
 
     group  rollout  sequence rewards    rollout reward    group mean
     g      a        1, 1, 1             1                 (1 + 0) / 2 = 0.5
     g      b        0                   0
-
-What happens to rewards before they become advantages.
-
-Invariant: shaping never touches what is recorded: the environment's reward stays on the sequence, decides which groups have
-spread, and is what `reward` reports. All sequences of a rollout get the same correction.
-
-    rewards 0 1 1, scaling [0, 1] -> [-1, 1], the last one truncated with factor 0      ->  -1  1  0
-
-KL to the reference as a part of the reward, and the controller of its coefficient.
-
-Invariant: the coefficient of an iteration follows from the one before and what that iteration measured; it stands in the
-trainer's cursor, so that a resumed run goes on with it.
-
-In the reward, the KL is a constant of the sampled tokens: no gradient runs through it (`loss.reference_kl` has the one that
-carries a gradient).
 """
 
 from __future__ import annotations

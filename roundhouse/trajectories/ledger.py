@@ -6,9 +6,8 @@ failures by code add up to `failed`. A ledger that does not balance cannot exist
     >>> Ledger.from_outcomes([Status.COMPLETED, Status.FAILED], ["", "tool_timeout"]).counts()["failed"]
     1
 
-Holds a ledger against the rows that it counts: when a stage is read, before it is trained on, and in `store verify`.
-
-Invariants, for every iteration:
+The functions hold a ledger against the rows that it counts: when a stage is read, before it is trained on, and in
+`store verify`. For every iteration:
 
     requested = completed + truncated + failed + masked + omitted              of collect and of validate
     the `rollouts` dataset has these rows by status, each id once              collect, evaluate

@@ -1,15 +1,14 @@
-"""Proofs about one rollout: each either holds or raises a `Refusal` with a reason and the evidence.
+"""Proofs about rollouts: each either holds or raises a `Refusal` with a reason and the evidence.
 
-Invariant: a proof reads only what the rollout itself records and the terms it was collected under, so it says the same in
-every batch; and no rollout that our own engines and loops can produce is refused. Where a rule could hit an honest rollout
-(a policy so certain that every log-probability of a short answer is 0), it waits for `CERTAIN_TOKENS` tokens.
+Invariant: a proof of one rollout reads only what the rollout itself records and the terms it was collected under, so it says
+the same in every batch; and no rollout that our own engines and loops can produce is refused. Where a rule could hit an honest
+rollout (a policy so certain that every log-probability of a short answer is 0), it waits for `CERTAIN_TOKENS` tokens.
 
 Cost: lists are read by the built-ins that loop in C (`min`, `max`, `sum`); prompts are hashed once, also over many turns.
 
-Proofs about the rollouts of a batch together: what one row alone cannot show.
-
-Invariant: of rollouts that are the same work twice, the first in the given order is kept and the others are refused; whatever
-else agrees by chance (a certain policy says the same words with the same log-probabilities) is legal. So:
+`batch_refusals` proves what one row alone cannot show. Of rollouts that are the same work twice, the first in the given order
+is kept and the others are refused; whatever else agrees by chance (a certain policy says the same words with the same
+log-probabilities) is legal. So:
 
 * a copy is told by its clock: equal turns, and equal start and duration, which two measurements never share;
 * one seed twice in a group is one draw twice, whatever the texts;

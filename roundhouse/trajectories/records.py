@@ -1,12 +1,11 @@
-"""Rollouts and turns as Python objects: what the rollout engine makes and the Parquet writers take.
+"""Rollouts and turns as Python objects: what the rollout engine makes and the Parquet writers take; and as a
+person reads them (`as_markdown`).
 
     task ── group ── rollout ── turn (one model call)
                         └────── sequence (what is trained on; made by validation)
 
 Invariant: a rollout that failed has no reward (`reward is None`), and a rollout that completed or was truncated has one.
 Token IDs are what the engine returned, never re-tokenised.
-
-A rollout as a person reads it.
 """
 
 from __future__ import annotations

@@ -2,11 +2,6 @@
 
 Invariant: storage is linear in tokens. A turn stores only what its prompt adds to its parent; `rebuild_prompts` gives the
 whole prompts back, and the stored length and digest prove that they are the ones the engine saw.
-
-Rollouts without their words and token IDs: outcome, reward, lengths and times, which is what counts and metrics are made of.
-
-Invariant: an outline has the turns of its rollout and as many generated tokens in each; every token ID is 0, and there are no
-words. So whoever only counts 100,000 rollouts does not hold them.
 """
 
 from __future__ import annotations

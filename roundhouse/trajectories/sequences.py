@@ -6,10 +6,8 @@ engine returned, and 0 everywhere else; a sequence is a run of turns that contin
     turn 0: prompt [1, 2], generates [3, 4]     token_ids  1 2 3 4 5 6
     turn 1: adds [5], generates [6]             loss_mask  0 0 1 1 0 1
 
-What the train stage computed of the recorded tokens: log-probabilities under the weights that the step began from.
-
-Invariant: whether a token was computed is told by a null, never by a value: a policy that is certain of a token gives it a
-log-probability of exactly 0.
+The train stage adds the log-probabilities of these tokens under the weights that the step began from. A token that it did not
+compute is null, never 0: a policy that is certain of a token gives it a log-probability of exactly 0.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The proofs, in order; the first that does not hold gives the reason:
     log-probabilities, vocabulary, policy version, limits         `proofs.prove_turn`, `proofs.prove_measured`
     each prompt continues its parent (else `on_break` decides)    `sequences.chains_of`
     messages are what the tokens say                              a `proofs.TextProof`, where one is given
-    no copies, no seed twice, one task a group                    `agreement.batch_refusals`
+    no copies, no seed twice, one task a group                    `proofs.batch_refusals`
     mask and log-probabilities of the finished table              `sequences.misaligned`
 
 That the log-probabilities are those of the recorded weights is proved where they are computed anyway, in the train stage

@@ -206,9 +206,9 @@ def test_it_is_given_back_also_when_the_run_is_cancelled(store_uri: str) -> None
 
 DIES = """
 import os, sys
-from roundhouse.store.lease import Watch, try_to_take
+from roundhouse.store.lease import LeaseWatch, try_to_take
 from roundhouse.store.location import Location
-lease, _ = try_to_take(Location(sys.argv[1]), Watch(), 0.0)
+lease, _ = try_to_take(Location(sys.argv[1]), LeaseWatch(), 0.0)
 os._exit(9)
 """
 

@@ -1,9 +1,9 @@
 """What all policy gradients share: from rewards to columns, with one hook for the advantage and one for who teaches.
 
 Invariant: a sequence that does not teach, or that is masked as truncated, has no weight in any term; the advantage of all
-others stands on their generated tokens and nowhere else. Rewards are read through `shaping` and, with KL in the reward, less
-the KL of the whole rollout. A group has spread when its rewards differ as the environment gave them and as they are shaped:
-what shaping makes equal teaches nothing, and neither does a penalty or KL noise alone.
+others stands on their generated tokens and nowhere else. Rewards are read through `rewards.shape_rewards` and, with KL in the
+reward, less the KL of the whole rollout. A group has spread when its rewards differ as the environment gave them and as they
+are shaped: what shaping makes equal teaches nothing, and neither does a penalty or KL noise alone.
 
 A new algorithm is a subclass with its `advantages`:
 

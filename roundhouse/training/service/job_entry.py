@@ -1,7 +1,7 @@
-"""The border of a process that does one piece of work for another: its spec comes in, its error goes out.
+"""The entry of a process that does one piece of work for another: its spec comes in, its error goes out.
 
-Invariant: what was raised behind the border is raised before it as the same kind of error, by `error.json` where the process
-could still write, else by its exit code. Imports nothing heavy: whoever waits for the process reads it too.
+Invariant: what the process raised is raised by its parent as the same kind of error, from `error.json` if the process could
+still write it, else from its exit code. The module imports nothing heavy, because the waiting parent imports it too.
 
     0 done; 65 a data error and 78 a configuration error (repeating does not help); 74 a store error; 75 machines or networks
 """

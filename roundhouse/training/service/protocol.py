@@ -1,7 +1,7 @@
-"""What client and server of the HTTP train service agree on: routes, headers, JSON bodies.
+"""What client and server of the HTTP train service agree on: routes, headers, JSON bodies, numbered calls, one session.
 
 Invariant: a control call carries the protocol header (which no web page can send across origins unasked) and, where the
-server has a token, the bearer token; a call that changes something carries its number (`calls.CallLog`). Arrays travel as
+server has a token, the bearer token; a call that changes something carries its number (`CallLog`). Arrays travel as
 safetensors (`wire`), everything else as JSON.
 
     GET    /health                    open to all; says nothing but that the server runs
@@ -19,20 +19,16 @@ safetensors (`wire`), everything else as JSON.
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
 
-Which call of a session is done: a lost answer is given again, work is never done twice.
-
-Invariant: call n is done only after call n - 1 was answered, and at most once. A client that did not get its answer repeats
-the call with the same number and the same body and gets the recorded one; so nothing that the network does can apply an
-update twice or out of order.
+Numbered calls: a lost answer is given again, work is never done twice. Call n is done only after call n - 1 was answered, and
+at most once. A client that did not get its answer repeats the call with the same number and the same body and gets the
+recorded one; so nothing that the network does can apply an update twice or out of order.
 
     number   last answered 6
     6        the recorded answer, when the body is the same; else refused
     7        to be done
     others   refused: a call is missing in between, or it belongs to the past
 
-Who may use a train service: one session at a time.
-
-Invariant: at any time at most one session is valid, and a session that was replaced is never valid again. A session ends when
+Sessions: at any time at most one session is valid, and a session that was replaced is never valid again. A session ends when
 it is closed, when nothing was heard of it for `idle_seconds`, or when its own owner opens another one: an owner that
 opens a session has lost the one before (its process died), and must not wait for it.
 """

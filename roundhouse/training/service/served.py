@@ -1,12 +1,10 @@
-"""The engine behind a border: bodies in, answers out, checkpoints by way of the shelf.
+"""The engine of a train service: bodies in, answers out, checkpoints by way of the shelf.
 
 Invariant: `answer` never raises; whatever goes wrong is an answer with a kind and a message. A request that does not fit the
 model is refused before it reaches torch. Whoever holds a served engine runs one call at a time.
 
-Checkpoint files by their digest, on the server's disk.
-
-Invariant: what lies under a digest has that digest. A checkpoint that the service wrote itself, and the model that it was
-started with, are never sent to it again.
+The shelf holds checkpoint files by their digest, on the server's disk: what lies under a digest has that digest. A checkpoint
+that the service wrote itself, and the model that it was started with, are never sent to it again.
 """
 
 from __future__ import annotations

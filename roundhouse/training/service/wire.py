@@ -6,9 +6,8 @@ engine could not work on: each field is there with its type, no other field is, 
     LossBatch   tokens.offsets  tokens.token_ids  tokens.predicted  columns.advantages  …  gen_logprobs  scale
                 header: {"loss": {"clip_low": 0.2, …}}
 
-The verbs through a channel to a served engine: what a network client and a Ray handle have in common.
-
-Invariant: bodies are those of `protocol` and `wire`, and a file is sent only when the other side lacks its bytes.
+`ChannelService` offers the verbs through a channel to a served engine, which is what a network client and a Ray handle have in
+common. Bodies are those of `protocol` and of this module, and a file is sent only when the other side lacks its bytes.
 """
 
 from __future__ import annotations
