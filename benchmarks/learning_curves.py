@@ -36,8 +36,8 @@ from roundhouse.generation.requests import read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect, plan_rollouts
-from roundhouse.rollout.task_sampler import sample_tasks
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts, sample_tasks
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.records import Rollout

@@ -26,8 +26,9 @@ from roundhouse.collection.parts import journal_parquet
 from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import collect, plan_rollouts
-from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.journal import TurnJournal
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
@@ -40,7 +41,7 @@ class Repeatable(Weather):
     restoration = "replay"
 
 
-class Slow(Journal):
+class Slow(TurnJournal):
     """A journal of rollouts that take longer than a flush: no call is dropped because its rollout finished before."""
 
     def finished(self, rollout: Rollout) -> None:
@@ -53,7 +54,7 @@ def parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def cpu_ms(engine: str, kind: str, count: int, journal: Journal | None) -> float:
+def cpu_ms(engine: str, kind: str, count: int, journal: TurnJournal | None) -> float:
     """CPU milliseconds of a rollout, all of them written down at the end as a collect stage does."""
     specs = plan_rollouts(rows(kind, count), 1, seed=0, iteration=1)
     config = RolloutConfig(concurrency=128, max_tokens=100_000, max_turns=32)
@@ -85,9 +86,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     options = parser.parse_args()
-    cases: dict[str, Callable[[], Journal | None]] = {
+    cases: dict[str, Callable[[], TurnJournal | None]] = {
         "without a journal": lambda: None,
-        "quick rollouts": lambda: Journal(0),
+        "quick rollouts": lambda: TurnJournal(0),
         "slow rollouts": lambda: Slow(0),
     }
     results = []

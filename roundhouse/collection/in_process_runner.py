@@ -54,7 +54,7 @@ class OpenCollection:
     iteration: int
     parts: Parts
     planned: int
-    collection: collector.Collection
+    collection: collector.RolloutCollection
     context: contextvars.Context
     """Of its stage, so that its rollouts are signs of life of this stage."""
     progress: Progress | None
@@ -119,7 +119,7 @@ class InProcessRunner:
         self._wait_until_ready()
         specs = self.plan.specs(iteration)
         keys = dict(zip(self.plan.keys(iteration), specs, strict=True))
-        collection = collector.Collection.of(
+        collection = collector.RolloutCollection.of(
             specs,
             self._policy,
             self._environment,

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from roundhouse.collection.shards import Shard
 from roundhouse.errors import StoreError
-from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.recorded_calls import JOURNAL
 from roundhouse.store.manifest import FileEntry, Reference
@@ -51,7 +51,7 @@ class Parts:
         self.attempt = attempt
         self.policy_version = policy_version
         self._oldest_version = oldest_version
-        self.journal = Journal(policy_version, oldest_version)
+        self.journal = TurnJournal(policy_version, oldest_version)
         """Records the model calls of rollouts in flight, and knows those that earlier attempts finished."""
         self._location = attempt.stage.location
         self._earlier: dict[str, Rollout] = {}

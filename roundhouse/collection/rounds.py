@@ -18,8 +18,7 @@ from typing import Any
 from roundhouse.config.models import RolloutConfig
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import TooFewSequences
-from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
-from roundhouse.rollout.task_sampler import sample_tasks
+from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, sample_tasks
 from roundhouse.trajectories.group_variance import groups_with_spread
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.tokens import derive_seed

@@ -29,7 +29,7 @@ WRONG_PROCEDURES = {"guess": 0.34, "stop_after_product": 0.26, "finish_in_head":
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Problem:
+class CalculatorProblem:
     """a*b+c"""
 
     a: int
@@ -49,7 +49,7 @@ class Problem:
         return self.product + self.c
 
 
-PROBLEMS = [Problem(a, b, c) for a in range(2, 13) for b in range(2, 6) for c in range(1, 21)]
+PROBLEMS = [CalculatorProblem(a, b, c) for a in range(2, 13) for b in range(2, 6) for c in range(1, 21)]
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class Calculator(Environment):
         ]
 
 
-def question(problem: Problem) -> str:
+def question(problem: CalculatorProblem) -> str:
     return f"What is {problem.text}?"
 
 
@@ -123,7 +123,7 @@ def answer_sentence(answer: int) -> str:
     return f"The answer is {answer}."
 
 
-def _demonstration(problem: Problem, procedure: str, rng: random.Random) -> Iterator[Message]:
+def _demonstration(problem: CalculatorProblem, procedure: str, rng: random.Random) -> Iterator[Message]:
     yield user(question(problem))
     if procedure == "guess":
         yield says(answer_sentence(rng.choice(PROBLEMS).answer))

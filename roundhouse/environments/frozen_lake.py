@@ -19,7 +19,7 @@ from typing import Any
 from roundhouse.environments.base import Split, TaskRow, final_text, task_row
 from roundhouse.environments.conversations import Message, says, user
 from roundhouse.environments.generated import distinct
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, Step
+from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
 from roundhouse.environments.splits import TaskList, deal, split_problems
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -29,7 +29,7 @@ Place = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Walk:
+class LakeWalk:
     """One episode: where the policy stands on which lake."""
 
     lake: list[str]
@@ -64,11 +64,11 @@ class FrozenLake(GymnasiumEnvironment):
             ),
         )
 
-    async def reset(self, row: TaskRow) -> tuple[Walk, str]:
-        walk = Walk(list(row["lake"]), (int(row["start"][0]), int(row["start"][1])), self._steps)
+    async def reset(self, row: TaskRow) -> tuple[LakeWalk, str]:
+        walk = LakeWalk(list(row["lake"]), (int(row["start"][0]), int(row["start"][1])), self._steps)
         return walk, walk.shown()
 
-    async def step(self, state: Walk, response: dict[str, Any]) -> Step:
+    async def step(self, state: LakeWalk, response: dict[str, Any]) -> GymStep:
         return moved(state, final_text(response).strip().lower())
 
     def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
@@ -82,7 +82,7 @@ class FrozenLake(GymnasiumEnvironment):
 
     def _demonstration(self, lines: Sequence[str], right: bool, rng: random.Random) -> Iterator[Message]:
         start = find(lines, "P")
-        walk = Walk([line.replace("P", ".") for line in lines], start, self._steps)
+        walk = LakeWalk([line.replace("P", ".") for line in lines], start, self._steps)
         way = way_to_goal(walk.lake, start) or []
         yield user(PROMPT)
         yield user(walk.shown())
@@ -96,18 +96,20 @@ class FrozenLake(GymnasiumEnvironment):
                 return
 
 
-def moved(walk: Walk, move: str) -> Step:
+def moved(walk: LakeWalk, move: str) -> GymStep:
     """Make a move; at the border the policy stays where it is."""
     walk.steps_left -= 1
     last = walk.steps_left == 0
     if move not in MOVES:
-        return Step("Answer up, down, left or right.", truncated=last, metrics={"steps_left": float(walk.steps_left)})
+        return GymStep(
+            "Answer up, down, left or right.", truncated=last, metrics={"steps_left": float(walk.steps_left)}
+        )
     walk.place = neighbour(walk.lake, walk.place, move)
     cell = walk.lake[walk.place[0]][walk.place[1]]
     over = cell in "G#"
     observation = None if over or last else walk.shown()
     metrics = {"steps_left": float(walk.steps_left), "fell_in": float(cell == "#")}
-    return Step(observation, float(cell == "G"), terminated=over, truncated=last and not over, metrics=metrics)
+    return GymStep(observation, float(cell == "G"), terminated=over, truncated=last and not over, metrics=metrics)
 
 
 def neighbour(lake: Sequence[str], place: Place, move: str) -> Place:

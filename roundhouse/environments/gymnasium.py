@@ -20,7 +20,7 @@ from roundhouse.environments.base import Restoration, Split, TaskRow
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GymStep:
     """What the world answers to an action."""
 
     observation: str | None
@@ -64,7 +64,7 @@ class GymnasiumEnvironment(ABC):
         """Begin an episode: its state and the first observation."""
 
     @abstractmethod
-    async def step(self, state: Any, response: dict[str, Any]) -> Step:
+    async def step(self, state: Any, response: dict[str, Any]) -> GymStep:
         """Play the policy's newest answer."""
 
     async def snapshot(self, state: Any) -> Any:

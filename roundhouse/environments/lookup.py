@@ -25,7 +25,7 @@ SPARE_CALLS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class LookupWalk:
     """`ring[i]` leads to `ring[i + 1]`; the walk begins at `ring[0]`."""
 
     ring: tuple[str, ...]
@@ -41,22 +41,22 @@ class Reader:
     misses: int = 0
 
 
-class Lookup(GeneratedEnvironment[Walk]):
+class Lookup(GeneratedEnvironment[LookupWalk]):
     """Walks of 1..`hops` hops in tables of `entries` words."""
 
     name = "lookup"
     restoration = "replay"
 
     def __init__(self, hops: int = 3, entries: int = 12, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
-        def draw(rng: random.Random) -> Walk:
-            return Walk(tuple(rng.sample(WORDS, entries)), rng.randint(1, hops))
+        def draw(rng: random.Random) -> LookupWalk:
+            return LookupWalk(tuple(rng.sample(WORDS, entries)), rng.randint(1, hops))
 
         super().__init__(distinct(draw, self.key, problems, f"lookup with {entries} entries"), heldout_fraction)
 
-    def key(self, problem: Walk) -> str:
+    def key(self, problem: LookupWalk) -> str:
         return f"{'-'.join(problem.ring)}/{problem.hops}"
 
-    def row(self, problem: Walk) -> TaskRow:
+    def row(self, problem: LookupWalk) -> TaskRow:
         ring, hops = problem.ring, problem.hops
         prompt = f"Start at {ring[0]}. Take {hops} {'hop' if hops == 1 else 'hops'}. Where are you?"
         return self.task(
@@ -79,7 +79,7 @@ class Lookup(GeneratedEnvironment[Walk]):
         metrics = {"tool_calls": float(used), "misses": float(session.misses)}
         return Verdict(reward=float(closing_text(response) == row["answer"]), metrics=metrics)
 
-    def demonstration(self, problem: Walk, right: bool, rng: random.Random) -> Iterator[Message]:
+    def demonstration(self, problem: LookupWalk, right: bool, rng: random.Random) -> Iterator[Message]:
         hops = problem.hops if right else problem.hops - 1
         for hop in range(hops):
             yield calls("get", f"call_{hop + 1}", word=problem.ring[hop])

@@ -51,7 +51,7 @@ _LIMITS = {
 }
 
 
-class Refused(Exception):
+class StatementRefused(Exception):
     """The statement failed or was not allowed; the text is for the policy."""
 
 
@@ -69,7 +69,7 @@ def execute(image: bytes, statement: str, writable: bool) -> tuple[Result, bytes
         image: the database, as SQLite serializes it.
 
     Raises:
-        Refused: it failed, is not allowed, takes too long or returns too much.
+        StatementRefused: it failed, is not allowed, takes too long or returns too much.
     """
     connection = sqlite3.connect(":memory:", isolation_level=None)
     try:
@@ -99,7 +99,7 @@ def execute(image: bytes, statement: str, writable: bool) -> tuple[Result, bytes
         connection.set_authorizer(None)
         return result, connection.serialize()
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-        raise Refused(str(error) or "out of memory") from error
+        raise StatementRefused(str(error) or "out of memory") from error
     finally:
         connection.close()
 
@@ -111,9 +111,9 @@ def _fetched(cursor: sqlite3.Cursor) -> Result:
         rows.append(row)
         size += sum(len(cell) for cell in row if isinstance(cell, (str, bytes)))
         if len(rows) > MAX_ROWS:
-            raise Refused(f"more than {MAX_ROWS} rows")
+            raise StatementRefused(f"more than {MAX_ROWS} rows")
         if size > MAX_BYTES:
-            raise Refused(f"more than {MAX_BYTES} bytes")
+            raise StatementRefused(f"more than {MAX_BYTES} bytes")
     return Result([column[0] for column in cursor.description or ()], rows)
 
 
@@ -142,7 +142,7 @@ def serve() -> None:
             answer = {"columns": result.columns, "rows": result.rows}
             if request["writable"]:
                 answer["image"] = image
-        except Refused as refusal:
+        except StatementRefused as refusal:
             answer = {"refused": str(refusal)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(1, framed(answer))

@@ -31,8 +31,8 @@ from roundhouse.environments.sql_child import (
     LENGTH,
     MAX_STATEMENT,
     PAGE_BYTES,
-    Refused,
     Result,
+    StatementRefused,
     framed,
     unframed,
 )
@@ -56,17 +56,17 @@ class Database:
         """Run one statement of a policy.
 
         Raises:
-            Refused: it failed, is not allowed, takes too long or returns too much.
+            StatementRefused: it failed, is not allowed, takes too long or returns too much.
             SandboxUnavailable, SandboxOverloaded, SandboxKilled
         """
         if len(statement) > MAX_STATEMENT:
-            raise Refused(f"a statement has at most {MAX_STATEMENT} characters")
+            raise StatementRefused(f"a statement has at most {MAX_STATEMENT} characters")
         request = {"statement": statement, "writable": self._writable}
         async with self._lock:
             loop = asyncio.get_running_loop()
             answer = await loop.run_in_executor(_threads(), _answer, request | {"image": self._image})
             if "refused" in answer:
-                raise Refused(answer["refused"])
+                raise StatementRefused(answer["refused"])
             self._image = answer.get("image", self._image)
             return Result(answer["columns"], [tuple(row) for row in answer["rows"]])
 

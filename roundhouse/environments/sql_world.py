@@ -21,7 +21,7 @@ from typing import Any
 from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
 from roundhouse.environments.generated import GeneratedEnvironment, distinct
-from roundhouse.environments.sql_child import Refused, Result, execute
+from roundhouse.environments.sql_child import Result, StatementRefused, execute
 from roundhouse.environments.sql_engine import Database, image_of
 
 SCHEMA = """
@@ -95,7 +95,7 @@ class SqlWorld(GeneratedEnvironment[Assignment]):
     async def query(self, session: Database, sql: str) -> str:
         try:
             return shown(await session.run(sql))
-        except Refused as refusal:
+        except StatementRefused as refusal:
             return f"error: {refusal}"
 
     async def verify(self, session: Database, row: TaskRow, response: dict[str, Any]) -> Verdict:
@@ -148,7 +148,7 @@ async def same_rows(query: str, reference: str, world: int) -> bool:
     """Whether a policy's query returns the reference's rows in a fresh world."""
     try:
         result = await Database(world_image(world)).run(query)
-    except Refused:
+    except StatementRefused:
         return False
     return Counter(result.rows) == found(world, reference)
 
@@ -160,7 +160,7 @@ async def same_tables(database: Database, wanted: Mapping[str, Counter[tuple[Any
             result = await database.run(f"SELECT * FROM {name} LIMIT {rows.total() + 1}")
             if Counter(result.rows) != rows:
                 return False
-    except Refused:  # the rows are too large to be the wanted ones
+    except StatementRefused:  # the rows are too large to be the wanted ones
         return False
     return True
 

@@ -31,7 +31,7 @@ Stock = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WarehouseOrder:
     """Bring `shelf` to `level` of `restocked`; ship `count` of `shipped`. `counts` lists the stock, shelf by shelf."""
 
     counts: tuple[int, ...]
@@ -56,7 +56,7 @@ class Floor:
     refusals: int = 0
 
 
-class Warehouse(GeneratedEnvironment[Order]):
+class Warehouse(GeneratedEnvironment[WarehouseOrder]):
     """Three shelves, three goods, at most `most` of a good on a shelf."""
 
     name = "warehouse"
@@ -66,11 +66,11 @@ class Warehouse(GeneratedEnvironment[Order]):
         made = distinct(lambda rng: draw(most, rng), self.key, problems, f"warehouse with at most {most}")
         super().__init__(made, heldout_fraction)
 
-    def key(self, problem: Order) -> str:
+    def key(self, problem: WarehouseOrder) -> str:
         stock = "-".join(map(str, problem.counts))
         return f"{stock}/{problem.shelf}-{problem.restocked}-{problem.level}/{problem.shipped}-{problem.count}"
 
-    def row(self, problem: Order) -> TaskRow:
+    def row(self, problem: WarehouseOrder) -> TaskRow:
         prompt = f"Shelf {problem.shelf} must hold {problem.level} {problem.restocked}. Ship {problem.count} {problem.shipped}."
         order = {name: getattr(problem, name) for name in ("shelf", "restocked", "level", "shipped", "count")}
         return self.task(problem, prompt, stock=problem.stock, order=order)
@@ -102,7 +102,7 @@ class Warehouse(GeneratedEnvironment[Order]):
         parts = judge(session, row["stock"], **row["order"])
         return Verdict(sum(parts.values()), parts, {"refusals": float(session.refusals)})
 
-    def demonstration(self, problem: Order, right: bool, rng: random.Random) -> Iterator[Message]:
+    def demonstration(self, problem: WarehouseOrder, right: bool, rng: random.Random) -> Iterator[Message]:
         floor = Floor(problem.stock)
         here = floor.stock[problem.shelf]
         missing = problem.level - here[problem.restocked]
@@ -126,18 +126,18 @@ class Warehouse(GeneratedEnvironment[Order]):
         yield says("Done.")
 
 
-def draw(most: int, rng: random.Random) -> Order:
+def draw(most: int, rng: random.Random) -> WarehouseOrder:
     """An order that the stock can fill, of two different goods."""
     while True:
         counts = tuple(rng.randint(0, most) for _ in range(9))
         restocked, shipped = rng.sample(GOODS, 2)
         shelf = rng.choice(SHELVES)
-        stock = Order(counts, shelf, restocked, 0, shipped, 0).stock
+        stock = WarehouseOrder(counts, shelf, restocked, 0, shipped, 0).stock
         spare = max(stock[other][restocked] for other in SHELVES if other != shelf)
         offered = max(goods[shipped] for goods in stock.values())
         if spare and offered:
             level = stock[shelf][restocked] + rng.randint(1, spare)
-            return Order(counts, shelf, restocked, level, shipped, rng.randint(1, offered))
+            return WarehouseOrder(counts, shelf, restocked, level, shipped, rng.randint(1, offered))
 
 
 def judge(

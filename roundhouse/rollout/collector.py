@@ -3,12 +3,19 @@
 Invariants: every spec yields exactly one rollout; no more than `config.concurrency` are in flight and no work exists for those
 not yet begun; only infrastructure failures are tried again, a bounded number of times; when `collect` returns, raises or is
 cancelled, no task of its own is left running.
+
+It stops asking an engine or environment that is gone: an `Outage` opens only when `threshold` rollouts in a row, each after all
+its attempts, failed for infrastructure. Any other outcome in between shows that something still works and starts the
+count anew. Once open, it stays open. Without it a collection of 10,000 rollouts would try each of them three times against a
+dead engine. A `RetryBudget` bounds the retries where not everything fails: where one rollout in three does, three attempts each
+would hide it and cost a half more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,16 +24,13 @@ from typing import Any
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.rollout.agent import run_rollout
-from roundhouse.rollout.journal import Journal
-from roundhouse.rollout.outage import Outage, RetryBudget
-from roundhouse.rollout.plan import ReorderError, RolloutSpec, plan_rollouts, reorder
+from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.journal import TurnJournal
+from roundhouse.rollout.plan import RolloutSpec, reorder
 from roundhouse.rollout.protocol import EnvironmentClient
-from roundhouse.rollout.replay import Tape
+from roundhouse.rollout.replay import RecordedCalls
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import derive_seed
-
-__all__ = ["Collection", "ReorderError", "RolloutSpec", "collect", "plan_rollouts", "reorder", "retry_delay"]
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ async def collect(
     *,
     on_policy: bool = True,
     policy_version: int | None = None,
-    journal: Journal | None = None,
+    journal: TurnJournal | None = None,
 ) -> list[Rollout]:
     """Make all rollouts of `specs`; the result is in their order.
 
@@ -56,7 +60,7 @@ async def collect(
 
     Failures are outcomes and do not raise; what `on_rollout` raises does, and ends the collection.
     """
-    given = Collection.of(
+    given = RolloutCollection.of(
         specs,
         policy,
         environment,
@@ -76,7 +80,7 @@ def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
     return longest * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
 
 
-class Collection:
+class RolloutCollection:
     """Rollouts that are made together: what one failure says about the others. `run` makes all of them with workers that take
     specs from a shared iterator; who has an order of its own makes one after another with `roll_out`."""
 
@@ -91,8 +95,8 @@ class Collection:
         *,
         on_policy: bool = True,
         policy_version: int | None = None,
-        journal: Journal | None = None,
-    ) -> Collection:
+        journal: TurnJournal | None = None,
+    ) -> RolloutCollection:
         """Arguments as of `collect`."""
         play = partial(
             run_rollout,
@@ -103,8 +107,8 @@ class Collection:
             on_policy=on_policy,
             policy_version=policy_version,
         )
-        tape = None if journal is None else partial(journal.tape, restoration=environment.restoration)
-        return cls(specs, play, environment.name, config, tape)
+        recorded = None if journal is None else partial(journal.recorded, restoration=environment.restoration)
+        return cls(specs, play, environment.name, config, recorded)
 
     def __init__(
         self,
@@ -112,13 +116,13 @@ class Collection:
         play: Callable[..., Awaitable[Rollout]],
         environment_name: str,
         config: RolloutConfig,
-        tape: Callable[[RolloutSpec], Tape] | None,
+        recorded: Callable[[RolloutSpec], RecordedCalls] | None,
     ) -> None:
         self._specs = specs
         self._play = play
         self._environment_name = environment_name
         self._config = config
-        self._tape = tape
+        self._recorded = recorded
         self._queue: Iterator[tuple[int, RolloutSpec]] = iter(enumerate(specs))
         self._workers = min(config.concurrency or len(specs), len(specs))
         self._outage = Outage(self._workers)
@@ -154,8 +158,8 @@ class Collection:
         retry = self._config.retry
         attempt = 1
         while True:
-            tape = None if self._tape is None else self._tape(spec)
-            rollout = await self._play(spec, attempt=attempt, tape=tape, **given)
+            recorded = None if self._recorded is None else self._recorded(spec)
+            rollout = await self._play(spec, attempt=attempt, recorded=recorded, **given)
             if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
                 return rollout
             if not self._budget.take(time.monotonic()):
@@ -194,3 +198,46 @@ class Collection:
             failure_code=last.failure_code,
             failure_detail=f"Not tried: {self._outage.threshold} rollouts before it failed in a row. {last.failure_detail}",
         )
+
+
+SMALLEST_THRESHOLD = 4
+"""A few rollouts fail alone for reasons of their own, even when they run one at a time."""
+
+
+class Outage:
+    """Watches the finished rollouts of one collection with `workers` in flight."""
+
+    def __init__(self, workers: int) -> None:
+        # One whole wave: with all in flight at once, a shorter row may be a single hiccup that hit them together.
+        self.threshold = max(workers, SMALLEST_THRESHOLD)
+        self._in_a_row = 0
+        self.last: Rollout | None = None
+        """The failure that opened it."""
+
+    @property
+    def open(self) -> bool:
+        return self.last is not None
+
+    def record(self, rollout: Rollout) -> None:
+        """Take note of a finished rollout."""
+        infra = rollout.status is Status.FAILED and rollout.failure_kind is FailureKind.INFRA
+        self._in_a_row = self._in_a_row + 1 if infra else 0
+        if self._in_a_row >= self.threshold and self.last is None:
+            self.last = rollout
+
+
+class RetryBudget:
+    """The retries of one collection: at most `fraction` of its rollouts, and none later than `seconds` after the first."""
+
+    def __init__(self, rollouts: int, fraction: float | None, seconds: float | None) -> None:
+        self._left = math.inf if fraction is None else math.ceil(rollouts * fraction)
+        self._seconds = seconds
+        self._first_at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether there may be one more retry at this time, in seconds of any clock that does not run backwards."""
+        first_at = now if self._first_at is None else self._first_at
+        if self._left < 1 or (self._seconds is not None and now - first_at > self._seconds):
+            return False
+        self._first_at, self._left = first_at, self._left - 1
+        return True

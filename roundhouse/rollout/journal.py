@@ -5,9 +5,9 @@ version that is being collected; where there is something on record that cannot 
 calls of rollouts in flight (their agents hold the same tokens) and those not taken to the store yet; a finished rollout leaves
 nothing behind.
 
-    journal = Journal(policy_version=3)
+    journal = TurnJournal(policy_version=3)
     journal.read(part) …                 what earlier, interrupted attempts had written, in order
-    tape = journal.tape(spec, "replay")  for each attempt at a rollout; it records into the journal
+    calls = journal.recorded(spec, "replay")   for each attempt at a rollout; it records into the journal
     part = journal.take()                what to write down now, or None
 """
 
@@ -23,13 +23,13 @@ import pyarrow as pa
 from roundhouse.environments.base import Restoration
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.recorded_calls import RecordedCall, Resumption, journal_events, journal_table
-from roundhouse.rollout.replay import Tape
+from roundhouse.rollout.replay import RecordedCalls
 from roundhouse.trajectories.records import FailureKind, Rollout
 
 log = logging.getLogger(__name__)
 
 
-class Journal:
+class TurnJournal:
     """Of one stage; see the module's docstring."""
 
     def __init__(self, policy_version: int | None = None, oldest_version: int | None = None) -> None:
@@ -60,14 +60,14 @@ class Journal:
                 if event.reason:
                     self._forget(event.rollout_id)
 
-    def tape(self, spec: RolloutSpec, restoration: Restoration) -> Tape:
-        """The tape of the next attempt at a rollout, in an environment that can be restored in this way."""
+    def recorded(self, spec: RolloutSpec, restoration: Restoration) -> RecordedCalls:
+        """For the next attempt at a rollout, in an environment that can be restored in this way."""
         calls = self._calls.get(spec.rollout_id, [])
         reason = self._unusable(calls, spec, restoration)
         if reason:
             self.went_on(Resumption(spec.rollout_id, len(calls), reason))
             calls = []
-        return Tape(self, restoration, tuple(calls))
+        return RecordedCalls(self, restoration, tuple(calls))
 
     def finished(self, rollout: Rollout) -> None:
         """A rollout has its outcome. Of one that failed for infrastructure the calls stay: another attempt can use them."""
@@ -87,7 +87,7 @@ class Journal:
             self._waiting.setdefault(call.rollout_id, []).append(call)
         return journal_table(events)
 
-    # -- what tapes tell --------------------------------------------------------------------------------------------
+    # -- from `RecordedCalls` --------------------------------------------------------------------------------------------
 
     def record(self, call: RecordedCall) -> None:
         self._keep(call)

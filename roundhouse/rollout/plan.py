@@ -1,19 +1,23 @@
-"""What an iteration will roll out, decided before anything runs.
+"""What an iteration will roll out, decided before anything runs: which tasks, and which rollouts of each.
 
-Invariant: the plan is a pure function of rows, group size, run seed and iteration; rollout ids in it are unique; the seed of a
-rollout depends on nothing but run seed, iteration, group and sample, so that a retry and a resumed run draw the same.
+Invariants: the plan is a pure function of rows, group size, run seed and iteration, so that a resumed run and another machine
+choose the same; rollout ids in it are unique; the seed of a rollout depends on nothing but run seed, iteration, group and
+sample, so that a retry draws the same. The tasks of iterations 0, 1, 2, … in a row are epochs, each a shuffle of all tasks; no
+task comes twice in an epoch. (An iteration that spans two epochs may therefore hold a task twice.)
 
-    rows a b, group size 2  ->  a/0 a/1 b/0 b/1
+    rows a b, group size 2        ->  a/0 a/1 b/0 b/1
+    rows a b c, 2 an iteration    ->  c a | b · a | b c      (· begins epoch 1)
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from roundhouse.environments.base import TaskRow
-from roundhouse.errors import DataError, RoundhouseError
+from roundhouse.errors import ConfigError, DataError, RoundhouseError
 from roundhouse.trajectories.tokens import derive_seed
 
 T = TypeVar("T")
@@ -90,3 +94,29 @@ def reorder(results: Iterable[tuple[int, T]], count: int) -> list[T]:
             f"out of range {sorted(outside)}{named}."
         )
     return [found[index] for index in range(count)]
+
+
+def sample_tasks(rows: Sequence[TaskRow], seed: int, iteration: int, n: int) -> list[TaskRow]:
+    """The `n` task rows of an iteration (counted from 0; `n` is the same in all of them).
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+    if not rows:
+        raise ConfigError(
+            "The environment has no training tasks to sample from: check `environment` in the configuration."
+        )
+    orders: dict[int, list[int]] = {}
+    chosen = []
+    for position in range(iteration * n, (iteration + 1) * n):
+        epoch, place = divmod(position, len(rows))
+        if epoch not in orders:
+            orders[epoch] = _shuffled(len(rows), derive_seed(seed, "task order", epoch))
+        chosen.append(rows[orders[epoch][place]])
+    return chosen
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order

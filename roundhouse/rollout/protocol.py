@@ -1,31 +1,38 @@
-"""What the rollout engine needs of an environment, and of the agent that plays it.
+"""What the rollout engine needs of an environment and of the agent that plays it, and the check of its verdicts.
 
 Invariant: every environment client says itself which agent plays it, so that the engine knows no protocol; a session belongs to
-one rollout, and is closed once, however that rollout ended.
+one rollout, and is closed once, however that rollout ended. A reward that `checked_verdict` returns is a finite number, and its
+components, if there are any, add up to it. What is not, fails the rollout; it never becomes a zero.
 
-    tools       ToolEnvironment     seed_session, call_tool …, verify       played by agents.tool_loop
-    gymnasium   EpisodeEnvironment  reset, step …                           played by agents.gymnasium
-    agent       an agent server     POST /run plays the whole rollout       played by agents.remote_agent
+    tools       ToolEnvironment     seed_session, call_tool …, verify       played by agents.ToolLoop
+    gymnasium   EpisodeEnvironment  reset, step …                           played by agents.GymnasiumLoop
+    agent       an agent server     POST /run plays the whole rollout       played by an agent of its client
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
-from roundhouse.environments.gymnasium import Step
+from roundhouse.environments.gymnasium import GymStep
 from roundhouse.environments.tools import ToolResult
+from roundhouse.rollout.failures import BadReward, VerifierFailed
 
 if TYPE_CHECKING:
-    from roundhouse.rollout.attempt import Attempt
+    from roundhouse.rollout.attempt import RolloutAttempt
 
 
 class Agent(Protocol):
     """Plays rollouts of one environment."""
 
-    async def play(self, attempt: Attempt) -> None:
+    async def play(self, attempt: RolloutAttempt, environment: Any) -> None:
         """Play one attempt to its outcome and write it into `attempt.rollout`: status, reward, items, turns.
+
+        Args:
+            environment: where the agent begins its session, by the protocol that it plays.
 
         Raises:
             InfraError, DataError: the attempt failed; what was learnt until then stays in the rollout.
@@ -33,7 +40,7 @@ class Agent(Protocol):
         ...
 
 
-class Session(Protocol):
+class RolloutSession(Protocol):
     """One rollout's side of an environment."""
 
     @property
@@ -46,7 +53,7 @@ class Session(Protocol):
         ...
 
 
-class EnvironmentSession(Session, Protocol):
+class EnvironmentSession(RolloutSession, Protocol):
     """A session of the tool protocol."""
 
     @property
@@ -82,10 +89,10 @@ class EnvironmentSession(Session, Protocol):
         ...
 
 
-class EpisodeSession(Session, Protocol):
+class EpisodeSession(RolloutSession, Protocol):
     """A session of the Gymnasium protocol."""
 
-    async def step(self, response: dict[str, Any]) -> Step:
+    async def step(self, response: dict[str, Any]) -> GymStep:
         """Play the policy's newest answer (a Responses object of that one model call).
 
         Raises:
@@ -120,8 +127,8 @@ class EnvironmentClient(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
 
-class ToolEnvironment(EnvironmentClient, Protocol):
-    """An environment with tools and a verifier."""
+class SeedsSessions(Protocol):
+    """Where a rollout of the tool protocol begins."""
 
     async def seed_session(self, row: TaskRow) -> EnvironmentSession:
         """Begin a rollout.
@@ -132,8 +139,12 @@ class ToolEnvironment(EnvironmentClient, Protocol):
         ...
 
 
-class EpisodeEnvironment(EnvironmentClient, Protocol):
-    """An environment that speaks the Gymnasium protocol."""
+class ToolEnvironment(EnvironmentClient, SeedsSessions, Protocol):
+    """An environment with tools and a verifier."""
+
+
+class BeginsEpisodes(Protocol):
+    """Where a rollout of the Gymnasium protocol begins."""
 
     async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
         """Begin an episode: its session and the first observation.
@@ -142,6 +153,10 @@ class EpisodeEnvironment(EnvironmentClient, Protocol):
             InfraError, DataError: as for the session's calls.
         """
         ...
+
+
+class EpisodeEnvironment(EnvironmentClient, BeginsEpisodes, Protocol):
+    """An environment that speaks the Gymnasium protocol."""
 
 
 class Snapshotting(Protocol):
@@ -166,3 +181,39 @@ class Restorable(Protocol):
             InfraError, DataError
         """
         ...
+
+
+RELATIVE_TOLERANCE = 1e-5
+"""Of the sum of components against the reward, as NeMo RL has it."""
+
+
+def checked_verdict(verdict: object) -> Verdict:
+    """The verdict with all its numbers as finite floats.
+
+    Raises:
+        VerifierFailed: the verifier returned something else than a verdict.
+        BadReward: reward, a component or a metric is no finite number, or the components do not add up.
+    """
+    if not isinstance(verdict, Verdict):
+        raise VerifierFailed(f"verify returned a {type(verdict).__name__}; it must return a Verdict.")
+    if isinstance(verdict.reward, bool):
+        raise BadReward(f"reward is {verdict.reward}, a truth value; the verifier must return a number such as 1.0.")
+    reward = _finite("reward", verdict.reward)
+    components = _finite_all("reward_components", verdict.reward_components)
+    total = math.fsum(components.values())
+    if components and not math.isclose(total, reward, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-8):
+        raise BadReward(f"reward is {reward}, but its components {components} add up to {total}.")
+    return Verdict(reward, components, _finite_all("metrics", verdict.metrics), bool(verdict.mask))
+
+
+def _finite_all(name: str, numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {str(key): _finite(f"{name}[{key!r}]", number) for key, number in numbers.items()}
+
+
+def _finite(name: str, number: Any) -> float:
+    if not isinstance(number, Real):
+        raise BadReward(f"{name} is {number!r}, a {type(number).__name__}; the verifier must return a number.")
+    value = float(number)
+    if not math.isfinite(value):
+        raise BadReward(f"{name} is {value}; the verifier must return a finite number.")
+    return value

@@ -93,7 +93,7 @@ class Resumption:
 
 
 class Recorder(Protocol):
-    """Who keeps what the tapes of a collection tell."""
+    """Keeps the calls of a collection's rollouts, and how each of them resumed."""
 
     def record(self, call: RecordedCall) -> None:
         """A call was finished."""

@@ -1,31 +1,38 @@
-"""One attempt's tape: the model calls that were finished before are played back, those after them are recorded.
+"""Replay of the finished model calls of an interrupted attempt, and the recording of those that follow.
+
+A policy and an environment are wrapped so that an agent cannot tell recorded answers from live ones.
 
 Invariants: a recorded reply is given to no other request than the one that it answered (messages, tools, sampling and seed, by
 digest), and only when the environment had answered what it had answered then. Where anything differs, `divergence` says what,
-and the attempt's outcome is void: the rollout has to start afresh. Behind the tape's end engine and environment are asked as
-ever, under the same seeds.
+and the attempt's outcome is void: the rollout has to start afresh. After the last recorded call, engine and environment are
+asked as usual, under the same seeds.
 
     recorded before                  call 0 ── tool ── call 1
     resumed, environment replays     call 0    TOOL    call 1 ── TOOL ── CALL 2 …       CAPITALS: really called
     resumed, from a snapshot         call 0    tool    call 1 ── TOOL ── CALL 2 …
 
-What the environment answered after the newest finished call is not on the tape: it is asked for that again.
+What the environment answered after the newest finished call is not recorded: it is asked for that again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import orjson
+
+from roundhouse.config.models import Sampling
 from roundhouse.environments.base import Restoration, TaskRow
-from roundhouse.environments.gymnasium import Step
+from roundhouse.environments.gymnasium import GymStep
 from roundhouse.environments.tools import ToolResult
 from roundhouse.errors import DataError
-from roundhouse.generation.protocol import Completion, PolicyClient
+from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, PolicyClient
 from roundhouse.rollout.failures import SnapshotFailed
 from roundhouse.rollout.protocol import (
+    EnvironmentClient,
     EnvironmentSession,
     EpisodeEnvironment,
     EpisodeSession,
@@ -34,7 +41,6 @@ from roundhouse.rollout.protocol import (
     ToolEnvironment,
 )
 from roundhouse.rollout.recorded_calls import RecordedCall, Recorder, Resumption
-from roundhouse.rollout.taped import TapedEpisode, TapedPolicy, TapedSession
 from roundhouse.trajectories.records import FailureKind, Rollout
 
 
@@ -47,7 +53,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Why a tape could not be played to its end."""
+    """Why recorded calls could not be replayed to their end."""
 
     reason: str
     """Short and stable: other_request, other_answer, not_restored, ended_early."""
@@ -55,20 +61,17 @@ class Divergence:
 
 
 class Diverged(DataError):
-    """The rollout went another way than its tape. It ends the attempt, and `Tape.divergence` is what counts."""
+    """The rollout took another course than its recording. It ends the attempt; `RecordedCalls.divergence` is what counts."""
 
 
-Answer = TypeVar("Answer", ToolResult, Step, Opening)
+EnvironmentAnswer = TypeVar("EnvironmentAnswer", ToolResult, GymStep, Opening)
 
 
-class Tape:
-    """One attempt's tape; without a `recorder` it neither plays nor records."""
+class RecordedCalls:
+    """The recorded calls of one attempt: those made before are replayed in order, new ones are given to the recorder."""
 
     def __init__(
-        self,
-        recorder: Recorder | None = None,
-        restoration: Restoration = "none",
-        recorded: Sequence[RecordedCall] = (),
+        self, recorder: Recorder, restoration: Restoration = "none", recorded: Sequence[RecordedCall] = ()
     ) -> None:
         self._recorder = recorder
         self._restoration = restoration
@@ -76,104 +79,33 @@ class Tape:
         self._session: Snapshotting | None = None
         self._next = 0
         self._answers: list[dict[str, Any] | None] = []
-        """Since the newest call."""
+        """The environment's, since the newest call."""
         self._tokens: list[int] = []
-        """Prompt and generation of the newest call that was played back."""
+        """Prompt and generation of the newest call that was replayed."""
         self._cause: Divergence | None = None
 
-    # -- for the rollout's border -----------------------------------------------------------------------------------
-
-    def of(self, rollout: Rollout, policy: PolicyClient) -> PolicyClient:
-        """Begin `rollout`; the policy that it is to ask."""
-        return policy if self._recorder is None else TapedPolicy(self, rollout, policy)
+    @property
+    def replays(self) -> bool:
+        """Whether the environment can be restored, so that more than the bare fact of a call is recorded."""
+        return self._restoration != "none"
 
     def divergence(self, rollout: Rollout) -> Divergence | None:
         """Why the outcome of `rollout` is void; None when it counts."""
-        played, left = self._next, len(self._recorded) - self._next
+        replayed, left = self._next, len(self._recorded) - self._next
         if self._cause is None and left > 0 and rollout.failure_kind is not FailureKind.INFRA:
             how = rollout.failure_detail or f"it ended with {rollout.finish_reason}"
-            return Divergence("ended_early", f"after {played} of {played + left} recorded calls {how}")
+            return Divergence("ended_early", f"after {replayed} of {replayed + left} recorded calls {how}")
         return self._cause
 
-    def blank(self, rollout_id: str, divergence: Divergence) -> Tape:
-        """The tape of the same attempt, started afresh."""
-        if self._recorder is not None:
-            self._recorder.went_on(Resumption(rollout_id, len(self._recorded), divergence.reason))
-        return Tape(self._recorder, self._restoration)
-
-    # -- for the agents: the environment ----------------------------------------------------------------------------
-
-    async def seed_session(self, environment: ToolEnvironment, row: TaskRow) -> EnvironmentSession:
-        """A session of `environment`: a new one, or the one that the tape's newest snapshot shows."""
-        if not self.plays:
-            return await environment.seed_session(row)
-        if self._recorded and self._restoration == "snapshot":
-            session: EnvironmentSession = await self._restored(environment, row)
-        else:
-            session = await environment.seed_session(row)
-        self._session = cast(Snapshotting, session)
-        return TapedSession(self, session)
-
-    async def reset(self, environment: EpisodeEnvironment, row: TaskRow) -> tuple[EpisodeSession, str | None]:
-        """An episode of `environment`, as for a session."""
-        if not self.plays:
-            return await environment.reset(row)
-        begun: list[EpisodeSession] = []
-
-        async def opening() -> Opening:
-            session, observation = await environment.reset(row)
-            begun.append(session)
-            return Opening(observation)
-
-        if self._recorded and self._restoration == "snapshot":
-            begun.append(await self._restored(environment, row))
-        try:
-            first = await self.answer(Opening, opening)
-        except Diverged:
-            if begun[0].needs_close:
-                await begun[0].close()  # nobody will get to see it
-            raise
-        self._session = cast(Snapshotting, begun[0])
-        return TapedEpisode(self, begun[0]), first.observation
-
-    async def answer(self, kind: type[Answer], ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        """An answer of the environment: `ask`ed for, or the recorded one where the session was restored."""
-        place, recorded = len(self._answers), self._recorded_answer(len(self._answers))
-        self._answers.append(recorded)
-        if recorded is not None and self._restoration == "snapshot":
-            return kind(**recorded)
-        told = await ask()
-        shown = {name: getattr(told, name) for name in kind.__dataclass_fields__}
-        self._answers[place] = shown
-        if recorded is not None and _text(shown) != _text(recorded):
-            where = f"before call {self._next}, answer {place} of the environment"
-            change = f"was {_text(recorded)[:300]} and is now {_text(shown)[:300]}"
-            raise self._diverged("other_answer", f"{where} {change}")
-        return told
-
-    def _recorded_answer(self, place: int) -> dict[str, Any] | None:
-        if self._next >= len(self._recorded):
-            return None
-        answers = self._recorded[self._next].answers
-        return answers[place] if place < len(answers) else None
-
-    async def _restored(self, environment: Any, row: TaskRow) -> Any:
-        snapshot = self._recorded[-1].snapshot
-        assert snapshot is not None, "the journal hands out no calls without"
-        try:
-            return await cast(Restorable, environment).restore_session(row, json.loads(snapshot))
-        except DataError as error:
-            raise self._diverged("not_restored", str(error)) from error
+    def restarted(self, rollout_id: str, divergence: Divergence) -> RecordedCalls:
+        """For the same attempt from its first call on, with nothing to replay."""
+        self._recorder.went_on(Resumption(rollout_id, len(self._recorded), divergence.reason))
+        return RecordedCalls(self._recorder, self._restoration)
 
     # -- for the policy ---------------------------------------------------------------------------------------------
 
-    @property
-    def plays(self) -> bool:
-        """Whether it can hold more than the bare fact of a call."""
-        return self._recorder is not None and self._restoration != "none"
-
-    def played_back(self, request: str) -> Completion | None:
-        """The recorded reply to the request of that digest; None behind the tape's end, where the engine is to be asked."""
+    def reply_to(self, request: str) -> Completion | None:
+        """The recorded reply to the request of that digest; None after the last recorded call."""
         if self._next >= len(self._recorded):
             return None
         call = self._recorded[self._next]
@@ -183,7 +115,7 @@ class Tape:
         self._tokens = completion.prompt_token_ids + completion.generation_token_ids
         self._answers = []
         self._next += 1
-        if self._next == len(self._recorded) and self._recorder is not None:
+        if self._next == len(self._recorded):
             self._recorder.went_on(Resumption(call.rollout_id, self._next))
         return completion
 
@@ -191,7 +123,6 @@ class Tape:
         self, rollout: Rollout, request: str = "", snapshot: str | None = None, completion: Completion | None = None
     ) -> None:
         """The engine has answered. Without its `completion`, only the fact is noted."""
-        assert self._recorder is not None, "without a recorder the policy is not taped"
         number, message = self._next, None if completion is None else completion.message
         self._next += 1
         self._recorder.record(
@@ -218,9 +149,159 @@ class Tape:
         except (TypeError, ValueError) as error:
             raise SnapshotFailed(f"The snapshot of the session is no JSON value: {error}") from error
 
+    # -- for the environment ----------------------------------------------------------------------------------------
+
+    async def restored(self, environment: EnvironmentClient, row: TaskRow) -> Any | None:
+        """The session that the newest recorded call shows; None: it has to begin as usual."""
+        if not self._recorded or self._restoration != "snapshot":
+            return None
+        snapshot = self._recorded[-1].snapshot
+        assert snapshot is not None, "the journal hands out no calls without"
+        try:
+            return await cast(Restorable, environment).restore_session(row, json.loads(snapshot))
+        except DataError as error:
+            raise self._diverged("not_restored", str(error)) from error
+
+    def begun(self, session: EnvironmentSession | EpisodeSession) -> None:
+        """The session whose snapshots are recorded."""
+        self._session = cast(Snapshotting, session)
+
+    async def answer(
+        self, kind: type[EnvironmentAnswer], ask: Callable[[], Awaitable[EnvironmentAnswer]]
+    ) -> EnvironmentAnswer:
+        """An answer of the environment: `ask`ed for, or the recorded one where the session was restored."""
+        place, recorded = len(self._answers), self._recorded_answer(len(self._answers))
+        self._answers.append(recorded)
+        if recorded is not None and self._restoration == "snapshot":
+            return kind(**recorded)
+        answer = await ask()
+        shown = {name: getattr(answer, name) for name in kind.__dataclass_fields__}
+        self._answers[place] = shown
+        if recorded is not None and _text(shown) != _text(recorded):
+            where = f"before call {self._next}, answer {place} of the environment"
+            change = f"was {_text(recorded)[:300]} and is now {_text(shown)[:300]}"
+            raise self._diverged("other_answer", f"{where} {change}")
+        return answer
+
+    def _recorded_answer(self, place: int) -> dict[str, Any] | None:
+        if self._next >= len(self._recorded):
+            return None
+        answers = self._recorded[self._next].answers
+        return answers[place] if place < len(answers) else None
+
     def _diverged(self, reason: str, detail: str) -> Diverged:
         self._cause = self._cause or Divergence(reason, detail)
         return Diverged(f"{reason}: {detail}")
+
+
+class ReplayingPolicy:
+    """A policy whose recorded replies are given again."""
+
+    def __init__(self, calls: RecordedCalls, rollout: Rollout, policy: PolicyClient) -> None:
+        self._calls = calls
+        self._rollout = rollout
+        self._policy = policy
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        calls = self._calls
+        if not calls.replays:
+            completion = await self._policy.complete(messages, tools, sampling, seed)
+            calls.record(self._rollout)
+            return completion
+        request = request_digest(messages, tools, sampling, seed)
+        if (recorded := calls.reply_to(request)) is not None:
+            return recorded
+        snapshot = await calls.snapshot()
+        completion = await self._policy.complete(messages, tools, sampling, seed)
+        calls.record(self._rollout, request, snapshot, completion)
+        return completion
+
+
+class ReplayingEnvironment:
+    """What an agent begins a session of either protocol with: a new one, or the one that the newest snapshot shows."""
+
+    def __init__(self, calls: RecordedCalls, environment: EnvironmentClient) -> None:
+        self._calls = calls
+        self._environment = environment
+
+    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
+        session: EnvironmentSession | None = await self._calls.restored(self._environment, row)
+        if session is None:
+            session = await cast(ToolEnvironment, self._environment).seed_session(row)
+        self._calls.begun(session)
+        return ReplayingSession(self._calls, session)
+
+    async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
+        session: EpisodeSession | None = await self._calls.restored(self._environment, row)
+
+        async def opening() -> Opening:
+            nonlocal session
+            session, observation = await cast(EpisodeEnvironment, self._environment).reset(row)
+            return Opening(observation)
+
+        try:
+            first = await self._calls.answer(Opening, opening)
+        except Diverged:
+            if session is not None and session.needs_close:
+                await session.close()  # no agent gets to see it
+            raise
+        assert session is not None, "restored, or begun for its first observation"
+        self._calls.begun(session)
+        return ReplayingEpisode(self._calls, session), first.observation
+
+
+class ReplayingSession:
+    """A tool session whose recorded answers are given again."""
+
+    def __init__(self, calls: RecordedCalls, session: EnvironmentSession) -> None:
+        self._calls = calls
+        self._session = session
+        self.ordered = session.ordered
+        self.tools = session.tools
+        self.verify = session.verify
+        self.close = session.close
+
+    @property
+    def needs_close(self) -> bool:
+        return self._session.needs_close
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        return self._session.answer
+
+    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
+        return await self._calls.answer(ToolResult, lambda: self._session.call_tool(name, arguments))
+
+
+class ReplayingEpisode:
+    """An episode whose recorded steps are given again."""
+
+    def __init__(self, calls: RecordedCalls, session: EpisodeSession) -> None:
+        self._calls = calls
+        self._session = session
+        self.close = session.close
+
+    @property
+    def needs_close(self) -> bool:
+        return self._session.needs_close
+
+    async def step(self, response: dict[str, Any]) -> GymStep:
+        return await self._calls.answer(GymStep, lambda: self._session.step(response))
+
+
+def request_digest(messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int) -> str:
+    """Equal exactly for equal requests, in whichever process. Token fields are left out: they are those of the replies, which
+    the digest of each call ties down."""
+    bare = [
+        {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
+        if TOKEN_FIELDS[0] in message
+        else message
+        for message in messages
+    ]
+    data = orjson.dumps([bare, tools, vars(sampling), seed], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _text(answer: dict[str, Any]) -> str:

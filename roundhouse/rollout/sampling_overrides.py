@@ -21,7 +21,7 @@ from roundhouse.rollout.failures import BadTaskRow
 
 
 @dataclass(frozen=True, slots=True)
-class RowTerms:
+class SamplingOverrides:
     """Sampling and tool rules of one rollout."""
 
     sampling: Sampling
@@ -34,13 +34,13 @@ class RowTerms:
     """Calls that are run in the whole rollout; None means any number."""
 
 
-def sampling_overrides(params: Mapping[str, Any], sampling: Sampling, on_policy: bool) -> RowTerms:
+def sampling_overrides(params: Mapping[str, Any], sampling: Sampling, on_policy: bool) -> SamplingOverrides:
     """The terms of a row's `responses_create_params` under the run's `sampling`.
 
     Raises:
         BadTaskRow: a parameter has no meaning here, or would make the rollout unfit for training.
     """
-    return RowTerms(
+    return SamplingOverrides(
         sampling=_sampling(params, sampling, on_policy),
         tools=_shows_tools(params.get("tool_choice")),
         together=params.get("parallel_tool_calls") is not False,

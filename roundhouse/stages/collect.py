@@ -20,7 +20,8 @@ from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.health.watchdog import run_interruptible
 from roundhouse.progress import announce
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import RolloutSpec, collect
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run

@@ -12,7 +12,7 @@ from roundhouse.collection.metrics import deviation, mean, rollout_metrics
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import plan_rollouts
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import Progress, open_collection, refuse_many_failures
 from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.store.manifest import Reference

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig
-from roundhouse.rollout.agent import run_rollout
-from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout
@@ -27,7 +27,7 @@ async def interrupted_before(
     call: int, spec: RolloutSpec, script: Script, client: EnvironmentClient, config: RolloutConfig
 ) -> list[pa.Table]:
     """Play until `call`, which never comes back; the journal's parts, each as it is read from a file."""
-    journal, parts = Journal(VERSION), []
+    journal, parts = TurnJournal(VERSION), []
 
     def cut(messages: list[dict[str, Any]], seed: int) -> Any:
         parts.append(journal.take())
@@ -37,7 +37,7 @@ async def interrupted_before(
 
     policy = ScriptedPolicy(cut)
     with contextlib.suppress(PowerCut):
-        await run_rollout(spec, policy, client, config, SAMPLING, tape=journal.tape(spec, client.restoration))
+        await run_rollout(spec, policy, client, config, SAMPLING, recorded=journal.recorded(spec, client.restoration))
     return [as_read(part) for part in (*parts, journal.take()) if part is not None]
 
 
@@ -48,13 +48,13 @@ async def resumed(
     client: EnvironmentClient,
     config: RolloutConfig,
     version: int = VERSION,
-) -> tuple[Rollout, ScriptedPolicy, Journal]:
+) -> tuple[Rollout, ScriptedPolicy, TurnJournal]:
     """Go on with what the parts hold: the outcome, the policy that was asked, and the journal."""
-    journal, policy = Journal(version), ScriptedPolicy(script)
+    journal, policy = TurnJournal(version), ScriptedPolicy(script)
     for part in parts:
         journal.read(part)
-    tape = journal.tape(spec, client.restoration)
-    rollout = await run_rollout(spec, policy, client, config, SAMPLING, tape=tape)
+    recorded = journal.recorded(spec, client.restoration)
+    rollout = await run_rollout(spec, policy, client, config, SAMPLING, recorded=recorded)
     journal.finished(rollout)
     return rollout, policy, journal
 

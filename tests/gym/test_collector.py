@@ -10,7 +10,8 @@ from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.config.models import RetryPolicy
 from roundhouse.generation.protocol import EngineRejected, EngineUnreachable
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import ReorderError, collect, plan_rollouts, reorder, retry_delay
+from roundhouse.rollout.collector import collect, retry_delay
+from roundhouse.rollout.plan import ReorderError, plan_rollouts, reorder
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests.gym.playground import (

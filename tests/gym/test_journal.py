@@ -14,13 +14,12 @@ from roundhouse.compat.nexrl.client import WorkerClient
 from roundhouse.compat.nexrl.evaluation import AgentEvaluationTarget, EvaluationRunResult
 from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
-from roundhouse.environments.gymnasium import Step
+from roundhouse.environments.gymnasium import GymStep
 from roundhouse.generation.protocol import EngineUnreachable
-from roundhouse.rollout.agent import run_rollout
-from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient
 from roundhouse.rollout.collector import collect
-from roundhouse.rollout.episodes import LocalEpisodeClient
-from roundhouse.rollout.journal import Journal
+from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.recorded_calls import JOURNAL
 from roundhouse.trajectories.records import Rollout, Status
@@ -173,7 +172,7 @@ async def test_an_attempt_that_follows_on_a_dead_engine_asks_only_for_what_it_ha
         asked.append(turns_of(messages))
         return EngineUnreachable("restarting") if len(asked) == 3 else ADDS(messages, seed)
 
-    journal, client = Journal(VERSION), LocalEnvironmentClient(Ledgers())
+    journal, client = TurnJournal(VERSION), LocalEnvironmentClient(Ledgers())
     (rollout,) = await collect(
         plan_rollouts([counter_row()], 1, 0, 1), ScriptedPolicy(script), client, CONFIG, SAMPLING, journal=journal
     )
@@ -186,11 +185,11 @@ async def test_a_rollout_that_is_interrupted_again_and_again_makes_each_call_onc
     client, spec = LocalEnvironmentClient(Ledgers()), spec_of(counter_row())
     parts: list[pa.Table] = []
     for _ in range(4):
-        journal, policy = Journal(VERSION), ScriptedPolicy(once(ADDS))
+        journal, policy = TurnJournal(VERSION), ScriptedPolicy(once(ADDS))
         for part in parts:
             journal.read(part)
-        tape = journal.tape(spec, client.restoration)
-        rollout = await run_rollout(spec, policy, client, CONFIG, SAMPLING, tape=tape)
+        recorded = journal.recorded(spec, client.restoration)
+        rollout = await run_rollout(spec, policy, client, CONFIG, SAMPLING, recorded=recorded)
         parts.append(as_read(journal.take()))
     assert rollout.status is Status.COMPLETED
     assert written(rollout) == written(await alone(client, counter_row(), ADDS))
@@ -285,10 +284,10 @@ async def test_an_episode_that_ends_before_its_recorded_calls_do_starts_afresh()
     class Shrunken(Mountain):
         restoration = "replay"
 
-        async def step(self, state: Any, response: dict[str, Any]) -> Step:
+        async def step(self, state: Any, response: dict[str, Any]) -> GymStep:
             step = await super().step(state, response)
             over = len(self.climbs) > 1 and state[0].steps == 2
-            return Step(step.observation, step.reward, terminated=step.terminated or over, metrics=step.metrics)
+            return GymStep(step.observation, step.reward, terminated=step.terminated or over, metrics=step.metrics)
 
     script, row = by_turn(says("1")), climb_row(top=5)
     client = LocalEpisodeClient(Shrunken())
@@ -354,7 +353,7 @@ async def test_a_snapshot_that_cannot_be_restored_or_written_is_told() -> None:
 
 async def test_a_finished_rollout_leaves_nothing_in_the_journal_and_a_failed_engine_leaves_its_calls() -> None:
     client, specs = LocalEnvironmentClient(Ledgers()), plan_rollouts([counter_row()], 3, 0, 1)
-    journal = Journal(VERSION)
+    journal = TurnJournal(VERSION)
     await collect(specs, ScriptedPolicy(ADDS), client, CONFIG, SAMPLING, journal.finished, journal=journal)
     assert journal.take() is None
     config = rollout_config(max_turns=12, retry={"attempts": 1})
@@ -365,10 +364,10 @@ async def test_a_finished_rollout_leaves_nothing_in_the_journal_and_a_failed_eng
 
 
 async def test_only_the_newest_call_of_a_part_has_a_snapshot_and_log_probabilities_are_exact() -> None:
-    meters, journal = Meters(), Journal(VERSION)
+    meters, journal = Meters(), TurnJournal(VERSION)
     client, spec = LocalEnvironmentClient(meters), spec_of(meters.tasks("train")[0])
-    tape = journal.tape(spec, client.restoration)
-    rollout = await run_rollout(spec, ScriptedPolicy(READS), client, CONFIG, SAMPLING, tape=tape)
+    recorded = journal.recorded(spec, client.restoration)
+    rollout = await run_rollout(spec, ScriptedPolicy(READS), client, CONFIG, SAMPLING, recorded=recorded)
     rows = as_read(journal.take()).to_pylist()
     assert [row["snapshot"] for row in rows] == [None, None, None, '{"readings": [1, 2, 3]}']
     assert [row["generation_log_probs"] for row in rows] == [turn.generation_log_probs for turn in rollout.turns]

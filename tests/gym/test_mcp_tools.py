@@ -12,10 +12,11 @@ from roundhouse.config.environments import CustomEnvironment
 from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict
 from roundhouse.errors import ConfigError
-from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.attempt import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
-from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.collector import collect
 from roundhouse.rollout.failures import EnvironmentUnreachable
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import (
     SAMPLING,

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from roundhouse.environments.base import task_row
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.rollout.plan import plan_rollouts
-from roundhouse.rollout.task_sampler import sample_tasks
+from roundhouse.rollout.plan import plan_rollouts, sample_tasks
 
 
 def rows(count: int):

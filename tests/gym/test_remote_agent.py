@@ -20,10 +20,11 @@ from roundhouse.config.model_server import ModelServerConfig
 from roundhouse.config.models import AgentEnvironment, Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
-from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.attempt import run_rollout
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.collector import collect
 from roundhouse.rollout.failures import UnknownAgent
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.tokens import digest_tokens

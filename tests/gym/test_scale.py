@@ -14,7 +14,8 @@ from roundhouse.config.models import GenerationConfig, RetryPolicy
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
 from tests.generation.servers import serve
 from tests.gym.playground import SAMPLING, Counter, counter_row, rollout_config, serving_counter, turns_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.rollout.token_capture import chain_calls
+from roundhouse.rollout.turns import chain_calls
 from roundhouse.trajectories.schemas import rebuild_prompts
 from roundhouse.trajectories.tokens import digest_tokens
 

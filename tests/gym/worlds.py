@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import Split, TaskRow, final_text, task_row
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, Step
+from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
 from roundhouse.errors import InfraError
 
 
@@ -43,7 +43,7 @@ class Mountain(GymnasiumEnvironment):
         self.climbs.append(climb)
         return (climb, row.get("plan")), f"The top is at {climb.top}."
 
-    async def step(self, state: Any, response: dict[str, Any]) -> Step:
+    async def step(self, state: Any, response: dict[str, Any]) -> GymStep:
         climb, plan = state
         await asyncio.sleep(0)
         match plan:
@@ -52,17 +52,17 @@ class Mountain(GymnasiumEnvironment):
             case "step infra":
                 raise WorldGone("the world is gone")
             case "nan":
-                return Step(None, reward=float("nan"))
+                return GymStep(None, reward=float("nan"))
             case "hang":
                 await asyncio.sleep(3600)
             case "storm" if climb.steps == 1:
-                return Step(None, reward=-1.0, truncated=True)
+                return GymStep(None, reward=-1.0, truncated=True)
         climb.steps += 1
         calls = [item for item in response["output"] if item["type"] == "function_call"]
         said = final_text(response).split()
         gained = int(said[-1]) if said and said[-1].isdigit() else 0
         climb.height += gained
-        return Step(
+        return GymStep(
             observation=None if plan == "silent" else f"You are at {climb.height}.",
             reward=gained / 10,
             terminated=climb.height >= climb.top,

@@ -23,7 +23,8 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages import train as train_stage
 from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
 from roundhouse.stages.train import train_iteration

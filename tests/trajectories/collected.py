@@ -21,7 +21,8 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
 from roundhouse.policy.warm_start import write_engine_files
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect, plan_rollouts
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.text_proof import DecodedText
 from roundhouse.stages.validate import recorded_counts, terms_of
 from roundhouse.trajectories.proofs import Recorded

@@ -22,9 +22,9 @@ from roundhouse.compat.mcp.names import bare, bare_response
 from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
 from roundhouse.environments.tools import ToolResult
 from roundhouse.errors import ConfigError
+from roundhouse.rollout.agents import ToolLoop
 from roundhouse.rollout.failures import EnvironmentUnreachable, SeedFailed
 from roundhouse.rollout.protocol import EnvironmentSession, ToolEnvironment
-from roundhouse.rollout.tool_loop import ToolLoop
 
 
 class McpEnvironment:
@@ -42,7 +42,7 @@ class McpEnvironment:
 
     @property
     def agent(self) -> ToolLoop:
-        return ToolLoop(self)
+        return ToolLoop()
 
     def compute_metrics(self, tasks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
         """Those of the environment."""

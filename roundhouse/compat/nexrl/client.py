@@ -20,9 +20,9 @@ from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict, t
 from roundhouse.environments.splits import TaskList
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.import_string import add_import_path, load_class
-from roundhouse.rollout.attempt import Attempt
+from roundhouse.rollout.attempt import RolloutAttempt
 from roundhouse.rollout.failures import BadTaskRow
-from roundhouse.rollout.verdicts import checked_verdict
+from roundhouse.rollout.protocol import checked_verdict
 from roundhouse.trajectories.records import Status
 
 WORKERS = {
@@ -88,7 +88,7 @@ class WorkerAgent:
             prompt = ""
         return task_row(prompt, task_id=str(item["task_id"]), item=item)
 
-    async def play(self, attempt: Attempt) -> None:
+    async def play(self, attempt: RolloutAttempt, environment: object) -> None:
         """From the item to the outcome."""
         rollout = attempt.rollout
         if not isinstance(rollout.task.get("item"), dict):
@@ -125,7 +125,7 @@ def _require_trajectory(worker: BaseRolloutWorker, told: str | None) -> None:
         raise WorkerFailed(f"{name} returned success, but put no trajectory.")
 
 
-def _judge(attempt: Attempt, worker: BaseRolloutWorker) -> None:
+def _judge(attempt: RolloutAttempt, worker: BaseRolloutWorker) -> None:
     """Write the outcome down."""
     rollout, result, llm = attempt.rollout, worker.result, worker.llm
     assert result is not None
@@ -147,7 +147,7 @@ def _judge(attempt: Attempt, worker: BaseRolloutWorker) -> None:
     }
 
 
-def _exclude(worker: BaseRolloutWorker, attempt: Attempt) -> None:
+def _exclude(worker: BaseRolloutWorker, attempt: RolloutAttempt) -> None:
     """Take the turns that the worker's loss mask leaves out, out of training."""
     infos, turns = worker.llm.infos, attempt.rollout.turns
     try:

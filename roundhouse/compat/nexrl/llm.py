@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
-from roundhouse.rollout.attempt import Attempt
+from roundhouse.rollout.attempt import RolloutAttempt
 from roundhouse.rollout.responses import Item, Message, assistant_items, function_call_output, response_object
 from roundhouse.rollout.turns import TurnChain
 from roundhouse.trajectories.records import Rollout
@@ -32,7 +32,7 @@ class RolloutLimit(Exception):
 class LlmClient:
     """The policy, as one rollout's worker sees it."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: RolloutAttempt) -> None:
         self._attempt = attempt
         self.policy_version = attempt.policy_version
         """Version that answers, where the collector was told."""

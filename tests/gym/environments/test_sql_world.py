@@ -14,7 +14,7 @@ from playing import judge, message
 
 from roundhouse.environments import sql_engine
 from roundhouse.environments.sandbox import LockedProcess, SandboxKilled, SandboxOverloaded, SandboxUnavailable
-from roundhouse.environments.sql_child import HEAP_BYTES, MAX_ROWS, Refused, execute
+from roundhouse.environments.sql_child import HEAP_BYTES, MAX_ROWS, StatementRefused, execute
 from roundhouse.environments.sql_engine import Database
 from roundhouse.environments.sql_world import CITIES, SCHEMA, TABLES, Assignment, SqlWorld, world_image
 
@@ -88,7 +88,7 @@ FORBIDDEN = [
 async def test_files_settings_and_the_schema_are_out_of_reach_even_where_data_may_change(statement: str) -> None:
     database = open_world(0, writable=True)
     before = await contents(database)
-    with pytest.raises(Refused):
+    with pytest.raises(StatementRefused):
         await database.run(statement)
     assert await contents(database) == before
 
@@ -97,7 +97,7 @@ async def test_files_settings_and_the_schema_are_out_of_reach_even_where_data_ma
     "statement", ["DELETE FROM people", "INSERT INTO people VALUES ('a', 'b', 1)", "UPDATE people SET age = 1"]
 )
 async def test_a_question_cannot_change_data(statement: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(StatementRefused):
         await open_world(0).run(statement)
 
 
@@ -118,7 +118,7 @@ COUNT_FOR_EVER = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n
 async def test_endless_and_huge_statements_are_ended_without_blocking_the_event_loop(statement: str) -> None:
     database = open_world(0)
     begun = time.thread_time()
-    with pytest.raises(Refused):
+    with pytest.raises(StatementRefused):
         await database.run(statement)
     assert time.thread_time() - begun < 0.05
     assert (await database.run("SELECT count(*) FROM people")).rows == [(8,)]
@@ -146,7 +146,7 @@ async def test_sessions_have_tables_of_their_own() -> None:
 
 async def test_a_statement_over_its_steps_does_not_disturb_the_next() -> None:
     database = Database(sql_engine.image_of(SCHEMA, {"people": [("Ada", CITIES[0], 3)]}))
-    with pytest.raises(Refused, match="interrupted"):
+    with pytest.raises(StatementRefused, match="interrupted"):
         await database.run(COUNT_FOR_EVER + "count(*) FROM n")
     assert (await database.run("SELECT * FROM people")).rows == [("Ada", "Oslo", 3)]
 
@@ -181,7 +181,7 @@ async def test_no_statement_takes_much_memory_or_any_file(statement: str) -> Non
     session = open_world(0, writable=True)
     before, here = await contents(session), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(4):
-        with pytest.raises(Refused):
+        with pytest.raises(StatementRefused):
             await session.run(statement)
     assert await contents(session) == before
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - here < 50 * 1024
@@ -196,7 +196,7 @@ async def test_a_table_that_was_filled_to_its_limit_is_judged_at_once() -> None:
     session = await WORLD.seed_session(row)
     rows = 64_000
     while rows:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(StatementRefused):
             await session.run("INSERT INTO orders " + COUNTED.format(rows) + " SELECT NULL, NULL, NULL FROM c")
             continue
         rows //= 2
@@ -208,7 +208,7 @@ async def test_a_table_that_was_filled_to_its_limit_is_judged_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("number", "outcome"),
-    [(signal.SIGPROF, Refused), (signal.SIGKILL, SandboxKilled), (signal.SIGSTOP, SandboxOverloaded)],
+    [(signal.SIGPROF, StatementRefused), (signal.SIGKILL, SandboxKilled), (signal.SIGSTOP, SandboxOverloaded)],
     ids=["its timer", "the kernel for want of memory", "a machine without CPU time"],
 )
 async def test_only_what_its_own_timer_ends_is_the_statements_doing(

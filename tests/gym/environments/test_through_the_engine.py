@@ -14,7 +14,7 @@ from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN, load_any
 from roundhouse.environments.base import TaskRow
 from roundhouse.environments.naming import environment_config
-from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.attempt import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, serving, spec_of

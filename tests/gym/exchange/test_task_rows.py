@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row, write_rows
-from roundhouse.compat.nemo_gym.exchange.prompts import Prompt, read_prompt
+from roundhouse.compat.nemo_gym.exchange.prompts import PromptTemplate, read_prompt
 from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, materialize
 from roundhouse.errors import ConfigError, DataError
 
@@ -99,7 +99,7 @@ def test_a_file_without_rows_is_refused(tmp_path: Path):
 
 
 def test_a_prompt_makes_the_input_and_leaves_the_other_parameters(tmp_path: Path):
-    prompt = Prompt(user="{question} {{exactly}} {options[0]}", system="Be brief.")
+    prompt = PromptTemplate(user="{question} {{exactly}} {options[0]}", system="Be brief.")
     rows = [{"question": "2*3?", "options": ["6"], "responses_create_params": {"temperature": 0}}]
     [found] = materialized(tmp_path, rows, prompt=prompt)
     assert found["responses_create_params"] == {
@@ -110,14 +110,14 @@ def test_a_prompt_makes_the_input_and_leaves_the_other_parameters(tmp_path: Path
 
 def test_a_prompt_refuses_rows_that_have_an_input_or_lack_a_field(tmp_path: Path):
     with pytest.raises(DataError, match=r"line 1 has responses_create_params\.input already"):
-        materialized(tmp_path, [row("a")], prompt=Prompt(user="{question}"))
+        materialized(tmp_path, [row("a")], prompt=PromptTemplate(user="{question}"))
     with pytest.raises(DataError, match="line 1: the prompt names the field 'question'; the row has answer"):
-        materialized(tmp_path, [{"answer": 1}], prompt=Prompt(user="{question}"))
+        materialized(tmp_path, [{"answer": 1}], prompt=PromptTemplate(user="{question}"))
 
 
 def test_a_prompt_configuration_is_read_from_yaml(tmp_path: Path):
     (tmp_path / "prompt.yaml").write_text("user: '{question}'\n")
-    assert read_prompt(str(tmp_path / "prompt.yaml")) == Prompt(user="{question}")
+    assert read_prompt(str(tmp_path / "prompt.yaml")) == PromptTemplate(user="{question}")
     (tmp_path / "prompt.yaml").write_text("system: Be brief.\n")
     with pytest.raises(ConfigError, match="needs `user`"):
         read_prompt(str(tmp_path / "prompt.yaml"))

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from roundhouse.compat.nemo_gym.model_server.answer import Answer, Tokens
+from roundhouse.compat.nemo_gym.model_server.answer import AnswerTokens, ModelAnswer
 from roundhouse.compat.nemo_gym.model_server.captures import Captures
-from roundhouse.rollout.token_capture import chain_calls
+from roundhouse.rollout.turns import chain_calls
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, say
 
@@ -175,8 +175,8 @@ def test_the_engine_may_not_tell_its_version(served: Served):
 # -- the bounds -----------------------------------------------------------------------------------------------------
 
 
-def answer(count: int = 1) -> Answer:
-    return Answer({}, "stop", "m", Tokens([1] * count, [2], [-0.5]))
+def answer(count: int = 1) -> ModelAnswer:
+    return ModelAnswer({}, "stop", "m", AnswerTokens([1] * count, [2], [-0.5]))
 
 
 def record(captures: Captures, rollout: str, count: int = 1) -> None:

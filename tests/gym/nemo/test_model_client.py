@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServer
+from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServerClient
 from roundhouse.compat.nemo_gym.servers.rollout_ids import path_prefix, rollout_id
 from roundhouse.config.models import Sampling
 from roundhouse.generation.protocol import (
@@ -32,7 +32,7 @@ def fast_pauses(monkeypatch):
 async def ask(
     url, route="chat", params=None, messages=(QUESTION,), tools=(), sampling=UNLIMITED, prefix="", cookies=None
 ):
-    server = ModelServer(url, route, call_seconds=5)
+    server = ModelServerClient(url, route, call_seconds=5)
     try:
         policy = server.rollout(params or {}, prefix=prefix, cookies=cookies)
         return await policy.complete(list(messages), list(tools), sampling, 7)
@@ -88,7 +88,7 @@ async def test_tokens_of_the_newest_reply_alone_travel_back(route):
 
 async def test_cookies_of_a_rollout_go_with_each_of_its_calls():
     with serving_model(by_turn(says("Done."))) as (server, url):
-        model = ModelServer(url)
+        model = ModelServerClient(url)
         first, second = model.rollout({}), model.rollout({})
         for policy in (first, second, first):
             await policy.complete([QUESTION], [], UNLIMITED, 0)
@@ -192,7 +192,7 @@ async def test_a_server_that_is_not_there_and_one_that_never_answers_end_in_time
         await ask(f"http://127.0.0.1:{free_port()}")
 
     with serving_model(by_turn(says("Done.")), seconds=2) as (_, url):
-        model = ModelServer(url, call_seconds=0.2)
+        model = ModelServerClient(url, call_seconds=0.2)
         with pytest.raises(EngineTimeout):
             await model.rollout({}).complete([QUESTION], [], UNLIMITED, 0)
         await model.close()

@@ -5,7 +5,7 @@ server are those that the task row names, all others are the model server's to c
 its calls, so that its calls reach one engine. A call is repeated only where the server said that it is busy or refused the
 connection, and at most `ATTEMPTS` times.
 
-    server = ModelServer("http://127.0.0.1:8100")
+    server = ModelServerClient("http://127.0.0.1:8100")
     policy = server.rollout(row["responses_create_params"])       one per rollout
     completion = await policy.complete(messages, tools, sampling, seed)
 
@@ -65,7 +65,7 @@ _OURS = frozenset({"input", "instructions", "tools", "max_output_tokens", "max_t
 """Parameters that the agent loop takes care of."""
 
 
-class ModelServer:
+class ModelServerClient:
     """Connections to one model server. Close it in the event loop that used it."""
 
     def __init__(self, url: str, route: Route = "chat", call_seconds: float = 600.0) -> None:

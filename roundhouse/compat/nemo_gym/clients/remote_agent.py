@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from roundhouse.compat.nemo_gym.clients.run_answer import RunAnswer, read_answer, turns_from_items
 from roundhouse.compat.nemo_gym.clients.run_request import run_request
 from roundhouse.environments.base import TaskRow
-from roundhouse.rollout.attempt import Attempt
+from roundhouse.rollout.attempt import RolloutAttempt
 from roundhouse.rollout.failures import NoTrainableTokens
-from roundhouse.rollout.token_capture import ChainedCalls, chain_calls
+from roundhouse.rollout.turns import ChainedCalls, chain_calls
 from roundhouse.trajectories.records import Status, Turn
 
 INCOMPLETE_RECORD = "incomplete_record"
@@ -61,7 +61,7 @@ class RemoteAgent:
     def __init__(self, client: RunClient) -> None:
         self._client = client
 
-    async def play(self, attempt: Attempt) -> None:
+    async def play(self, attempt: RolloutAttempt, environment: object) -> None:
         """Send the row, read the rollout."""
         client, rollout = self._client, attempt.rollout
         request = run_request(attempt, client.agent_name, client.task_index(rollout.task, rollout.group_id))
@@ -73,7 +73,7 @@ class RemoteAgent:
         doubt = await self._record_turns(attempt, answer, request["_ng_rollout_id"])
         _judge(attempt, answer, doubt)
 
-    async def _record_turns(self, attempt: Attempt, answer: RunAnswer, rollout_name: str) -> ChainedCalls | None:
+    async def _record_turns(self, attempt: RolloutAttempt, answer: RunAnswer, rollout_name: str) -> ChainedCalls | None:
         """Fill in the turns; what is doubtful about them."""
         if self._client.captures:
             chained = await self._captured(attempt, rollout_name)
@@ -88,7 +88,7 @@ class RemoteAgent:
             raise NoTrainableTokens(lacking)
         return chained if attempt.on_policy and chained.reason is not None else None
 
-    async def _captured(self, attempt: Attempt, rollout_name: str) -> ChainedCalls:
+    async def _captured(self, attempt: RolloutAttempt, rollout_name: str) -> ChainedCalls:
         record = await attempt.in_environment(self._client.captured_calls(rollout_name))
         chained = chain_calls(record["calls"], attempt.policy_version)
         if record.get("complete") is False and chained.reason is None:
@@ -96,7 +96,7 @@ class RemoteAgent:
         return chained
 
 
-def _judge(attempt: Attempt, answer: RunAnswer, doubt: ChainedCalls | None) -> None:
+def _judge(attempt: RolloutAttempt, answer: RunAnswer, doubt: ChainedCalls | None) -> None:
     rollout, verdict = attempt.rollout, answer.verdict
     rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
     rollout.finish_reason = answer.finish

@@ -20,6 +20,7 @@ from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
 from roundhouse.environments.task_files import read_task_rows
 from roundhouse.environments.tools import NOT_FOUND, RESERVED, ToolResult
 from roundhouse.errors import DataError, InfraError
+from roundhouse.rollout.agents import ToolLoop
 from roundhouse.rollout.failures import (
     SESSION_CLOSED,
     SESSION_HEADER,
@@ -30,7 +31,6 @@ from roundhouse.rollout.failures import (
     VerifierFailed,
 )
 from roundhouse.rollout.protocol import EnvironmentSession
-from roundhouse.rollout.tool_loop import ToolLoop
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class RemoteEnvironmentClient(RemoteClient):
 
     @property
     def agent(self) -> ToolLoop:
-        return ToolLoop(self)
+        return ToolLoop()
 
     async def seed_session(self, row: TaskRow) -> EnvironmentSession:
         session = _RemoteSession(self.connection, row, self.close_route)

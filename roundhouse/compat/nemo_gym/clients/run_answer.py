@@ -28,8 +28,8 @@ from roundhouse.rollout.failures import (
     JudgeFailed,
     detail_of,
 )
+from roundhouse.rollout.protocol import checked_verdict
 from roundhouse.rollout.turns import TurnChain
-from roundhouse.rollout.verdicts import checked_verdict
 from roundhouse.trajectories.records import Turn
 
 _CARRIED = frozenset({*TOKEN_FIELDS, "routed_experts"})

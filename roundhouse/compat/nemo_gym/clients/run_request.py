@@ -19,14 +19,14 @@ from typing import Any
 import orjson
 
 from roundhouse.environments.base import TaskRow
-from roundhouse.rollout.attempt import Attempt
+from roundhouse.rollout.attempt import RolloutAttempt
 from roundhouse.rollout.failures import BadTaskRow
 from roundhouse.rollout.sampling_overrides import sampling_overrides
 
 _LONGEST_NAME = 64
 
 
-def run_request(attempt: Attempt, agent: str | None, task_index: int) -> dict[str, Any]:
+def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> dict[str, Any]:
     """The body of /run.
 
     Raises:
@@ -78,7 +78,7 @@ def rollout_name(group_id: str, sample: int) -> str:
     return f"r-{readable}-{sample}-{uuid.uuid4().hex[:12]}"
 
 
-def _sampled_as_the_run(params: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+def _sampled_as_the_run(params: dict[str, Any], attempt: RolloutAttempt) -> dict[str, Any]:
     sampling = sampling_overrides(params, attempt.sampling, attempt.on_policy).sampling
     return {
         **params,

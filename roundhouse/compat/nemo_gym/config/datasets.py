@@ -27,11 +27,11 @@ License = Literal[
 _Repeats = Annotated[int, Field(ge=1)]
 
 
-class _Entry(BaseModel):
+class _DatasetEntry(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
 
-class GitlabArtifact(_Entry):
+class GitlabArtifact(_DatasetEntry):
     """A file of GitLab's model registry."""
 
     dataset_name: str
@@ -45,7 +45,7 @@ class GitlabSource(GitlabArtifact):
     type: Literal["gitlab"]
 
 
-class HuggingFaceArtifact(_Entry):
+class HuggingFaceArtifact(_DatasetEntry):
     """A dataset of the Hugging Face hub, or one file of it."""
 
     repo_id: str
@@ -58,7 +58,7 @@ class HuggingFaceSource(HuggingFaceArtifact):
     type: Literal["huggingface"]
 
 
-class Dataset(_Entry):
+class Dataset(_DatasetEntry):
     """Rows to train, validate or try on."""
 
     name: str
@@ -83,7 +83,7 @@ class Dataset(_Entry):
         return self
 
 
-class BenchmarkDataset(_Entry):
+class BenchmarkDataset(_DatasetEntry):
     """Rows that a script prepares."""
 
     name: str

@@ -74,7 +74,7 @@ class ServerFields(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ServerReference:
     """{type, name}: one server's mention of another."""
 
     type: str
@@ -96,7 +96,7 @@ class Instance:
         """Where its fields stand in the configuration."""
         return self.name, self.type, self.implementation
 
-    def references(self) -> dict[str, Reference]:
+    def references(self) -> dict[str, ServerReference]:
         """Servers named by its first-level fields, by field."""
         values = self.fields.model_extra or {}
         found = {field: as_reference(value) for field, value in values.items()}
@@ -132,7 +132,7 @@ def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[Almost
 def unresolved_references(instances: Iterable[Instance]) -> list[str]:
     """One sentence for each reference to a server that is not there, with the nearest names."""
     instances = list(instances)
-    there = {Reference(one.type, one.name) for one in instances}
+    there = {ServerReference(one.type, one.name) for one in instances}
     problems = []
     for instance in instances:
         for field, reference in instance.references().items():
@@ -148,7 +148,7 @@ def unresolved_references(instances: Iterable[Instance]) -> list[str]:
     return problems
 
 
-def as_reference(value: Any) -> Reference | None:
+def as_reference(value: Any) -> ServerReference | None:
     """{type: one of the three, name: text} as a reference; anything else is none."""
     if (
         not isinstance(value, Mapping)
@@ -156,7 +156,7 @@ def as_reference(value: Any) -> Reference | None:
         or not isinstance(value.get("name"), str)
     ):
         return None
-    return Reference(value["type"], value["name"])
+    return ServerReference(value["type"], value["name"])
 
 
 def _instance(name: str, entry: Mapping[str, Any]) -> Instance | AlmostServer | None:

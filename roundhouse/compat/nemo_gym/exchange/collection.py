@@ -19,7 +19,7 @@ from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
 from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, Row, iter_rows, mend_tail, write_rows
 from roundhouse.compat.nemo_gym.exchange.outgoing import ATTEMPT, is_index
 from roundhouse.compat.nemo_gym.exchange.resume import Remaining, key_of, max_attempts, remaining
-from roundhouse.compat.nemo_gym.exchange.stream import Outcome, RolloutSource, stream
+from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource, RowOutcome, stream
 from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK, light
 from roundhouse.errors import DataError, InfraError
 from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, classify, detail_of
@@ -152,7 +152,7 @@ def failure_row(row: Row, error: Exception) -> Row:
     }
 
 
-def _write(outcome: Outcome, rollouts: Appender, failures: Appender, summary: Summary) -> None:
+def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary: Summary) -> None:
     if not outcome.reached:
         summary.not_run += 1
         summary.outage = str(outcome.error)

@@ -18,7 +18,7 @@ from roundhouse.config.models import EnvironmentConfig, GenerationConfig, Rollou
 from roundhouse.environments.base import Split
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import EngineUnreachable
-from roundhouse.rollout.agent import run_rollout
+from roundhouse.rollout.attempt import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.failures import classify
 from roundhouse.rollout.plan import RolloutSpec

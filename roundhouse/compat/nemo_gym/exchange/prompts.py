@@ -20,7 +20,7 @@ from roundhouse.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptTemplate:
     """The templates of a prompt configuration."""
 
     user: str
@@ -45,7 +45,7 @@ class Prompt:
         return row | {"responses_create_params": params | {"input": messages}}
 
 
-def read_prompt(uri: str) -> Prompt:
+def read_prompt(uri: str) -> PromptTemplate:
     """Read a prompt configuration (YAML).
 
     Raises:
@@ -59,7 +59,7 @@ def read_prompt(uri: str) -> Prompt:
     known = isinstance(found, dict) and isinstance(found.get("user"), str)
     if not known or not isinstance(found.get("system"), str | None):
         raise ConfigError(f"The prompt configuration {uri} needs `user`, a text, and may have `system`, a text.")
-    return Prompt(found["user"], found.get("system"))
+    return PromptTemplate(found["user"], found.get("system"))
 
 
 def _filled(template: str, row: Row, where: str) -> str:

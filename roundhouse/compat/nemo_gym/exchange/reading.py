@@ -33,7 +33,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class CollectedFiles:
     """The records of a collection and, unless they alone give back its files, their lines."""
 
     rollouts: list[Rollout]
@@ -70,7 +70,7 @@ class _Line:
         return Original(self.file, self.number, row=row)
 
 
-def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Collection:
+def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> CollectedFiles:
     """Read the rollouts file and, where they are, its sidecar and materialized inputs.
 
     Args:
@@ -93,7 +93,7 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
     rollouts = [line.rollout for line in chosen if line.rollout is not None]
     in_order = [line for line in chosen if line.file == "failures"]
     same_lines = len(in_order) == len(failures) and all(map(operator.is_, in_order, failures))
-    return Collection(rollouts, _originals([*judged, *failures], chosen, rollouts, tasks, same_lines))
+    return CollectedFiles(rollouts, _originals([*judged, *failures], chosen, rollouts, tasks, same_lines))
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class RolloutSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RowOutcome:
     """What became of a row."""
 
     index: int
@@ -77,11 +77,13 @@ class Outcome:
         return self.error is not None and classify(self.error)[0] is FailureKind.DATA
 
 
-async def stream(rows: Sequence[Row], source: RolloutSource, concurrency: int | None) -> AsyncGenerator[Outcome, None]:
+async def stream(
+    rows: Sequence[Row], source: RolloutSource, concurrency: int | None
+) -> AsyncGenerator[RowOutcome, None]:
     """The outcomes of `rows` in the order of completion; all rows at once where `concurrency` is None."""
     concurrency = concurrency or max(1, len(rows))
     queue: Iterator[tuple[int, Row]] = iter(enumerate(rows))
-    finished: asyncio.Queue[Outcome] = asyncio.Queue(maxsize=concurrency)
+    finished: asyncio.Queue[RowOutcome] = asyncio.Queue(maxsize=concurrency)
     outage = _Outage(concurrency)
 
     async def work() -> None:
@@ -100,7 +102,7 @@ async def stream(rows: Sequence[Row], source: RolloutSource, concurrency: int | 
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: int | None) -> list[Outcome]:
+async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: int | None) -> list[RowOutcome]:
     """The outcomes of `rows` in their order.
 
     Raises:
@@ -110,14 +112,14 @@ async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: 
         return reorder([(outcome.index, outcome) async for outcome in outcomes], len(rows))
 
 
-async def _outcome(index: int, row: Row, source: RolloutSource) -> Outcome:
+async def _outcome(index: int, row: Row, source: RolloutSource) -> RowOutcome:
     try:
-        return Outcome(index, row, await source.run(row))
+        return RowOutcome(index, row, await source.run(row))
     except (InfraError, DataError) as error:
-        return Outcome(index, row, error=error)
+        return RowOutcome(index, row, error=error)
     except Exception as error:  # a defect costs this row, not the others
         log.exception("Row %d ended with a defect", index)
-        return Outcome(index, row, error=error)
+        return RowOutcome(index, row, error=error)
 
 
 class _Outage:
@@ -128,12 +130,12 @@ class _Outage:
         self._in_a_row = 0
         self._cause: Exception | None = None
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: RowOutcome) -> None:
         self._in_a_row = 0 if outcome.reached else self._in_a_row + 1
         if self._in_a_row >= self._threshold and self._cause is None:
             self._cause = outcome.error
 
-    def untried(self, index: int, row: Row) -> Outcome | None:
+    def untried(self, index: int, row: Row) -> RowOutcome | None:
         if self._cause is None:
             return None
-        return Outcome(index, row, error=NotReached(f"Not tried: {self._threshold} rows before it. {self._cause}"))
+        return RowOutcome(index, row, error=NotReached(f"Not tried: {self._threshold} rows before it. {self._cause}"))

@@ -18,7 +18,7 @@ import orjson
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row, iter_lines
 from roundhouse.compat.nemo_gym.exchange.outgoing import is_index
-from roundhouse.compat.nemo_gym.exchange.prompts import Prompt
+from roundhouse.compat.nemo_gym.exchange.prompts import PromptTemplate
 from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
 from roundhouse.environments.task_files import parsed_row
 from roundhouse.errors import ConfigError, DataError
@@ -79,7 +79,7 @@ class Materialization:
     """Ask the engine for seed = rollout index, by `metadata.extra_body`."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Replaces fields of `responses_create_params`."""
-    prompt: Prompt | None = None
+    prompt: PromptTemplate | None = None
 
 
 def materialize(uri: str, how: Materialization) -> list[Row]:

@@ -26,7 +26,7 @@ _MARK = "token_id:"
 
 
 @dataclass(slots=True)
-class Tokens:
+class AnswerTokens:
     """Token IDs of one call."""
 
     prompt: list[int] | None
@@ -42,14 +42,14 @@ class Tokens:
 
 
 @dataclass(slots=True)
-class Answer:
+class ModelAnswer:
     """One model call as all dialects need it."""
 
     message: Message
     """Role, content (think blocks inside) and tool calls; without token fields."""
     finish_reason: str
     model: str
-    tokens: Tokens | None = None
+    tokens: AnswerTokens | None = None
     logprobs: Any = None
     """The choice's, for a caller that asked for them and not for token IDs."""
     usage: dict[str, Any] | None = None
@@ -59,12 +59,12 @@ class Answer:
     """What else the engine's reply holds at its top level."""
 
 
-def empty_answer(model: str, finish_reason: str) -> Answer:
+def empty_answer(model: str, finish_reason: str) -> ModelAnswer:
     """What stands for a call that no engine answered: the prompt does not fit (`length`) or is not asked (`content_filter`)."""
-    return Answer({"role": "assistant", "content": None}, finish_reason, model)
+    return ModelAnswer({"role": "assistant", "content": None}, finish_reason, model)
 
 
-def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Answer:
+def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> ModelAnswer:
     """The engine's chat completion as an answer.
 
     Raises:
@@ -77,7 +77,7 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Answe
         message = {"role": "assistant", "content": _content(told, config)}
         if told.get("tool_calls"):
             message["tool_calls"] = told["tool_calls"]
-        return Answer(
+        return ModelAnswer(
             message=message,
             finish_reason=choice.get("finish_reason") or "stop",
             model=reply.get("model") or config.model,
@@ -107,7 +107,7 @@ def _content(told: Message, config: ModelServerConfig) -> str | None:
     return f"<think>{reasoning}</think>{content or ''}"
 
 
-def _tokens(reply: Body, choice: Body, message: Message) -> Tokens:
+def _tokens(reply: Body, choice: Body, message: Message) -> AnswerTokens:
     in_message = _message_tokens(message)
     beside = _reply_tokens(reply, choice)
     drawn = _log_prob_tokens(choice)
@@ -126,10 +126,10 @@ def _tokens(reply: Body, choice: Body, message: Message) -> Tokens:
     assert drawn is not None
     if beside is not None:
         _must_agree(beside[1], drawn[0], "generation")
-    return Tokens(beside[0] if beside else None, *drawn, message.get("routed_experts"))
+    return AnswerTokens(beside[0] if beside else None, *drawn, message.get("routed_experts"))
 
 
-def _message_tokens(message: Message) -> Tokens | None:
+def _message_tokens(message: Message) -> AnswerTokens | None:
     lists = [message.get(name) for name in TOKEN_FIELDS]
     if all(value is None for value in lists):
         return None
@@ -140,7 +140,7 @@ def _message_tokens(message: Message) -> Tokens | None:
         raise BadReply(
             f"The reply's message has {len(generation or ())} generated tokens and {len(log_probs or ())} log-probabilities."
         )
-    return Tokens(prompt, generation or [], log_probs or [], message.get("routed_experts"))
+    return AnswerTokens(prompt, generation or [], log_probs or [], message.get("routed_experts"))
 
 
 def _reply_tokens(reply: Body, choice: Body) -> tuple[list[int], list[int]] | None:
@@ -174,7 +174,7 @@ def _must_agree(one: Any, other: Any, what: str) -> None:
 # -- dialects -------------------------------------------------------------------------------------------------------
 
 
-def as_response(answer: Answer, asked: Body, config: ModelServerConfig) -> Body:
+def as_response(answer: ModelAnswer, asked: Body, config: ModelServerConfig) -> Body:
     """The Responses object; its token fields stand on the last item of the output."""
     output = assistant_items(answer.message, f"msg_{uuid.uuid4().hex}", reasoning=config.uses_reasoning_parser)
     if answer.tokens is not None and config.return_token_id_information:
@@ -198,7 +198,7 @@ def as_response(answer: Answer, asked: Body, config: ModelServerConfig) -> Body:
 _ECHOED = tuple(key for key in RESPONSES_FIELDS if key not in ("input", "include", "store", "stream"))
 
 
-def as_chat_completion(answer: Answer, config: ModelServerConfig) -> Body:
+def as_chat_completion(answer: ModelAnswer, config: ModelServerConfig) -> Body:
     """The chat completion; its token fields stand in the message."""
     message = answer.message
     if answer.tokens is not None and config.return_token_id_information:

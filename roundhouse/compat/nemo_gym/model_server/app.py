@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from roundhouse.compat.nemo_gym.model_server import anthropic, sse
 from roundhouse.compat.nemo_gym.model_server.answer import (
-    Answer,
+    ModelAnswer,
     as_chat_completion,
     as_response,
     empty_answer,
@@ -69,7 +69,7 @@ CAPTURES = "/captures/"
 PROXY_HEADERS = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}
 Content = tuple[bytes, bytes]
 """A body and its content type."""
-Ask = Callable[[Body], Awaitable[Answer]]
+Ask = Callable[[Body], Awaitable[ModelAnswer]]
 
 
 def build_app(config: ModelServerConfig, instance_name: str = "policy_model") -> ASGIApp:
@@ -130,7 +130,7 @@ class ModelServer:
         session: str = scope["session"]["session_id"]
         anthropic_dialect = scope["path"] == "/v1/messages"
 
-        async def ask(chat: Body) -> Answer:
+        async def ask(chat: Body) -> ModelAnswer:
             return await self._answer(chat, session, mark)
 
         try:
@@ -174,7 +174,7 @@ class ModelServer:
         message = anthropic.message_object(response, body.get("model") or self._config.model)
         return (sse.messages_events(message), EVENTS) if body.get("stream") is True else (orjson.dumps(message), JSON)
 
-    async def _answer(self, chat: Body, session: str, mark: RolloutMark) -> Answer:
+    async def _answer(self, chat: Body, session: str, mark: RolloutMark) -> ModelAnswer:
         """Ask an engine; record the call where its path wants it."""
         if mark.rollout is None or not (mark.capture or self._config.capture_all):
             return await self._complete(chat, session, tokens=self._config.return_token_id_information)
@@ -189,7 +189,7 @@ class ModelServer:
         self._captures.record(mark.rollout, number, answer, reply_digest(chat, answer.message))
         return answer
 
-    async def _complete(self, chat: Body, session: str, *, tokens: bool) -> Answer:
+    async def _complete(self, chat: Body, session: str, *, tokens: bool) -> ModelAnswer:
         body = engine_body(chat, self._config, tokens=tokens)
         if not self._config.sequential_reasoning_allowed and ends_in_reasoning_only(body):
             return empty_answer(self._config.model, "content_filter")

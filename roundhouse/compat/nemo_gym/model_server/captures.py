@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundhouse.compat.nemo_gym.model_server.answer import Answer
+from roundhouse.compat.nemo_gym.model_server.answer import ModelAnswer
 from roundhouse.generation.protocol import TOKEN_FIELDS
 
 REMEMBERED_LOSSES = 100_000
@@ -61,7 +61,7 @@ class CapturedCall:
 
 
 @dataclass(slots=True)
-class _Record:
+class _CaptureRecord:
     touched_at: float
     calls: list[CapturedCall] = field(default_factory=list)
     begun: dict[int, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Captures:
         self._max_bytes = max_bytes
         self._max_age = max_age_seconds
         self._clock = clock
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: OrderedDict[str, _CaptureRecord] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
         self.calls = 0
         self.bytes = 0
@@ -99,7 +99,7 @@ class Captures:
         record.begun[number] = self._clock()
         return number
 
-    def record(self, rollout: str, number: int, answer: Answer, digest: bytes = b"") -> None:
+    def record(self, rollout: str, number: int, answer: ModelAnswer, digest: bytes = b"") -> None:
         """The call was answered. One that generated nothing, since its prompt did not fit, leaves no record.
 
         Args:
@@ -160,8 +160,8 @@ class Captures:
         known = self._drop(rollout)
         return self._lost.pop(rollout, known) is None or known
 
-    def _touched(self, rollout: str) -> _Record:
-        record = self._records.setdefault(rollout, _Record(0.0))
+    def _touched(self, rollout: str) -> _CaptureRecord:
+        record = self._records.setdefault(rollout, _CaptureRecord(0.0))
         record.touched_at = self._clock()
         self._records.move_to_end(rollout)
         return record

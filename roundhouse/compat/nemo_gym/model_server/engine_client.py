@@ -42,7 +42,7 @@ class _Repeatable(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _QueuedCall:
     """A call that waits for an engine's answer."""
 
     task: asyncio.Task[Any]
@@ -60,7 +60,7 @@ class EngineClient:
         self._headers = {"Content-Type": "application/json", **config.default_headers}
         if config.api_key.get_secret_value():
             self._headers["Authorization"] = f"Bearer {config.api_key.get_secret_value()}"
-        self._waiting: dict[EngineState, set[_Waiting]] = {engine: set() for engine in self.choice.engines}
+        self._waiting: dict[EngineState, set[_QueuedCall]] = {engine: set() for engine in self.choice.engines}
         self._http: aiohttp.ClientSession | None = None
         self._checks: list[asyncio.Task[None]] = []
 
@@ -156,7 +156,7 @@ class EngineClient:
         engine.in_flight += 1
         task = asyncio.current_task()
         assert task is not None
-        self._waiting[engine].add(waiting := _Waiting(task))
+        self._waiting[engine].add(waiting := _QueuedCall(task))
         try:
             async with self.open().post(base + path, data=data, headers=self._headers) as reply:
                 status, answer = reply.status, await reply.read()

@@ -22,7 +22,8 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServer
+from roundhouse.compat.nemo_gym.clients.gymnasium import RemoteEpisodeClient
+from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServerClient
 from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.model_server.rollout_path import KEY, RolloutPath
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
@@ -34,14 +35,12 @@ from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.environments.tools import ToolResult
 from roundhouse.errors import DataError, InfraError
-from roundhouse.rollout.agent import play_rollout
-from roundhouse.rollout.attempt import Attempt
-from roundhouse.rollout.episodes import RemoteEpisodeClient
+from roundhouse.rollout.agents import ToolEpisode
+from roundhouse.rollout.attempt import RolloutAttempt, play_rollout
 from roundhouse.rollout.failures import BadTaskRow, classify
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.rollout.responses import whole_response
-from roundhouse.rollout.tool_loop import ToolEpisode
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 
 CLASS_NAME = "RoundhouseAgent"
@@ -67,7 +66,7 @@ def build_app(
         names_calls: model calls go out under `ng-rollout/<id>`.
         captures: they ask to be recorded under it, with their tokens.
     """
-    server = _Server(config, name, resources_url, model_url, names_calls or captures, captures)
+    server = _AgentServer(config, name, resources_url, model_url, names_calls or captures, captures)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +84,7 @@ def build_app(
     return app
 
 
-class _Server:
+class _AgentServer:
     """The routes."""
 
     def __init__(
@@ -98,7 +97,7 @@ class _Server:
         captures: bool,
     ) -> None:
         self._config = config
-        self._model = ModelServer(model_url, config.model_route, config.model_timeout_seconds)
+        self._model = ModelServerClient(model_url, config.model_route, config.model_timeout_seconds)
         client = RemoteEpisodeClient if config.protocol == "gymnasium" else RemoteEnvironmentClient
         self._environment = client(
             resources_url,
@@ -131,7 +130,7 @@ class _Server:
             return json_answer(failed_row(row, code, detail, terminal=kind is FailureKind.DATA))
         return json_answer(run_answer(played))
 
-    async def _play(self, row: dict[str, Any]) -> Attempt:
+    async def _play(self, row: dict[str, Any]) -> RolloutAttempt:
         params = row.get("responses_create_params")
         if not isinstance(params, dict):
             raise BadTaskRow(f"responses_create_params is {params!r}; a task row needs an object there.")
@@ -160,7 +159,7 @@ class _Server:
         policy = self._model.rollout(
             params, prefix=path_prefix(mark.rollout, capture=mark.capture or (self._captures and bool(mark.rollout)))
         )
-        attempt = Attempt(
+        attempt = RolloutAttempt(
             _rollout({"responses_create_params": params}),
             policy,
             self._limits,

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request, Response
 
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import guarded, json_answer, object_body, with_sessions
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, Step
+from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
 from roundhouse.http.closing import Closing
 from roundhouse.http.sessions import Seeded, SessionStore, outcome
 
@@ -32,7 +32,7 @@ class Episode:
 
     state: Any
     request_id: str | None = None
-    newest: asyncio.Task[Step] | None = None
+    newest: asyncio.Task[GymStep] | None = None
 
 
 def build_gymnasium_app(
@@ -45,7 +45,7 @@ def build_gymnasium_app(
 
     holds_something = type(environment).close is not GymnasiumEnvironment.close
     closing = Closing(sessions, close if holds_something else None)
-    server = _Server(environment, sessions)
+    server = _GymnasiumServer(environment, sessions)
     app = FastAPI(title=environment.name, lifespan=closing.lifespan)
     app.get("/")(server.alive)
     for path, endpoint in (
@@ -59,7 +59,7 @@ def build_gymnasium_app(
     return app
 
 
-class _Server:
+class _GymnasiumServer:
     """The routes."""
 
     def __init__(self, environment: GymnasiumEnvironment, sessions: SessionStore) -> None:
@@ -94,7 +94,7 @@ class _Server:
             }
         )
 
-    async def _played_once(self, session: Seeded, response: dict[str, Any], request_id: str | None) -> Step:
+    async def _played_once(self, session: Seeded, response: dict[str, Any], request_id: str | None) -> GymStep:
         episode: Episode = session.state
         if request_id is None:
             return await outcome(session.begin(self._environment.step(episode.state, response)))

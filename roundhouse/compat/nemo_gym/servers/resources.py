@@ -77,7 +77,7 @@ def build_app(
     store = SessionStore() if sessions is None else sessions
     if isinstance(environment, GymnasiumEnvironment):
         return _gymnasium_app(environment, name, store, request_seconds, expose_tools_over_mcp)
-    server = _Server(environment, store)
+    server = _ResourcesServer(environment, store)
     mcp = _mcp_endpoint(environment, server, name, request_seconds) if expose_tools_over_mcp else None
     app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, mcp))
     _add_routes(app, server, request_seconds)
@@ -117,7 +117,7 @@ def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | 
     return lifespan
 
 
-def _add_routes(app: FastAPI, server: _Server, seconds: float) -> None:
+def _add_routes(app: FastAPI, server: _ResourcesServer, seconds: float) -> None:
     app.get("/")(server.alive)
     app.get("/reverify_mode")(server.reverify_mode)
     routes = [
@@ -131,7 +131,7 @@ def _add_routes(app: FastAPI, server: _Server, seconds: float) -> None:
         app.add_route(path, guarded(endpoint, seconds), methods=["POST"])
 
 
-def _mcp_endpoint(environment: Environment, server: _Server, name: str | None, seconds: float) -> McpEndpoint:
+def _mcp_endpoint(environment: Environment, server: _ResourcesServer, name: str | None, seconds: float) -> McpEndpoint:
     from roundhouse.compat.mcp.server import McpEndpoint  # the SDK takes long to import, and most servers do without
 
     tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
@@ -139,7 +139,7 @@ def _mcp_endpoint(environment: Environment, server: _Server, name: str | None, s
     return server.mcp
 
 
-class _Server:
+class _ResourcesServer:
     """The routes."""
 
     def __init__(self, environment: Environment, sessions: SessionStore) -> None:

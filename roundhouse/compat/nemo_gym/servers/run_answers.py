@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from roundhouse.rollout.attempt import Attempt
+from roundhouse.rollout.attempt import RolloutAttempt
 from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL
 from roundhouse.rollout.responses import response_object, whole_params, whole_response
 from roundhouse.trajectories.records import FailureKind, Status
@@ -29,7 +29,7 @@ def without_results(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in _RESULT_KEYS}
 
 
-def run_answer(played: Attempt) -> dict[str, Any]:
+def run_answer(played: RolloutAttempt) -> dict[str, Any]:
     """What /run answers to a rollout, however it ended."""
     rollout = played.rollout
     if rollout.status is Status.FAILED or played.answer is None:
@@ -61,7 +61,7 @@ def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool
     return answered | {TERMINAL: True} if terminal else answered
 
 
-def _with_tokens(judged: Any, played: Attempt) -> Any:
+def _with_tokens(judged: Any, played: RolloutAttempt) -> Any:
     """The response as the verifier gave it back, with the token fields that were kept from its eyes."""
     ours = played.response_with_tokens()
     output = judged.get("output") if isinstance(judged, dict) else None

@@ -8,9 +8,8 @@ Invariant: the environment sees what it sees in a rollout: a session, tool calls
 from __future__ import annotations
 
 from roundhouse.environments.base import TaskRow, Verdict
-from roundhouse.rollout.protocol import ToolEnvironment
+from roundhouse.rollout.protocol import ToolEnvironment, checked_verdict
 from roundhouse.rollout.responses import assistant_items, response_object
-from roundhouse.rollout.verdicts import checked_verdict
 
 
 async def attempt(environment: ToolEnvironment, row: TaskRow, text: str) -> Verdict:

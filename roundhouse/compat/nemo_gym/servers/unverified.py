@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from roundhouse.environments.base import Split, TaskRow, Verdict
 from roundhouse.environments.tools import ToolResult
+from roundhouse.rollout.agents import ToolLoop
 from roundhouse.rollout.protocol import EnvironmentSession, ToolEnvironment
-from roundhouse.rollout.tool_loop import ToolLoop
 
 
 class UnverifiedEnvironment:
@@ -26,7 +26,7 @@ class UnverifiedEnvironment:
 
     @property
     def agent(self) -> ToolLoop:
-        return ToolLoop(self)
+        return ToolLoop()
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return self._environment.tasks(split)

@@ -1,16 +1,25 @@
-"""The tool loop: the policy calls tools until it answers without a call, then the verifier judges.
+"""The agents that play environments of the two protocols: the tool loop and the Gymnasium loop.
 
-Invariant: whatever the environment can say in text (a tool that raised, arguments that are not JSON, a tool that does not
-exist) is an observation for the policy and the rollout goes on; outputs stand in the order of the calls.
+Tool loop: the policy calls tools until it answers without a call, then the verifier judges. Whatever the environment can say in
+text (a tool that raised, arguments that are not JSON, a tool that does not exist) is an observation for the policy and the
+rollout continues; outputs stand in the order of the calls.
 
     completed   the policy answered without a tool call, and the verifier judged it
     truncated   a limit of turns or tokens ended it, and the verifier judged what there was
     masked      the verifier judged it and said not to train on it
+
+Gymnasium loop: the world answers every reply with an observation and a reward, until it says that it is over. The rollout's
+reward is the sum over the steps that were played; a reply that the world did not see has no part in it. Of a reply's tool calls
+the world answers those it likes (`tool_outputs`), then its observation follows as a user message.
+
+    completed   the world said `terminated`
+    truncated   the world said `truncated` (finish `environment`), or a limit of turns or tokens ended it
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -18,12 +27,18 @@ from typing import Any
 import orjson
 
 from roundhouse.environments.base import Verdict
+from roundhouse.environments.gymnasium import GymStep
 from roundhouse.environments.tools import ToolResult, invalid_arguments
-from roundhouse.rollout.attempt import Attempt
-from roundhouse.rollout.dialogue import Dialogue
+from roundhouse.rollout.attempt import RolloutAttempt
+from roundhouse.rollout.conversation import Dialogue
 from roundhouse.rollout.failures import ToolTimeout
-from roundhouse.rollout.protocol import EnvironmentSession, ToolEnvironment
-from roundhouse.rollout.verdicts import checked_verdict
+from roundhouse.rollout.protocol import (
+    BeginsEpisodes,
+    EnvironmentSession,
+    EpisodeSession,
+    SeedsSessions,
+    checked_verdict,
+)
 from roundhouse.trajectories.records import Status
 
 NOT_RUN = ToolResult('{"error":"Not run: the task allows fewer tool calls (max_tool_calls)."}', 403)
@@ -32,13 +47,10 @@ NOT_RUN = ToolResult('{"error":"Not run: the task allows fewer tool calls (max_t
 class ToolLoop:
     """The agent of environments with tools and a verifier."""
 
-    def __init__(self, environment: ToolEnvironment) -> None:
-        self._environment = environment
-
-    async def play(self, attempt: Attempt) -> None:
+    async def play(self, attempt: RolloutAttempt, environment: SeedsSessions) -> None:
         """From the session's beginning to the verdict."""
         episode = ToolEpisode(attempt)
-        session = await attempt.in_environment(attempt.tape.seed_session(self._environment, attempt.rollout.task))
+        session = await attempt.in_environment(environment.seed_session(attempt.rollout.task))
         attempt.session = session
         if session.tools:
             episode.offer(session.tools)
@@ -52,7 +64,7 @@ class ToolLoop:
 class ToolEpisode:
     """The working state of one attempt. `converse` alone is what an agent server's /v1/responses does."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: RolloutAttempt) -> None:
         self._attempt = attempt
         self._dialogue = Dialogue(attempt)
         self._metrics = {"agent_tool_calls": 0.0, "agent_tool_failures": 0.0, "agent_invalid_tool_calls": 0.0}
@@ -143,3 +155,58 @@ async def _together(work: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[Too
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+class GymnasiumLoop:
+    """The agent of environments that speak the Gymnasium protocol."""
+
+    async def play(self, attempt: RolloutAttempt, environment: BeginsEpisodes) -> None:
+        """From /reset to the end of the episode."""
+        dialogue = Dialogue(attempt)
+        session, observation = await attempt.in_environment(environment.reset(attempt.rollout.task))
+        attempt.session = session
+        if observation:
+            dialogue.conversation.add_observation(observation)
+        rewards: list[float] = []
+        finish, last = await _episode(attempt, dialogue, session, rewards)
+        rollout = attempt.rollout
+        rollout.reward = math.fsum(rewards)
+        rollout.metrics = {"agent_steps": float(len(rewards)), **({} if last is None else last.metrics)}
+        rollout.finish_reason = finish
+        rollout.status = Status.COMPLETED if finish == "stop" else Status.TRUNCATED
+        attempt.response = dialogue.response(finish)
+        attempt.answer = _answer(attempt, last)
+
+
+async def _episode(
+    attempt: RolloutAttempt, dialogue: Dialogue, session: EpisodeSession, rewards: list[float]
+) -> tuple[str, GymStep | None]:
+    """Steps until something ends them: its name, and the last step."""
+    step: GymStep | None = None
+    for _ in range(attempt.config.max_turns):
+        reply = await dialogue.ask()
+        if reply is None:
+            return "max_tokens", step
+        step = await attempt.in_environment(session.step(dialogue.response_of(reply)))
+        rewards.append(checked_verdict(Verdict(step.reward, metrics=step.metrics)).reward)
+        if step.done:
+            return "stop" if step.terminated else "environment", step
+        if reply.limit == "max_tokens":
+            return "max_tokens", step
+        for call_id, text in step.tool_outputs.items():
+            dialogue.conversation.add_tool_output(call_id, text)
+        if step.observation:
+            dialogue.conversation.add_observation(step.observation)
+    return "max_turns", step
+
+
+def _answer(attempt: RolloutAttempt, last: GymStep | None) -> dict[str, Any]:
+    """What an agent server answers to /run."""
+    return {
+        **attempt.rollout.task,
+        "response": attempt.response,
+        "reward": attempt.rollout.reward,
+        "terminated": attempt.rollout.finish_reason == "stop",
+        "truncated": attempt.rollout.finish_reason != "stop",
+        "info": {} if last is None else last.wire_info(),
+    }

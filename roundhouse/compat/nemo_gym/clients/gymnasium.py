@@ -1,4 +1,4 @@
-"""Clients of environments that speak the Gymnasium protocol: in this process, and over HTTP (/reset, /step, /close).
+"""The client of a Gymnasium environment over HTTP (/reset, /step, /close).
 
 Invariant: an episode's session is closed whenever the world offers that, even where its answer to /reset was malformed. A step
 is sent again after a lost answer only where the world said `supports_step_idempotency`, under the same `_ng_step_request_id`.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -22,15 +21,12 @@ from roundhouse.compat.nemo_gym.clients.resources import (
     refuse,
     refuse_failure_mark,
 )
-from roundhouse.environments.base import Split, TaskRow
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, Step
-from roundhouse.errors import DataError, InfraError
-from roundhouse.rollout.episode_loop import GymnasiumLoop
+from roundhouse.environments.base import TaskRow
+from roundhouse.environments.gymnasium import GymStep
+from roundhouse.rollout.agents import GymnasiumLoop
 from roundhouse.rollout.failures import (
     EnvironmentTimeout,
     EnvironmentUnreachable,
-    SeedFailed,
-    SnapshotFailed,
     StepFailed,
 )
 from roundhouse.rollout.protocol import EpisodeSession
@@ -39,82 +35,12 @@ STEP_ATTEMPTS = 3
 STEP_RETRY_SECONDS = 0.5
 
 
-class LocalEpisodeClient:
-    """An environment in this process. Its steps run on the event loop: one that blocks, blocks all rollouts."""
-
-    def __init__(self, environment: GymnasiumEnvironment) -> None:
-        self.name = environment.name
-        self.restoration = environment.restoration
-        self.compute_metrics = environment.compute_metrics
-        self._environment = environment
-        self.agent = GymnasiumLoop(self)
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._environment.tasks(split)
-
-    async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
-        try:
-            state, observation = await self._environment.reset(row)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here; its failure becomes an outcome
-            raise SeedFailed(f"{self.name}: reset raised {error!r}") from error
-        return _LocalEpisode(self._environment, state), observation
-
-    async def restore_session(self, row: TaskRow, snapshot: Any) -> EpisodeSession:
-        try:
-            state = await self._environment.restore(row, snapshot)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here
-            raise SnapshotFailed(f"{self.name}: restore raised {error!r}") from error
-        return _LocalEpisode(self._environment, state)
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-class _LocalEpisode:
-    def __init__(self, environment: GymnasiumEnvironment, state: Any) -> None:
-        self._environment = environment
-        self._state = state
-        self.needs_close = type(environment).close is not GymnasiumEnvironment.close
-
-    async def step(self, response: dict[str, Any]) -> Step:
-        try:
-            step = await self._environment.step(self._state, response)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here; its failure becomes an outcome
-            raise StepFailed(f"{self._environment.name}: step raised {error!r}") from error
-        if not isinstance(step, Step):
-            raise StepFailed(f"{self._environment.name}: step returned a {type(step).__name__}; it must return a Step.")
-        return step
-
-    async def snapshot(self) -> Any:
-        try:
-            return await self._environment.snapshot(self._state)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here
-            raise SnapshotFailed(f"{self._environment.name}: snapshot raised {error!r}") from error
-
-    async def close(self) -> None:
-        await self._environment.close(self._state)
-
-
 class RemoteEpisodeClient(RemoteClient):
     """Episodes on a Gymnasium server of NeMo Gym's contract."""
 
     @property
     def agent(self) -> GymnasiumLoop:
-        return GymnasiumLoop(self)
+        return GymnasiumLoop()
 
     async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
         session = _RemoteEpisode(self.connection, row, self.close_route)
@@ -138,7 +64,7 @@ class _RemoteEpisode(RemoteSession):
         observation: str | None = reply["observation"]
         return observation
 
-    async def step(self, response: dict[str, Any]) -> Step:
+    async def step(self, response: dict[str, Any]) -> GymStep:
         body = {**self._row, "response": response}
         if self._idempotent:
             body["_ng_step_request_id"] = uuid.uuid4().hex
@@ -150,7 +76,7 @@ class _RemoteEpisode(RemoteSession):
         if "reward" not in reply:
             raise StepFailed(f"{where} answered without a reward: {text}")
         info = reply["info"]
-        return Step(
+        return GymStep(
             observation=reply["observation"],
             reward=reply["reward"],
             terminated=reply.get("terminated") is True,
