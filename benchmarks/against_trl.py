@@ -94,7 +94,7 @@ def make_trainer(model: Path) -> Trainer:
     config = TrainConfig(
         algorithm=GRPOConfig(clip_low=0.2, clip_high=0.28),
         optimizer=optimizer,
-        updates=1,
+        minibatches=1,
         tokens_per_microbatch=16_384,
         device="cpu",
         threads=1,

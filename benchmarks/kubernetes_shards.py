@@ -79,7 +79,12 @@ def collect(store: str, namespace: str, engine: str, shards: int, group_size: in
         "environment": {"kind": "guess_number"},
         "generation": {"engine_url": "http://roundhouse-engine:9000"},
         "rollout": {
-            **{"tasks": shards, "group_size": group_size, "concurrency": shards * group_size, "max_tokens": 100_000},
+            **{
+                "prompts_per_iteration": shards,
+                "group_size": group_size,
+                "concurrency": shards * group_size,
+                "max_tokens": 100_000,
+            },
             "distribution": {"kind": "job", "shards": shards},
         },
         "infra": {"kind": "kubernetes", "namespace": namespace, "collector": {}, "store_claim": "store"},

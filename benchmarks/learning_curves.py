@@ -88,7 +88,10 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
     before = await _heldout(config, policy)
     for iteration in range(1, iterations + 1):
         rows = sample_tasks(
-            open_environment(config.environment).tasks("train"), config.seed, iteration, config.rollout.tasks
+            open_environment(config.environment).tasks("train"),
+            config.seed,
+            iteration,
+            config.rollout.prompts_per_iteration,
         )
         rollouts = await _roll_out(config, policy, rows, config.rollout.group_size, iteration)
         validated = validate(

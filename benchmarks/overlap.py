@@ -150,7 +150,7 @@ def _train(directory: Path, engine: str, iterations: int, bound: int) -> Run:
             "max_model_len": 256,
             "sampling": {"max_new_tokens": 48},
         },
-        "rollout": {"tasks": 4, "group_size": 4},
+        "rollout": {"prompts_per_iteration": 4, "group_size": 4},
         # What the engine's log-probabilities are drawn from is no policy.
         "validation": {"recompute_tolerance": None},
         "evaluation": {"every": 0, "before_training": False, "tasks": 1},

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.engine_services import ProcessEngine
@@ -31,7 +31,7 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.terms import RefitOptions
 from tests.generation import tiny
 
-MODES: tuple[RunningGenerations, ...] = ("keep", "finish", "abort")
+MODES: tuple[InflightRequests, ...] = ("continue", "drain", "restart")
 CHECKED_EVERY = 25
 
 

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import backends, standalone
 from roundhouse.generation.chat import ChatCodec
@@ -42,7 +42,7 @@ class InstantEngine:
         return Generated(ids, [-rng.uniform(0.01, 3.0) for _ in ids], "stop")
 
     async def load_weights(
-        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
         pass
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.soak_engine import InstantEngine
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import backends, standalone
 from roundhouse.generation.chat import ChatCodec
@@ -38,7 +38,7 @@ class TimedEngine(InstantEngine):
         return answer
 
     async def load_weights(
-        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
         await asyncio.sleep(self.refit)
 

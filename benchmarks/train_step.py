@@ -90,7 +90,9 @@ def make_sequences(kind: str, seed: int = 0) -> TrainingSequences:
 def trainer_case(name: str, model: Path, batch: TrainingSequences, device: str, **changes: Any) -> Case:
     """The product's own step."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    config = TrainConfig.model_validate({"updates": UPDATES, "threads": 1, "device": device, "dtype": dtype} | changes)
+    config = TrainConfig.model_validate(
+        {"minibatches": UPDATES, "threads": 1, "device": device, "dtype": dtype} | changes
+    )
     trainer = Trainer.load(model, config)
 
     def run() -> dict[str, float]:

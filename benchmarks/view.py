@@ -49,7 +49,9 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
 
 def make_store(store: str, run_id: str, rollouts: int, an_iteration: int) -> None:
     """A run of so many rollouts in iterations of so many."""
-    run = open_run(parse_config({"run_id": run_id, "store": store, "rollout": {"tasks": 100, "group_size": GROUP}}))
+    run = open_run(
+        parse_config({"run_id": run_id, "store": store, "rollout": {"prompts_per_iteration": 100, "group_size": GROUP}})
+    )
     pattern = [_rollout(random.Random(number), number) for number in range(PART)]
     base = rollouts_table(pattern), turns_table(pattern)
     begun = 0

@@ -165,7 +165,7 @@ def main() -> None:
         work = Path(directory)
         count = make_model(work / "v0", arguments.hidden, arguments.layers)
         optimizer = OptimizerConfig(learning_rate=arguments.learning_rate, warmup_steps=0)
-        config = TrainConfig(optimizer=optimizer, updates=arguments.updates, threads=arguments.threads)
+        config = TrainConfig(optimizer=optimizer, minibatches=arguments.updates, threads=arguments.threads)
         print(
             f"{count / 1e6:.0f} M parameters, learning rate {arguments.learning_rate:g}, {arguments.updates} updates a version"
         )

@@ -64,7 +64,7 @@ def put_to_prefect(run: Run, question: Question) -> bool:
                 moment = datetime.fromtimestamp(question.until, UTC)
                 client.create_flow_run_from_deployment(
                     deployment,
-                    parameters={"settings": settings | {"decision": "at_limit"}},
+                    parameters={"settings": settings | {"decision": "on_timeout"}},
                     state=Scheduled(scheduled_time=moment),
                     name=f"time limit of version {question.version} of {run.run_id}",
                     idempotency_key=f"limit-{key}",
@@ -82,7 +82,7 @@ def decide(run: Run, form: ApproveForm) -> dict[str, Any]:
     """The body of the `approve` flow: take the answer from the form, or wait for one; then carry it out."""
     version = form.version
     given = answer_to(run, version)
-    if given is None and form.decision == "at_limit":
+    if given is None and form.decision == "on_timeout":
         waiting = [question for question in open_questions(run) if question.version == version]
         given = settle_expired(run, waiting[0], datetime.now(UTC).timestamp()) if waiting else None
     elif given is None and form.decision is not None:

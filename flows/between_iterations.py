@@ -88,7 +88,7 @@ def _tell_alerts(run: Run, iteration: int) -> None:
 
 def _ask_for_approval(run: Run, k: int) -> None:
     waiting = _open_after_settling(run)
-    if not waiting or run.config.evaluation.approval.training == "goes_on":
+    if not waiting or run.config.evaluation.approval.while_pending == "continue":
         return
     versions = "-".join(str(question.version) for question in waiting)
     announce("waiting", text=f"version {versions} waits for approval: roundhouse runs approve {run.run_id} {versions}")

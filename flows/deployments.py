@@ -96,7 +96,7 @@ def evaluate(settings: EvaluateForm) -> Reference:
 
 def _approve_name() -> str:
     settings = flow_run.parameters["settings"]
-    said = {"approve": "approve", "refuse": "refuse", "at_limit": "time limit of"}.get(settings.decision, "approve?")
+    said = {"approve": "approve", "refuse": "refuse", "on_timeout": "time limit of"}.get(settings.decision, "approve?")
     return f"{said} version {settings.version} of {settings.run_id}"
 
 

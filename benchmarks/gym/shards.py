@@ -33,8 +33,13 @@ from roundhouse.store.stage import read_manifest
 
 def collect_once(engine: str, rollouts: int, shards: int, concurrency: int) -> tuple[float, float]:
     """Seconds of wall time and of CPU of one collect stage."""
-    distribution = {"kind": "process", "shards": shards} if shards else {"kind": "none"}
-    rollout = {"tasks": rollouts // 4, "group_size": 4, "concurrency": concurrency, "max_tokens": 100_000}
+    distribution = {"kind": "process", "shards": shards} if shards else {"kind": "in_process"}
+    rollout = {
+        "prompts_per_iteration": rollouts // 4,
+        "group_size": 4,
+        "concurrency": concurrency,
+        "max_tokens": 100_000,
+    }
     with tempfile.TemporaryDirectory() as directory:
         tree = {"run_id": "r", "store": directory, "environment": {"kind": "guess_number"}}
         run = open_run(parse_config(tree | {"rollout": rollout | {"distribution": distribution}}))

@@ -115,7 +115,7 @@ def train(iterations: int) -> list[float]:
     config = TrainConfig(
         algorithm=GRPOConfig(),  # any other of roundhouse.config.algorithms works here too
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=4),
-        updates=2,
+        minibatches=2,
         device="cpu",
     )
     rewards = []

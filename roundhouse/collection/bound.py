@@ -77,7 +77,7 @@ class StalenessBound:
     @cached_property
     def drains(self) -> bool:
         """Whether a replica's rollouts end before its weights are exchanged."""
-        return self.asynchrony.refit == "finish" or self.barrier
+        return self.asynchrony.refit == "drain" or self.barrier
 
     def may_begin(self, position: int, version: int) -> bool:
         """Whether a rollout of this group may begin on this version."""

@@ -22,7 +22,7 @@ from roundhouse.collection.in_process_runner import LOOK_SECONDS, InProcessRunne
 from roundhouse.collection.plan import Plan
 from roundhouse.collection.resumption import catch_up, resume, unfinished_iterations
 from roundhouse.collection.shard_runner import ShardRunner
-from roundhouse.config.distribution import Together
+from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.failures import stall_seconds
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
 from roundhouse.stages.collect import refuse_many_failures
@@ -260,6 +260,6 @@ class Overlap:
 
 def runner_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> InProcessRunner | ShardRunner:
     """The rollouts of the generation loop, made by whoever `rollout.distribution` says."""
-    if isinstance(run.config.rollout.distribution, Together):
+    if isinstance(run.config.rollout.distribution, InProcessCollection):
         return InProcessRunner(run.config, plan, dispatch, engine_url)
     return ShardRunner(run, plan, dispatch, engine_url)

@@ -32,7 +32,7 @@ def bound_of(run: Run) -> StalenessBound:
     config = run.config
     return StalenessBound(
         config.asynchrony,
-        groups=config.rollout.tasks,
+        groups=config.rollout.prompts_per_iteration,
         group_size=config.rollout.group_size,
         iterations=config.iterations,
         validate_every=config.evaluation.every or 0,
@@ -57,12 +57,12 @@ class Plan:
         """The rollouts of an iteration, groups in order, samples in order."""
 
     def iteration_of(self, position: int) -> int:
-        return position // self._config.rollout.tasks + 1
+        return position // self._config.rollout.prompts_per_iteration + 1
 
     def groups(self, iteration: int) -> tuple[int, ...]:
         """The positions of an iteration's own groups."""
-        first = (iteration - 1) * self._config.rollout.tasks
-        return tuple(range(first, first + self._config.rollout.tasks))
+        first = (iteration - 1) * self._config.rollout.prompts_per_iteration
+        return tuple(range(first, first + self._config.rollout.prompts_per_iteration))
 
     def samples(self, position: int) -> Iterator[Key]:
         """The rollouts of a group."""
@@ -70,7 +70,7 @@ class Plan:
 
     def spec(self, key: Key) -> RolloutSpec:
         """What a rollout of the controller's stands for."""
-        groups, size = self._config.rollout.tasks, self._config.rollout.group_size
+        groups, size = self._config.rollout.prompts_per_iteration, self._config.rollout.group_size
         return self.specs(self.iteration_of(key[0]))[key[0] % groups * size + key[1]]
 
     def keys(self, iteration: int) -> Iterator[Key]:
@@ -86,6 +86,6 @@ class Plan:
 
     def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
         rollout = self._config.rollout
-        rows = round_tasks(self._tasks, self._config.seed, iteration, rollout.tasks, 1)
+        rows = round_tasks(self._tasks, self._config.seed, iteration, rollout.prompts_per_iteration, 1)
         mixed = self._config.asynchrony.window > 1
         return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration, named_by_iteration=mixed))

@@ -68,8 +68,8 @@ def sample_rounds(
     iteration: int,
     roll_out: Callable[[list[RolloutSpec]], list[Rollout]],
 ) -> Sampled:
-    """Roll out `config.tasks` tasks; under dynamic sampling so many a round, until as many groups have spread, or
-    `max_rounds` are over.
+    """Roll out `config.prompts_per_iteration` tasks; under dynamic sampling as many a round, until that many groups have spread
+    or `max_rounds` are over.
 
     Raises:
         TooFewSequences: too few groups have spread after the last round, and `on_exhausted` is error.
@@ -78,21 +78,27 @@ def sample_rounds(
     rows: list[TaskRow] = []
     rollouts: list[Rollout] = []
     number, found = 0, list[str]()
-    while len(found) < config.tasks and number < (1 if policy is None else policy.max_rounds):
+    while len(found) < config.prompts_per_iteration and number < (1 if policy is None else policy.max_rounds):
         number += 1
-        rows += round_tasks(tasks, seed, iteration, config.tasks, number)
+        rows += round_tasks(tasks, seed, iteration, config.prompts_per_iteration, number)
         planned = plan_rollouts(rows, config.group_size, seed, iteration)
         rollouts += roll_out(planned[len(rollouts) :])
         found = groups_with_spread(rollouts)
     if policy is None:
         return Sampled(rollouts, number, dynamic=False, kept=[], surplus=[])
-    if len(found) < config.tasks and policy.on_exhausted == "error":
+    if len(found) < config.prompts_per_iteration and policy.on_exhausted == "error":
         raise TooFewSequences(
-            f"iteration {iteration}: {len(found)} of {config.tasks} groups have spread after {number} rounds "
+            f"iteration {iteration}: {len(found)} of {config.prompts_per_iteration} groups have spread after {number} rounds "
             "(rollout.dynamic_sampling.max_rounds). The tasks are too easy or too hard for this policy: change them, raise "
             "max_rounds or rollout.group_size, or set rollout.dynamic_sampling.on_exhausted to continue."
         )
-    return Sampled(rollouts, number, dynamic=True, kept=found[: config.tasks], surplus=found[config.tasks :])
+    return Sampled(
+        rollouts,
+        number,
+        dynamic=True,
+        kept=found[: config.prompts_per_iteration],
+        surplus=found[config.prompts_per_iteration :],
+    )
 
 
 def round_tasks(tasks: Sequence[TaskRow], seed: int, iteration: int, n: int, number: int) -> list[TaskRow]:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from roundhouse.collection.shard_spec import REPORT, ShardReport, ShardSpec, planned_groups
 from roundhouse.collection.shard_workers import ShardTask
 from roundhouse.collection.shards import Shard
-from roundhouse.config.distribution import Shards, Together
+from roundhouse.config.distribution import InProcessCollection, Shards
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.journal import ResumptionCounts
@@ -90,7 +90,7 @@ class ShardedAttempt:
         depends = f"{self.run.uid} {provenance.policy_version} {sampling} {on_policy} {shard.digest()}"
         name = f"{shard.label}-{round_number}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
         place = self._stage.location / WRITERS / name
-        rollout = config.rollout.model_copy(update={"concurrency": concurrency, "distribution": Together()})
+        rollout = config.rollout.model_copy(update={"concurrency": concurrency, "distribution": InProcessCollection()})
         spec = ShardSpec(
             config=config.model_copy(update={"rollout": rollout}),
             sampling=sampling,

@@ -13,11 +13,11 @@ class AlertsConfig(Section):
     """Thresholds. Each alert is told once, when the number crosses; null switches it off."""
 
     reward_below_best: ProperFraction | None = 0.5
-    """The reward has collapsed when its mean over the last `reward_over` iterations is below this share of the best such mean
+    """The reward has collapsed when its mean over the last `reward_window` iterations is below this share of the best such mean
     of the 100 iterations before. For a best above 0 only."""
     reward_drop: PositiveFloat | None = None
     """The same by an absolute distance from the best, for rewards that may be negative."""
-    reward_over: PositiveInt = 3
+    reward_window: PositiveInt = 3
     """Iterations of that mean: the more, the less a lucky draw of tasks counts."""
     kl_above: PositiveFloat | None = 0.5
     """Of `train/kl_penalty`, the divergence from the reference policy; it is measured where `kl_coefficient` is above 0."""

@@ -12,9 +12,9 @@ class ApprovalConfig(Section):
 
     required: bool = False
     """Ask before a version that is better beyond noise becomes the promoted one."""
-    training: Literal["goes_on", "waits"] = "goes_on"
-    """While nobody has answered: go on with the next iteration, or wait before it and give the machine back."""
-    limit_hours: PositiveFloat | None = 72
-    """How long the question stands; null: for ever."""
-    at_limit: Literal["refuse", "approve"] = "refuse"
-    """What happens when nobody has answered by then."""
+    while_pending: Literal["continue", "block"] = "continue"
+    """Until the answer comes: continue with the next iteration, or block before it and release the machine."""
+    timeout_hours: PositiveFloat | None = 72
+    """How long the question stays open; null: without limit."""
+    on_timeout: Literal["refuse", "approve"] = "refuse"
+    """The answer when none has come by then."""

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from roundhouse.config.section import PositiveInt, Section
 
 Mode = Literal["sync", "batch-async", "fully-async", "windowed"]
-Refit = Literal["in-flight", "finish"]
+Refit = Literal["in-flight", "drain"]
 
 
 class Asynchrony(Section):
@@ -31,7 +31,7 @@ class Asynchrony(Section):
     """windowed only: a step may choose among so many of the oldest groups. That costs age: `staleness` must be at least
     1 + ceil((window - 1) / groups of an iteration)."""
     refit: Refit = "in-flight"
-    """in-flight: running generations are paused, go on with the new weights and record both versions. finish: a replica takes
+    """in-flight: running generations are paused, resume with the new weights and record both versions. drain: a replica takes
     new weights only when its running rollouts have ended, so that a rollout has one version."""
 
     @model_validator(mode="after")
@@ -48,9 +48,9 @@ class Asynchrony(Section):
                 f"window is {self.window} and staleness {self.staleness}: a group that is passed over begins a version early "
                 "and is trained another one late. Set staleness to 2 or more, or window to 1."
             )
-        if self.mode == "fully-async" and self.refit == "finish":
+        if self.mode == "fully-async" and self.refit == "drain":
             raise ValueError(
-                "refit is finish, which holds new rollouts back until the running ones have ended, but mode fully-async never "
+                "refit is drain, which holds new rollouts back until the running ones have ended, but mode fully-async never "
                 "holds any back. Set refit to in-flight, or mode to batch-async."
             )
         return self

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from roundhouse.config.generation import GenerationConfig
     from roundhouse.config.models import RunConfig
 
-Nearness = Literal["anywhere", "apart", "node", "gpu"]
+Nearness = Literal["none", "spread", "node", "gpu"]
 REPLICA_CPUS = 0.1
 """What Ray reserves for a replica: it plans with it, and does not hold a replica to it."""
 
@@ -30,8 +30,8 @@ REPLICA_CPUS = 0.1
 class PlacementConfig(Section):
     """What trainer and engine share."""
 
-    trainer_with_engine: Nearness = "anywhere"
-    """anywhere: each where there is room. apart: on two nodes. node: on one node. gpu: on one GPU, which they hold in turns.
+    colocation: Nearness = "none"
+    """none: each where there is room. spread: on two nodes. node: on one node. gpu: on one GPU, which they hold in turns.
     With `train.service.kind: ray`, Ray reserves the trainer's share together with the engine's replica (a placement group)."""
     engine_sleeps: bool | None = None
     """While the trainer works, the engine gives its weights' and its cache's memory back, and the trainer its own before the
@@ -41,7 +41,7 @@ class PlacementConfig(Section):
 def engine_sleeps(config: RunConfig) -> bool:
     """Whether the engine of this run sleeps while its trainer works."""
     chosen = config.placement.engine_sleeps
-    return config.placement.trainer_with_engine == "gpu" if chosen is None else chosen
+    return config.placement.colocation == "gpu" if chosen is None else chosen
 
 
 def served_generation(config: RunConfig) -> GenerationConfig:
@@ -65,8 +65,8 @@ class Reservation:
 
 def reservation(config: RunConfig) -> Reservation | None:
     """What Ray reserves for trainer and engine together; None where nothing is."""
-    nearness, service = config.placement.trainer_with_engine, config.train.service
-    if nearness == "anywhere" or not isinstance(service, RayService):
+    nearness, service = config.placement.colocation, config.train.service
+    if nearness == "none" or not isinstance(service, RayService):
         return None
     engine = {"CPU": REPLICA_CPUS, "GPU": config.generation.gpus_per_replica}
     trainer = {"CPU": service.cpus, "GPU": service.gpus}
@@ -82,8 +82,8 @@ def refuse_unfit_placement(config: RunConfig) -> None:
     Raises:
         ValueError: names key, value and remedy.
     """
-    nearness = config.placement.trainer_with_engine
-    if nearness == "anywhere" and not engine_sleeps(config):
+    nearness = config.placement.colocation
+    if nearness == "none" and not engine_sleeps(config):
         return
     if config.infra.kind == "kubernetes":
         raise ValueError(
@@ -99,20 +99,20 @@ def refuse_unfit_placement(config: RunConfig) -> None:
         _refuse_unfit_sleep(config)
     elif nearness == "gpu":
         raise ValueError(
-            "placement.engine_sleeps is false, but placement.trainer_with_engine is gpu: both would hold the GPU's memory at "
+            "placement.engine_sleeps is false, but placement.colocation is gpu: both would hold the GPU's memory at "
             "once. Set the first to true or unset it, or the second to node."
         )
     if nearness == "gpu":
         _refuse_unfit_gpu(config)
-    if nearness != "anywhere":
+    if nearness != "none":
         _refuse_unfit_nodes(config)
 
 
 def _set(config: RunConfig) -> str:
-    nearness = config.placement.trainer_with_engine
-    if nearness == "anywhere":
+    nearness = config.placement.colocation
+    if nearness == "none":
         return "placement.engine_sleeps is true"
-    return f"placement.trainer_with_engine is {nearness}"
+    return f"placement.colocation is {nearness}"
 
 
 def _refuse_unfit_sleep(config: RunConfig) -> None:
@@ -120,7 +120,7 @@ def _refuse_unfit_sleep(config: RunConfig) -> None:
         raise ValueError(
             f"{_set(config)}, so the engine sleeps while the trainer works, but asynchrony.staleness is "
             f"{config.asynchrony.staleness}: both would be busy at once. Set asynchrony.staleness to 0, or "
-            "placement.trainer_with_engine to node or apart and placement.engine_sleeps to false."
+            "placement.colocation to node or spread and placement.engine_sleeps to false."
         )
     if config.generation.backend == "vllm" and config.generation.gpus_per_replica == 0:
         raise ValueError(
@@ -134,19 +134,19 @@ def _refuse_unfit_gpu(config: RunConfig) -> None:
     if generation.gpus_per_replica == 0 or config.train.device == "cpu":
         key, value = ("generation.gpus_per_replica", 0) if generation.gpus_per_replica == 0 else ("train.device", "cpu")
         raise ValueError(
-            f"placement.trainer_with_engine is gpu, but {key} is {value}: there is no GPU to share. Change that, or set "
-            "placement.trainer_with_engine to node."
+            f"placement.colocation is gpu, but {key} is {value}: there is no GPU to share. Change that, or set "
+            "placement.colocation to node."
         )
     if isinstance(service, ProcessService) and service.processes > 1:
         raise ValueError(
-            f"placement.trainer_with_engine is gpu, but train.service.processes is {service.processes}: each wants a GPU of "
-            "its own. Set it to 1, or placement.trainer_with_engine to node."
+            f"placement.colocation is gpu, but train.service.processes is {service.processes}: each wants a GPU of "
+            "its own. Set it to 1, or placement.colocation to node."
         )
     if isinstance(service, RayService):
         together = generation.gpus_per_replica + service.gpus
         if service.gpus == 0 or together > 1:
             raise ValueError(
-                f"placement.trainer_with_engine is gpu, but generation.gpus_per_replica ({generation.gpus_per_replica:g}) and "
+                f"placement.colocation is gpu, but generation.gpus_per_replica ({generation.gpus_per_replica:g}) and "
                 f"train.service.gpus ({service.gpus:g}) are not parts of one GPU. Set both above 0 and together to at most 1, "
                 "for example 0.5 each."
             )
@@ -154,31 +154,31 @@ def _refuse_unfit_gpu(config: RunConfig) -> None:
 
 def _refuse_unfit_nodes(config: RunConfig) -> None:
     """One flow's machine, or one reservation of a Ray cluster: nothing else can be held to."""
-    generation, nearness = config.generation, config.placement.trainer_with_engine
+    generation, nearness = config.generation, config.placement.colocation
     if not isinstance(config.train.service, RayService):
         assert isinstance(config.train.service, ResidentService | ProcessService)
-        if nearness == "apart":
+        if nearness == "spread":
             raise ValueError(
-                f"placement.trainer_with_engine is apart, but train.service.kind is {config.train.service.kind}, on the flow's "
-                "machine, where its engine is too. Set train.service.kind to ray, or placement.trainer_with_engine to anywhere."
+                f"placement.colocation is spread, but train.service.kind is {config.train.service.kind}, on the flow's "
+                "machine, where its engine is too. Set train.service.kind to ray, or placement.colocation to none."
             )
         if generation.engine_url is not None and not _is_this_machine(generation.engine_url):
             raise ValueError(
-                f"placement.trainer_with_engine is {nearness}, but generation.engine_url ({generation.engine_url}) is another "
+                f"placement.colocation is {nearness}, but generation.engine_url ({generation.engine_url}) is another "
                 f"machine than the flow's, where train.service.kind {config.train.service.kind} trains. Start the engine here, "
-                "or set placement.trainer_with_engine to anywhere."
+                "or set placement.colocation to none."
             )
         return
     if generation.engine_url is not None:
         raise ValueError(
-            f"placement.trainer_with_engine is {nearness} and train.service.kind ray, but generation.engine_url is set: Ray "
-            "does not place that engine. Unset generation.engine_url, or set placement.trainer_with_engine to anywhere."
+            f"placement.colocation is {nearness} and train.service.kind ray, but generation.engine_url is set: Ray "
+            "does not place that engine. Unset generation.engine_url, or set placement.colocation to none."
         )
     if generation.replicas != 1:
         raise ValueError(
-            f"placement.trainer_with_engine is {nearness} and train.service.kind ray, but generation.replicas is "
+            f"placement.colocation is {nearness} and train.service.kind ray, but generation.replicas is "
             f"{generation.replicas}: the one trainer is reserved together with one replica. Set generation.replicas to 1, or "
-            "placement.trainer_with_engine to anywhere."
+            "placement.colocation to none."
         )
 
 

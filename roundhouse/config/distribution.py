@@ -13,10 +13,10 @@ from pydantic import Field
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
 
 
-class Together(Section):
+class InProcessCollection(Section):
     """All in the process of the collect stage."""
 
-    kind: Literal["none"] = "none"
+    kind: Literal["in_process"] = "in_process"
 
 
 class Shards(Section):
@@ -43,4 +43,4 @@ class JobShards(Shards):
     kind: Literal["job"] = "job"
 
 
-Distribution = Annotated[Together | ProcessShards | JobShards, Field(discriminator="kind")]
+Distribution = Annotated[InProcessCollection | ProcessShards | JobShards, Field(discriminator="kind")]

@@ -26,7 +26,7 @@ class FailuresConfig(Section):
     collect more tasks instead, set `rollout.dynamic_sampling`."""
     min_groups: PositiveInt = 1
     """Fewer groups than this with something to train on are too few."""
-    max_skipped_in_a_row: Annotated[int, Field(ge=0)] = 3
+    max_consecutive_skips: Annotated[int, Field(ge=0)] = 3
     """More iterations in a row than this are not skipped; the run ends instead."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 3600
     """How long one iteration is waited for in all, while its infrastructure is away."""

@@ -108,8 +108,8 @@ class TrainForm(Form):
         "iterations": "iterations",
         "seed": "seed",
         "learning_rate": "train.optimizer.learning_rate",
-        "updates": "train.updates",
-        "tasks": "rollout.tasks",
+        "minibatches": "train.minibatches",
+        "prompts_per_iteration": "rollout.prompts_per_iteration",
         "group_size": "rollout.group_size",
         "max_turns": "rollout.max_turns",
         "temperature": "generation.sampling.temperature",
@@ -127,8 +127,8 @@ class TrainForm(Form):
     iterations: Count | SkipJsonSchema[None] = _optional("Policy versions to train, in all.")
     seed: Seed | SkipJsonSchema[None] = _optional("Tasks, sampling and shuffling derive from it.")
     learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's, after the warm-up.")
-    updates: Few | SkipJsonSchema[None] = _optional("Optimizer steps an iteration.")
-    tasks: Count | SkipJsonSchema[None] = _optional("Tasks an iteration.")
+    minibatches: Few | SkipJsonSchema[None] = _optional("Optimizer steps an iteration.")
+    prompts_per_iteration: Count | SkipJsonSchema[None] = _optional("Tasks an iteration.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
     max_turns: Count | SkipJsonSchema[None] = _optional("Model calls of a rollout, at most.")
     temperature: Temperature | SkipJsonSchema[None] = _optional("Of the training rollouts.")
@@ -180,8 +180,8 @@ class ApproveForm(BaseModel):
     """Store of the run: a path, file:// or s3://bucket/prefix."""
     version: Natural
     """Policy version that waits for approval."""
-    decision: Literal["approve", "refuse", "at_limit"] | SkipJsonSchema[None] = _optional(
-        "Empty: ask, and wait for the answer. at_limit: what the run says for its time limit, where that is over."
+    decision: Literal["approve", "refuse", "on_timeout"] | SkipJsonSchema[None] = _optional(
+        "Empty: ask, and wait for the answer. on_timeout: the answer that the run has for its time limit, once that is over."
     )
     comment: str = ""
     """Why; it is kept with the answer."""
@@ -190,14 +190,17 @@ class ApproveForm(BaseModel):
 class CollectForm(RunForm):
     """Rollouts of a run's checkpoint, as a dataset that outlives the run."""
 
-    KEYS: ClassVar[dict[str, str]] = {"tasks": "rollout.tasks", "group_size": "rollout.group_size"}
+    KEYS: ClassVar[dict[str, str]] = {
+        "prompts_per_iteration": "rollout.prompts_per_iteration",
+        "group_size": "rollout.group_size",
+    }
 
     name: DatasetName = "offline"
     """Of the dataset, whose versions lie in the store as datasets/NAME/VERSION."""
     checkpoint: Literal["newest", "promoted"] = "newest"
     """Which of the run's checkpoints plays: the newest, or the one that evaluations promoted."""
     version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: as checkpoint says.")
-    tasks: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
+    prompts_per_iteration: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
     moment: Moment | SkipJsonSchema[None] = _optional(
         "The moment that this collection is for (2026-11-21T02:00Z): it names the dataset's version and draws the tasks. "
@@ -224,10 +227,10 @@ class TrainOfflineForm(RunForm):
         "epochs": "offline.epochs",
         "groups": "offline.groups",
         "learning_rate": "train.optimizer.learning_rate",
-        "updates": "train.updates",
+        "minibatches": "train.minibatches",
         "seed": "seed",
         "max_age": "offline.max_age",
-        "min_effective_sample": "offline.min_effective_sample_fraction",
+        "min_ess": "offline.min_ess_fraction",
         "on_stale": "offline.on_stale",
         "evaluate": "offline.evaluate",
     }
@@ -252,10 +255,10 @@ class TrainOfflineForm(RunForm):
     epochs: Few | SkipJsonSchema[None] = _optional("Passes over the data. Empty: 1.")
     groups: Count | SkipJsonSchema[None] = _optional("Groups (tasks) an iteration. Empty: as the run collects.")
     learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's. Empty: as the run has it.")
-    updates: Few | SkipJsonSchema[None] = _optional("Optimizer steps an iteration. Empty: as the run has it.")
+    minibatches: Few | SkipJsonSchema[None] = _optional("Optimizer steps an iteration. Empty: as the run has it.")
     seed: Seed | SkipJsonSchema[None] = _optional("Of shuffling. Empty: the run's.")
     max_age: Natural | SkipJsonSchema[None] = _optional("Policy versions that the data may be old. Empty: 20.")
-    min_effective_sample: Share | SkipJsonSchema[None] = _optional(
+    min_ess: Share | SkipJsonSchema[None] = _optional(
         "Least effective sample of the importance weights, as a share of the tokens. Empty: 0.5."
     )
     on_stale: Literal["refuse", "warn"] = "refuse"
@@ -288,7 +291,7 @@ class ForkForm(RunForm):
         "iterations": "iterations",
         "seed": "seed",
         "learning_rate": "train.optimizer.learning_rate",
-        "tasks": "rollout.tasks",
+        "prompts_per_iteration": "rollout.prompts_per_iteration",
         "group_size": "rollout.group_size",
     }
 
@@ -298,7 +301,7 @@ class ForkForm(RunForm):
     iterations: Count | SkipJsonSchema[None] = _optional("Policy versions in all, the parent's counted.")
     seed: Seed | SkipJsonSchema[None] = _optional("Another seed draws other tasks and samples.")
     learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's.")
-    tasks: Count | SkipJsonSchema[None] = _optional("Tasks an iteration.")
+    prompts_per_iteration: Count | SkipJsonSchema[None] = _optional("Tasks an iteration.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
 
     def resolve(self, state: str | None = None) -> RunConfig:

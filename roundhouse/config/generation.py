@@ -16,15 +16,17 @@ TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 """Environment variable with the token of a standalone engine, which it asks of whoever says what weights are wanted."""
 
 
-RunningGenerations = Literal["finish", "keep", "abort"]
-WeightsWay = Literal["store", "shared-memory", "delta", "adapter", "transfer"]
+InflightRequests = Literal["drain", "continue", "restart"]
+WeightSync = Literal["store", "shared-memory", "delta", "adapter", "transfer"]
 TransferBackend = Literal["gloo", "nccl"]
 _CODE_ARGUMENTS = frozenset(
     ("trust_remote_code", "model_class_overrides", "logits_processors", "kv_transfer_config", "ec_transfer_config",
      "ec_manager_config", "log_config_file", "logging_config")
 )  # fmt: skip
 _POLICY = "the engine serves the policy's checkpoint (section policy)."
-_WEIGHTS = "weights come from the store by the way that generation.weights names, and pickled ones are never loaded."
+_WEIGHTS = (
+    "weights come from the store by the way that generation.weight_sync names, and pickled ones are never loaded."
+)
 _OWN_ARGUMENTS = {
     **dict.fromkeys(
         ("model", "model_weights", "tokenizer", "tokenizer_mode", "config_format", "hf_config_path"), _POLICY
@@ -65,7 +67,7 @@ def _no_other_backend(given: Any) -> Any:
             else "is not connected here"
         )
         raise ValueError(
-            f"{given} is a weight-transfer engine of vLLM that {why}. Set generation.weights to transfer with "
+            f"{given} is a weight-transfer engine of vLLM that {why}. Set generation.weight_sync to transfer with "
             "generation.transfer_backend gloo or nccl, or to store, shared-memory, delta or adapter."
         )
     return given
@@ -110,20 +112,20 @@ class GenerationConfig(Section):
     """Time limit of one model call."""
     refit_timeout_seconds: PositiveFloat = 120
     """Time limit until all replicas answer with the new policy version."""
-    weights: Annotated[WeightsWay, BeforeValidator(_no_backend)] = "store"
+    weight_sync: Annotated[WeightSync, BeforeValidator(_no_backend)] = "store"
     """How new weights travel. store: every node reads the checkpoint. shared-memory: put once into this node's memory, as the
     engine holds them; replicas must be on it. delta: what changed since the version that the replicas hold, exact. adapter: the
     adapter of `train.lora` alone. transfer: from the flow's process straight into the engines. Where a way is barred (a replica
     that has just started), the checkpoint is read."""
     transfer_backend: Annotated[TransferBackend, BeforeValidator(_no_other_backend)] = "gloo"
-    """vLLM's weight-transfer engine for `weights: transfer`. gloo: over TCP, from any process into any engine. nccl: between
-    GPUs; the process that refits needs one, and so do the engines."""
+    """vLLM's weight-transfer engine for `weight_sync: transfer`. gloo: over TCP, from any process into any engine. nccl:
+    between GPUs; the process that refits needs one, and so do the engines."""
     weights_cache_gib: PositiveFloat = 32
     """Bound of a node's cache of weights, in GiB, beyond what is in use."""
-    running: RunningGenerations | None = None
-    """What a refit does with generations that are running. finish: waits for them. keep: they go on with the new weights, and
-    both versions are recorded. abort: they begin again on the new weights. Unset: finish, or keep where `asynchrony.refit` is
-    in-flight and `asynchrony.staleness` above 0."""
+    inflight_requests: InflightRequests | None = None
+    """What a refit does with requests in flight. drain: waits for them. continue: they resume with the new weights, and
+    both versions are recorded. restart: they begin again on the new weights. Unset: drain, or continue where
+    `asynchrony.refit` is in-flight and `asynchrony.staleness` above 0."""
     keep_prefix_cache: bool = False
     """Keys and values that the old weights computed stay in use after a refit: cheaper, and no longer what the new weights
     would compute, so log-probabilities differ from the trainer's."""
@@ -157,11 +159,11 @@ def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
     return None
 
 
-def running_generations(config: RunConfig) -> RunningGenerations:
+def inflight_requests(config: RunConfig) -> InflightRequests:
     """What a refit of this run does with running generations."""
-    if config.generation.running is not None:
-        return config.generation.running
-    return "keep" if _in_flight(config) else "finish"
+    if config.generation.inflight_requests is not None:
+        return config.generation.inflight_requests
+    return "continue" if _in_flight(config) else "drain"
 
 
 def refuse_unfit_refits(config: RunConfig) -> None:
@@ -171,26 +173,26 @@ def refuse_unfit_refits(config: RunConfig) -> None:
         ValueError: names key, value and remedy.
     """
     generation = config.generation
-    if generation.weights == "adapter" and config.train.lora is None:
+    if generation.weight_sync == "adapter" and config.train.lora is None:
         raise ValueError(
-            "generation.weights is adapter, but train.lora is not set. Set it, or generation.weights to store."
+            "generation.weight_sync is adapter, but train.lora is not set. Set it, or generation.weight_sync to store."
         )
-    if generation.weights == "shared-memory" and config.infra.kind == "kubernetes":
+    if generation.weight_sync == "shared-memory" and config.infra.kind == "kubernetes":
         raise ValueError(
-            "generation.weights is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their own. Set "
-            "it to store or delta."
+            "generation.weight_sync is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their own. "
+            "Set it to store or delta."
         )
-    if generation.weights == "transfer":
+    if generation.weight_sync == "transfer":
         _refuse_unfit_transfer(config)
-    if generation.running == "finish" and _in_flight(config):
+    if generation.inflight_requests == "drain" and _in_flight(config):
         raise ValueError(
-            "generation.running is finish, but asynchrony.refit is in-flight. Set asynchrony.refit to finish, or "
-            "generation.running to keep or abort."
+            "generation.inflight_requests is drain, but asynchrony.refit is in-flight. Set asynchrony.refit to drain, or "
+            "generation.inflight_requests to continue or restart."
         )
-    if generation.keep_prefix_cache and running_generations(config) != "keep":
+    if generation.keep_prefix_cache and inflight_requests(config) != "continue":
         raise ValueError(
             "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
-            "and values of other weights than they say. Set it to false, or generation.running to keep."
+            "and values of other weights than they say. Set it to false, or generation.inflight_requests to continue."
         )
 
 
@@ -198,12 +200,12 @@ def _refuse_unfit_transfer(config: RunConfig) -> None:
     generation = config.generation
     if generation.backend != "vllm":
         raise ValueError(
-            f"generation.weights is transfer, into vLLM, but generation.backend is {generation.backend}. Set "
-            "generation.backend to vllm, or generation.weights to store."
+            f"generation.weight_sync is transfer, into vLLM, but generation.backend is {generation.backend}. Set "
+            "generation.backend to vllm, or generation.weight_sync to store."
         )
     if config.infra.kind == "kubernetes":
         raise ValueError(
-            "generation.weights is transfer, but with infra.kind kubernetes no engine may reach the flow's pod "
+            "generation.weight_sync is transfer, but with infra.kind kubernetes no engine may reach the flow's pod "
             "(k8s/base/network.yaml). Set it to store or delta."
         )
     if generation.transfer_backend == "nccl" and generation.gpus_per_replica == 0:

@@ -129,5 +129,5 @@ class KubernetesInfra(Section):
     """How long a Job may wait in the queue."""
     keep_jobs_seconds: Annotated[int, Field(ge=0)] = 86_400
     """How long finished Jobs and their pods can be looked at."""
-    patience_seconds: PositiveFloat = 300
+    api_outage_seconds: PositiveFloat = 300
     """How long the API server may be away before a stage fails; its Jobs go on, and the stage's retry finds them."""

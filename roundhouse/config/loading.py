@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.patterns import in_words
+from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.section import RECORDED
 from roundhouse.config.soundness import refuse_unsound, with_correction
@@ -54,6 +55,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
 
 def parse_config(tree: dict[str, Any], origin: str = "the configuration", *, recorded: bool = False) -> RunConfig:
     """Validate a plain tree of keys; `recorded` where it is read to look at what a run was (`section.RECORDED`)."""
+    if renamed := renamed_in(tree):
+        raise ConfigError(f"{origin}:\n" + "\n".join(f"  {masked_text(each)}." for each in renamed))
     try:
         config = RunConfig.model_validate(tree, context=RECORDED if recorded else None)
     except ValidationError as error:

@@ -17,7 +17,7 @@ from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.collectors import refuse_unfit_collectors
 from roundhouse.config.colocation import PlacementConfig, refuse_unfit_placement
 from roundhouse.config.cost import CostConfig
-from roundhouse.config.distribution import Together
+from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.environments import (
     CalculatorEnvironment,
     CustomEnvironment,
@@ -120,7 +120,7 @@ class RunConfig(Section):
         self._groups(recorded=is_recorded(info))
         self._sampling()
         self._one_engine()
-        if (unfit := self.asynchrony.unfit_window(self.rollout.tasks)) is not None:
+        if (unfit := self.asynchrony.unfit_window(self.rollout.prompts_per_iteration)) is not None:
             raise ValueError(unfit)
         if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
             raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
@@ -154,10 +154,10 @@ class RunConfig(Section):
                 f"validation.min_group_size ({self.validation.min_group_size}) is above rollout.group_size "
                 f"({rollout.group_size}): every group would be omitted. Lower it."
             )
-        if self.train.updates > rollout.tasks * rollout.group_size:
+        if self.train.minibatches > rollout.prompts_per_iteration * rollout.group_size:
             raise ValueError(
-                f"train.updates ({self.train.updates}) exceeds the rollouts of an iteration "
-                f"({rollout.tasks * rollout.group_size}). Lower it."
+                f"train.minibatches ({self.train.minibatches}) exceeds the rollouts of an iteration "
+                f"({rollout.prompts_per_iteration * rollout.group_size}). Lower it."
             )
 
     def _sampling(self) -> None:
@@ -202,7 +202,7 @@ class RunConfig(Section):
 
     def _distributed(self) -> None:
         rollout, distribution = self.rollout, self.rollout.distribution
-        if isinstance(distribution, Together):
+        if isinstance(distribution, InProcessCollection):
             return
         if rollout.concurrency is not None and distribution.shards > rollout.concurrency:
             raise ValueError(

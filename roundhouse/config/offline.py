@@ -33,19 +33,19 @@ class OfflineConfig(Section):
     epochs: PositiveInt = 1
     """Passes over all of it. The run's iterations follow from it; the key `iterations` does not count."""
     groups: PositiveInt | None = None
-    """Groups (tasks) an iteration trains on, all from one version of a dataset. Unset: `rollout.tasks`."""
+    """Groups (tasks) an iteration trains on, all from one version of a dataset. Unset: `rollout.prompts_per_iteration`."""
     max_age: Annotated[int, Field(ge=0)] | None = 20
     """Policy versions between the one that collected and the one that training starts from, where lineage tells it: both lie on
     one line of runs and forks. null: any."""
     max_age_days: PositiveFloat | None = None
     """Days since the dataset was collected. Unset: any."""
-    sample: Annotated[int, Field(ge=0)] = 128
+    precheck_rollouts: Annotated[int, Field(ge=0)] = 128
     """Rollouts of each version whose log-probabilities are computed under the starting policy before training; 0: none, and the
     three bounds below are held from the first iteration on only."""
-    min_effective_sample_fraction: Fraction = 0.5
+    min_ess_fraction: Fraction = 0.5
     """Kish's effective sample size of the importance weights exp(policy - recorded) of the tokens, as a share of the tokens:
     (sum w)² / (n sum w²). 1 for rollouts of the very policy. Held before training, and in every iteration."""
-    min_effective_rollout_fraction: Fraction = 0.05
+    min_rollout_ess_fraction: Fraction = 0.05
     """The same of whole rollouts, whose weight is the product over their tokens: how much of the data the policy could have
     said. It falls faster the longer rollouts are; lower it to 0 for very long ones."""
     max_clipped_fraction: Fraction = 0.3

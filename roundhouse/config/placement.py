@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from roundhouse.config.colocation import engine_sleeps
-from roundhouse.config.distribution import JobShards, Together
+from roundhouse.config.distribution import InProcessCollection, JobShards
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, RayService, RemoteService
 
@@ -37,8 +37,8 @@ class Place:
 
 
 _BESIDE_ENGINE = {
-    "anywhere": "",
-    "apart": "on another node than the engine",
+    "none": "",
+    "spread": "on another node than the engine",
     "node": "on the engine's node",
     "gpu": "on the engine's GPU",
 }
@@ -49,7 +49,7 @@ def placement(config: RunConfig) -> list[Place]:
     engine, trainer = _engine(config), _trainer(config)
     if engine_sleeps(config):
         engine = replace(engine, shares="asleep while the trainer works: its weights and cache give their memory back")
-    near = _BESIDE_ENGINE[config.placement.trainer_with_engine]
+    near = _BESIDE_ENGINE[config.placement.colocation]
     turns = "holds memory only in its turn" if engine_sleeps(config) else ""
     trainer = replace(trainer, shares="; ".join(filter(None, (near, turns))))
     return [engine, _collector(config), Place("validator", FLOW), trainer]
@@ -69,7 +69,7 @@ def _engine(config: RunConfig) -> Place:
 def _collector(config: RunConfig) -> Place:
     distribution = config.rollout.distribution
     beside = ", beside training" if config.asynchrony.staleness > 0 else ""
-    if isinstance(distribution, Together):
+    if isinstance(distribution, InProcessCollection):
         return Place("collector", FLOW + beside)
     if isinstance(distribution, JobShards) and isinstance(config.infra, KubernetesInfra):
         where = f"{distribution.shards} shards, a Job of one pod each in namespace {config.infra.namespace}"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roundhouse.config.distribution import Distribution, Together
+from roundhouse.config.distribution import Distribution, InProcessCollection
 from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section
 
 
@@ -25,10 +25,10 @@ class RetryPolicy(Section):
 
 
 class DynamicSampling(Section):
-    """Collect more tasks until `rollout.tasks` of them have spread in their rewards (DAPO, arXiv 2503.14476)."""
+    """Collect more tasks until `rollout.prompts_per_iteration` of them have spread in rewards (DAPO, arXiv 2503.14476)."""
 
     max_rounds: PositiveInt = 10
-    """Rounds of `rollout.tasks` tasks each, the first one included."""
+    """Rounds of `rollout.prompts_per_iteration` tasks each, the first one included."""
     on_exhausted: Literal["error", "continue"] = "error"
     """When too few have spread after the last round: fail the stage, or train on those that have."""
 
@@ -36,7 +36,7 @@ class DynamicSampling(Section):
 class RolloutConfig(Section):
     """What one iteration collects."""
 
-    tasks: PositiveInt = 16
+    prompts_per_iteration: PositiveInt = 16
     """Tasks (groups) an iteration."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Rollouts of each task."""
@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     """Tokens of a whole rollout, prompt included; it is truncated there."""
     concurrency: PositiveInt | None = 128
     """Rollouts in flight at once, in all shards together. Null: as many as there are."""
-    distribution: Distribution = Together()
+    distribution: Distribution = InProcessCollection()
     """Over which workers the collection is spread, for training and evaluation alike."""
     timeout_seconds: PositiveFloat = 120
     """Time limit of one rollout attempt, all turns and tools."""
@@ -75,7 +75,7 @@ class ValidationConfig(Section):
     biased sample (long and hard ones fail first), with a baseline as noisy as it is small. Not for offline data."""
     max_quarantine_fraction: Fraction = 0.5
     """The validate stage fails when a larger share was refused."""
-    text: bool = True
+    check_text: bool = True
     """Hold each rollout's recorded messages against its tokens, decoded with the policy's tokenizer. Not possible, and not
     done, where an agent or worker keeps the record (environment.kind agent, worker)."""
     recompute_tolerance: PositiveFloat | None = 0.25

@@ -52,7 +52,7 @@ class TrainConfig(Section):
     the merged model, so that nothing else has to know."""
     service: TrainServiceConfig = ResidentService()
     """Where it runs."""
-    updates: PositiveInt = 4
+    minibatches: PositiveInt = 4
     """Optimizer steps an epoch; the sequences that teach are split into as many parts."""
     epochs: PositiveInt = 1
     """Passes over the iteration's sequences."""
@@ -80,10 +80,10 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _updates(self, info: ValidationInfo) -> Self:
-        setting, count = self.algorithm.single_update_only, self.updates * self.epochs
+        setting, count = self.algorithm.single_update_only, self.minibatches * self.epochs
         if setting is not None and count > 1 and not is_recorded(info):
             raise ValueError(
-                f"algorithm has {setting}, which is right for one optimizer step an iteration, but updates x epochs is "
-                f"{count}. Set updates and epochs to 1, or policy_loss to clipped and importance_ratio to token."
+                f"algorithm has {setting}, which is right for one optimizer step an iteration, but minibatches x epochs is "
+                f"{count}. Set minibatches and epochs to 1, or policy_loss to clipped and importance_ratio to token."
             )
         return self

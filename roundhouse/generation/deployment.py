@@ -196,7 +196,7 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     # `replicas` and time limits are none of an engine's business: changing them must not restart engines.
     limits = {"start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"}
     # These come with each wish.
-    refits = {"weights", "running", "keep_prefix_cache"}
+    refits = {"weight_sync", "inflight_requests", "keep_prefix_cache"}
     return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits, *refits})
 
 
@@ -228,7 +228,7 @@ def digest_of(application: dict[str, Any]) -> str:
 
 def _pace(config: GenerationConfig) -> dict[str, Any]:
     """Serve tells a fifth of the replicas at a time, or one; a transfer is to all at once."""
-    return {"rolling_update_percentage": 1.0} if config.weights == "transfer" else {}
+    return {"rolling_update_percentage": 1.0} if config.weight_sync == "transfer" else {}
 
 
 class _Serve:

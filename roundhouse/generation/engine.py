@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.errors import DataError, InfraError, RoundhouseError
 from roundhouse.weight_sync.base import TransferWay
 
@@ -78,7 +78,7 @@ class TakesTransfers(Protocol):
         replica_id: str,
         digest: str | None,
         version: int,
-        running: RunningGenerations,
+        running: InflightRequests,
         keep_prefix_cache: bool,
     ) -> tuple[str, int]:
         """Replace the weights by those that a sender gives, as `Engine.load_weights` does.
@@ -110,7 +110,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(
-        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
         """Replace the weights by those of a Hugging Face directory. The caller lets no request in meanwhile.
 

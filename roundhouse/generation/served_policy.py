@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.generation import weights
 from roundhouse.generation.engine import (
@@ -74,7 +74,7 @@ class DesiredPolicy:
     arrives late is ignored."""
     way: dict[str, Any] | None = None
     """A shorter way to the same weights (`roundhouse.weight_sync.base`); None: the files at `weights`."""
-    running: RunningGenerations = "finish"
+    running: InflightRequests = "drain"
     """What becomes of generations that are running."""
     keep_prefix_cache: bool = False
     sampling: list[dict[str, Any]] | None = None
@@ -92,8 +92,8 @@ class DesiredPolicy:
             )
         wanted = cls(**user_config)
         parse_way(wanted.way)
-        if wanted.running not in get_args(RunningGenerations):
-            raise ValueError(f"running is {wanted.running!r}; it is one of {', '.join(get_args(RunningGenerations))}.")
+        if wanted.running not in get_args(InflightRequests):
+            raise ValueError(f"running is {wanted.running!r}; it is one of {', '.join(get_args(InflightRequests))}.")
         allowed = wanted.sampling
         if allowed is not None and not (isinstance(allowed, list) and all({*one} == {*SAMPLED} for one in allowed)):
             raise ValueError(f"sampling is {allowed!r}; it is a list of objects with {', '.join(SAMPLED)}, or null.")
@@ -306,7 +306,7 @@ class ServedPolicy:
     @asynccontextmanager
     async def _changed(self, wanted: DesiredPolicy) -> AsyncIterator[None]:
         """Requests are shut out while the block changes the engine's weights to the wanted ones, and proved behind it."""
-        await self._gate.close(until_empty=wanted.running == "finish")
+        await self._gate.close(until_empty=wanted.running == "drain")
         try:
             if self._asleep is not None:
                 await self.engine.wake()

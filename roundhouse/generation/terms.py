@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class RefitOptions:
     """`roundhouse.generation.weights.digest_of` of what the engine is to load; replicas refuse anything else."""
     way: dict[str, Any] | None = None
     """`roundhouse.weight_sync.base.Way` as JSON."""
-    running: RunningGenerations = "finish"
+    running: InflightRequests = "drain"
     keep_prefix_cache: bool = False
     sampling: list[dict[str, Any]] | None = None
     """See `DesiredPolicy.sampling`."""

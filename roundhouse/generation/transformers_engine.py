@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import weights
 from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
@@ -33,7 +33,7 @@ class Change:
     """New weights, as the running batch has to know of them."""
 
     version: int
-    running: RunningGenerations = "keep"
+    running: InflightRequests = "continue"
     recompute: bool = True
     """Keys and values of the tokens so far are computed anew."""
 
@@ -73,7 +73,7 @@ class TransformersEngine:
         return await future
 
     async def load_weights(
-        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
         def load() -> Change:
             self._broken = True
@@ -263,7 +263,7 @@ def generate_batch(
     with torch.inference_mode():
         while not all(row.finished for row in rows):
             if (change := between()) is not None:
-                if change.running == "abort":
+                if change.running == "restart":
                     raise GenerationAborted(f"Version {change.version} came while the answer was drawn.")
                 if change.recompute:
                     cache, input_ids = None, all_ids

@@ -19,11 +19,11 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from roundhouse.config.generation import RunningGenerations
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.engine import (
     AsgiApp,
@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+PAUSE_MODES: dict[InflightRequests, Literal["wait", "keep", "abort"]] = {
+    "drain": "wait",
+    "continue": "keep",
+    "restart": "abort",
+}
+"""vLLM's name for each treatment of requests in flight."""
 WORKER_EXTENSION = "roundhouse.generation.vllm_worker.RefitExtension"
 
 
@@ -179,16 +185,16 @@ class VllmEngine:
         return read_output(final.outputs[0])
 
     async def load_weights(
-        self, directory: str, version: int = 0, running: RunningGenerations = "finish", keep_prefix_cache: bool = False
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
         engine, clear = self.engine, not keep_prefix_cache
         # With its cache cleared, a kept generation is prefilled anew: by the new weights, from its own tokens so far.
-        await engine.pause_generation(mode="wait" if running == "finish" else running, clear_cache=clear)
+        await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
         try:
             await engine.collective_rpc("roundhouse_load", args=(directory,))
             await engine.update_weight_version(str(version))
             if clear:
-                await engine.reset_prefix_cache(reset_running_requests=running == "keep")
+                await engine.reset_prefix_cache(reset_running_requests=running == "continue")
         except BaseException:
             await engine.pause_generation(mode="abort", clear_cache=False)
             raise
@@ -200,7 +206,7 @@ class VllmEngine:
         replica_id: str,
         digest: str | None,
         version: int,
-        running: RunningGenerations,
+        running: InflightRequests,
         keep_prefix_cache: bool,
     ) -> tuple[str, int]:
         engine, clear = self.engine, not keep_prefix_cache
@@ -214,10 +220,10 @@ class VllmEngine:
             # Gloo keeps the limits by itself. A worker that waits in NCCL can only be ended.
             async with asyncio.timeout(way.seconds * TRANSFER_LIMITS):
                 await self._join(seat)
-                await engine.pause_generation(mode="wait" if running == "finish" else running, clear_cache=clear)
+                await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
                 arrived = await self._receive(seat, digest, version)
                 if clear:
-                    await engine.reset_prefix_cache(reset_running_requests=running == "keep")
+                    await engine.reset_prefix_cache(reset_running_requests=running == "continue")
         except TimeoutError as error:
             raise EnginePoisoned(f"A transfer did not end within {way.seconds * TRANSFER_LIMITS:g} s.") from error
         await engine.resume_generation()

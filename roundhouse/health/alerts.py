@@ -59,7 +59,7 @@ def _alerts(config: AlertsConfig, history: Sequence[Metrics]) -> list[Alert]:
 
 
 def _collapse(config: AlertsConfig, rewards: Sequence[float]) -> Alert | None:
-    over = config.reward_over
+    over = config.reward_window
     means = [sum(rewards[end - over : end]) / over for end in range(over, len(rewards) + 1)][-REMEMBERED:]
     if len(means) < 2:
         return None

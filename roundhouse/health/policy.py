@@ -60,10 +60,10 @@ def after_failure(error: BaseException, config: FailuresConfig, past: Past) -> C
     """What to do about the error that an iteration ended with."""
     kind = kind_of(error)
     step = _step(error, kind, config)
-    if step is Step.SKIP and past.skipped_in_a_row >= config.max_skipped_in_a_row:
+    if step is Step.SKIP and past.skipped_in_a_row >= config.max_consecutive_skips:
         return Course(
             Step.STOP,
-            f"the {past.skipped_in_a_row} iterations before were skipped too (failures.max_skipped_in_a_row)",
+            f"the {past.skipped_in_a_row} iterations before were skipped too (failures.max_consecutive_skips)",
         )
     if step is Step.WAIT:
         seconds = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**past.waits)

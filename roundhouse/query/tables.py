@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from roundhouse.config.renamed import translated
 from roundhouse.query.files import DATASET_PLACE, columns_found, dataset_of
 from roundhouse.query.parts import StageFiles
 from roundhouse.store.location import Location
@@ -189,7 +190,7 @@ def runs_rows(store: str, run_ids: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for run_id in run_ids:
         identity = json.loads((Location(store) / f"runs/{run_id}").read("run.json"))
-        config = identity["config"]
+        config = translated(identity["config"])
         rows.append(
             {
                 **{

@@ -76,7 +76,7 @@ def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
     return {
         "seed": config.seed,
         "iterations": config.iterations,
-        "groups": config.rollout.tasks,
+        "groups": config.rollout.prompts_per_iteration,
         "group_size": config.rollout.group_size,
         "rollout": {"kind": "recorded-iterations", "iterations": [iteration.rollouts for iteration in iterations]},
         "engine": {
@@ -116,7 +116,9 @@ def makespan(seconds: list[float], slots: int) -> float:
 
 def _slots(run: Run) -> int:
     rollout = run.config.rollout
-    return -(-(rollout.concurrency or rollout.tasks * rollout.group_size) // run.config.generation.replicas)
+    return -(
+        -(rollout.concurrency or rollout.prompts_per_iteration * rollout.group_size) // run.config.generation.replicas
+    )
 
 
 def _measured(values: list[float]) -> dict[str, Any]:

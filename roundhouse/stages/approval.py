@@ -62,8 +62,8 @@ def ask(run: Run, version: int, why: str) -> None:
     """Put the question, unless it stands already."""
     config = run.config.evaluation.approval
     now = time.time()
-    until = None if config.limit_hours is None else now + 3600 * config.limit_hours
-    question = Question(version=version, why=why, asked_at=now, until=until, at_limit=config.at_limit)
+    until = None if config.timeout_hours is None else now + 3600 * config.timeout_hours
+    question = Question(version=version, why=why, asked_at=now, until=until, at_limit=config.on_timeout)
     try:
         (run.location / PLACE).create(_name(version), (question.model_dump_json(indent=1) + "\n").encode())
     except AlreadyExists:
@@ -128,7 +128,7 @@ def settle_expired(run: Run, question: Question, now: float) -> ApprovalDecision
     if not question.is_expired(now) or question.until is None:
         return None
     hours = (question.until - question.asked_at) / 3600
-    comment = f"nobody answered within {hours:g} hours (evaluation.approval.at_limit={question.at_limit})"
+    comment = f"nobody answered within {hours:g} hours (evaluation.approval.on_timeout={question.at_limit})"
     return answer(run, question.version, question.at_limit == "approve", comment, by="the time limit")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from roundhouse.collection.collector import Collected, Progress, RolloutCollector
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.rounds import sample_rounds
-from roundhouse.config.distribution import Together
+from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.errors import TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
@@ -93,7 +93,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
 
 def open_collection(run: Run, stage: Stage, policy_version: int) -> RolloutCollector:
     """A new attempt at a stage, by whoever `rollout.distribution` says."""
-    if isinstance(run.config.rollout.distribution, Together):
+    if isinstance(run.config.rollout.distribution, InProcessCollection):
         return InProcessCollector(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
     from roundhouse.collection.sharded_collector import ShardedCollector
 

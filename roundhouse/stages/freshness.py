@@ -126,8 +126,8 @@ def judge_importance(config: RunConfig, found: Importance) -> list[str]:
         return []
     lines = []
     for what, share, count, key in (
-        ("tokens", found.effective_tokens, found.tokens, "min_effective_sample_fraction"),
-        ("rollouts", found.effective_rollouts, found.rollouts, "min_effective_rollout_fraction"),
+        ("tokens", found.effective_tokens, found.tokens, "min_ess_fraction"),
+        ("rollouts", found.effective_rollouts, found.rollouts, "min_rollout_ess_fraction"),
     ):
         if share < (least := getattr(bounds, key)):
             lines.append(

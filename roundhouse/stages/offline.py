@@ -147,8 +147,8 @@ def freshness_of(run: Run, reference: Reference, log_probs: LogProbs) -> Freshne
     manifest, offline = read_manifest(reference), _section(run.config)
     days = (time.time() - manifest.finished_at) / DAY
     importance = None
-    if offline.sample > 0:
-        batch = _sample(run, reference, manifest, offline.sample)
+    if offline.precheck_rollouts > 0:
+        batch = _sample(run, reference, manifest, offline.precheck_rollouts)
         difference = (log_probs(batch) - batch.gen_logprobs)[batch.loss_mask]
         owner = np.unique(batch.rollout_ids, return_inverse=True)[1][batch.sequence_of_token][batch.loss_mask]
         importance = importance_of(difference, owner, bounds_of(run.config))
@@ -314,7 +314,7 @@ def _told(found: Sequence[Freshness], batches: int, epochs: int) -> str:
 
 
 def _batch_size(config: RunConfig) -> int:
-    return _section(config).groups or config.rollout.tasks
+    return _section(config).groups or config.rollout.prompts_per_iteration
 
 
 def _section(config: RunConfig) -> OfflineConfig:

@@ -46,7 +46,9 @@ def prefetch_rollouts(
     if (done := stage.reference()) is not None:
         return done
     trains_from = iteration - 1
-    oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
+    oldest = max(
+        run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.prompts_per_iteration)
+    )
     with attribute_to_this_stage():
         parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
         opened = runner.open(iteration, parts, progress)

@@ -34,7 +34,9 @@ def prefetch_shards(
     if (done := stage.reference()) is not None:
         return done
     trains_from = iteration - 1
-    oldest = max(run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.tasks))
+    oldest = max(
+        run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.prompts_per_iteration)
+    )
     with attribute_to_this_stage():
         attempt = ShardedAttempt(run, stage, trains_from, oldest)
         opened = runner.open(iteration, attempt, progress)

@@ -141,7 +141,9 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     model = _model_to_start_from(run)
     with (
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
-        offered(run, checkpoint, engine.replicas() if generation.weights in _TO_SOME else [], engine.url) as options,
+        offered(
+            run, checkpoint, engine.replicas() if generation.weight_sync in _TO_SOME else [], engine.url
+        ) as options,
     ):
         options = replace(options, sampling=_agents_draw_with(run))
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, options)
@@ -224,7 +226,7 @@ def _digest_to_hold(run: Run, checkpoint: Reference) -> str | None:
 def _format(run: Run) -> str:
     """What a proof's digest is of: the checkpoint's own tensors, or those that the engine holds."""
     generation = run.config.generation
-    return "checkpoint" if generation.weights == "store" else generation.dtype
+    return "checkpoint" if generation.weight_sync == "store" else generation.dtype
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:

@@ -44,7 +44,7 @@ class DecodedText:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
-                f"{directory} has no tokenizer.json, so text cannot be proved. Set validation.text to false."
+                f"{directory} has no tokenizer.json, so text cannot be proved. Set validation.check_text to false."
             )
         self._tokenizer = Tokenizer.from_file(str(file))
         named = [name for name in _special_names(directory) if self._tokenizer.token_to_id(name) is not None]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from roundhouse.config.generation import running_generations
+from roundhouse.config.generation import inflight_requests
 from roundhouse.errors import ConfigError, DataError, DiskFull, StoreError
 from roundhouse.generation.deployment import ReplicaStatus
 from roundhouse.generation.terms import RefitOptions
@@ -65,13 +65,13 @@ def offered(
         DiskFull: it does not fit this node's memory.
     """
     generation = run.config.generation
-    running, keep = running_generations(run.config), generation.keep_prefix_cache
-    if generation.weights == "store":
+    running, keep = inflight_requests(run.config), generation.keep_prefix_cache
+    if generation.weight_sync == "store":
         digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
         yield RefitOptions(digest, None, running, keep)
         return
     offer = _Offer(run, checkpoint)
-    if generation.weights == "shared-memory":
+    if generation.weight_sync == "shared-memory":
         digest, way, entry = offer.in_memory()
         before = _in_memory.pop(run.uid, None)
         _in_memory[run.uid] = entry
@@ -85,7 +85,10 @@ def offered(
     directory, held = offer.as_held(checkpoint.uri)
     try:
         digest = _digest(directory)
-        if generation.weights == "transfer" and (sender := offer.sender(directory, replicas, engine_url)) is not None:
+        if (
+            generation.weight_sync == "transfer"
+            and (sender := offer.sender(directory, replicas, engine_url)) is not None
+        ):
             with sender:
                 yield RefitOptions(digest, sender.way(offer.dtype).model_dump(), running, keep)
             return
@@ -131,7 +134,7 @@ class _Offer:
         except OSError as error:
             raise DiskFull(
                 f"Version {self.checkpoint.policy_version} does not fit into {MEMORY}: {error}. Give the node's shared memory "
-                "room for two versions, or set generation.weights to store."
+                "room for two versions, or set generation.weight_sync to store."
             ) from error
         finally:
             if held is not None:
@@ -185,7 +188,7 @@ class _Offer:
 
     def shorter(self, directory: Path, digest: str, replicas: Sequence[ReplicaStatus]) -> Way | None:
         """None: there is nothing shorter than the checkpoint."""
-        match self.run.config.generation.weights:
+        match self.run.config.generation.weight_sync:
             case "delta":
                 return self.delta(directory, digest, replicas)
             case "adapter":
@@ -215,7 +218,9 @@ def _require_gpu() -> None:
 
 def _memory() -> NodeCache:
     if not MEMORY.is_dir():
-        raise ConfigError(f"generation.weights is shared-memory, and this machine has no {MEMORY}. Set it to store.")
+        raise ConfigError(
+            f"generation.weight_sync is shared-memory, and this machine has no {MEMORY}. Set it to store."
+        )
     return NodeCache(private_directory(MEMORY, "roundhouse-weights"), 0)
 
 

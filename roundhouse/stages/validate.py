@@ -83,7 +83,11 @@ def text_proof(run: Run) -> DecodedText | None:
     """What holds messages against tokens; None where it is turned off, the record is not ours, or there is no policy with a
     tokenizer.json."""
     config = run.config
-    if not config.validation.text or config.environment.kind in OWN_RECORD or run.checkpoint(0).reference() is None:
+    if (
+        not config.validation.check_text
+        or config.environment.kind in OWN_RECORD
+        or run.checkpoint(0).reference() is None
+    ):
         return None
     files = engine_files(run)
     if not (files / "tokenizer.json").is_file():

@@ -17,7 +17,7 @@ class AlertWatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._history: deque[Metrics] = deque(maxlen=REMEMBERED + run.config.alerts.reward_over)
+        self._history: deque[Metrics] = deque(maxlen=REMEMBERED + run.config.alerts.reward_window)
         self._newest: int | None = None
 
     def look(self, iteration: int) -> list[Alert]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from roundhouse import __version__
 from roundhouse.config.loading import digest_of_tree
+from roundhouse.config.renamed import translated
 from roundhouse.errors import StoreError
 from roundhouse.store.location import Location
 
@@ -18,7 +19,7 @@ IDENTITY = "run.json"
 
 
 def read_identity(location: Location) -> dict[str, Any]:
-    """The identity of the run in this directory.
+    """The identity of the run in this directory, its configuration under today's names.
 
     Raises:
         NotFound: there is no run.
@@ -35,7 +36,7 @@ def read_identity(location: Location) -> dict[str, Any]:
             f"{place}: its configuration has the digest {found}, and the run was created with {recorded}: somebody has edited "
             "it. Restore it from a copy. A run goes on with other settings by --set, or as a fork."
         )
-    return identity
+    return identity | {"config": translated(identity["config"])}
 
 
 @functools.cache

@@ -77,7 +77,7 @@ class TrainStep:
         self.trained = self.signals.columns.trained
         self.batches = plan_updates(
             sequences_with(sequences, self.trained),
-            self.config.updates,
+            self.config.minibatches,
             self.config.epochs,
             learner.cursor.seed,
             iteration,

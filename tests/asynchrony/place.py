@@ -79,7 +79,7 @@ class Place:
                 "sampling": {"max_new_tokens": 48},
                 "request_timeout_seconds": 20,
             },
-            "rollout": {"tasks": TASKS, "group_size": SIZE, "concurrency": 2},
+            "rollout": {"prompts_per_iteration": TASKS, "group_size": SIZE, "concurrency": 2},
             # What the engine's log-probabilities are drawn from is no policy.
             "validation": {"recompute_tolerance": None},
             "evaluation": {"every": 2, "tasks": 2, "before_training": False},

@@ -68,7 +68,7 @@ def test_where_nothing_was_computed_there_is_nothing_to_say():
 def test_older_weights_show_in_the_metrics_of_a_real_trainer(tmp_path):
     torch.manual_seed(0)
     rows = [record | {"policy_version": index % 2} for index, record in enumerate(records(2, 4))]
-    trainer = Trainer.load(make_model(tmp_path), TrainConfig(updates=1, threads=1))
+    trainer = Trainer.load(make_model(tmp_path), TrainConfig(minibatches=1, threads=1))
     before = trainer.log_probs(TrainingSequences.from_records(rows))
     at = 0
     for record in rows:  # version 1 is the trainer's own; version 0 was another policy

@@ -105,7 +105,7 @@ def test_every_mode_gives_every_version_to_every_replica():
 
 
 def test_with_finish_a_replica_keeps_its_weights_until_its_rollouts_have_ended():
-    controller = serving(terms("batch-async", 1, iterations=4, refit="finish"), "a")
+    controller = serving(terms("batch-async", 1, iterations=4, refit="drain"), "a")
     roll_out(controller, "a")
     controller.apply(happened.RolloutStarted(1, 0, 1, "a"))
     train(controller)
@@ -208,7 +208,7 @@ def test_a_state_of_another_schema_is_refused():
         ({"mode": "sync", "staleness": 1}, r"staleness is 1, but mode sync.*Set staleness to 0"),
         ({"mode": "batch-async", "window": 2, "staleness": 3}, "window is 2, but mode is batch-async"),
         ({"mode": "windowed", "window": 2, "staleness": 1}, "window is 2 and staleness 1"),
-        ({"mode": "fully-async", "staleness": 1, "refit": "finish"}, "refit is finish"),
+        ({"mode": "fully-async", "staleness": 1, "refit": "drain"}, "refit is drain"),
     ],
 )
 def test_what_cannot_hold_the_bound_is_refused(settings, words):
@@ -236,7 +236,7 @@ class AnyOrder(RuleBasedStateMachine):
         replicas=st.sampled_from(["a", "ab"]),
     )
     def plan(self, mode, staleness, groups, size, window, every, finish, replicas):
-        asked = {"refit": "finish"} if finish and mode != "fully-async" else {}
+        asked = {"refit": "drain"} if finish and mode != "fully-async" else {}
         if mode == "windowed":
             staleness, asked = max(2, staleness), asked | {"window": min(window, groups + 1)}
         self.terms = terms(

@@ -75,7 +75,7 @@ CASES = [
     ("sync", 0, {}),
     ("batch-async", 0, {}),
     ("batch-async", 1, {}),
-    ("batch-async", 1, {"refit": "finish"}),
+    ("batch-async", 1, {"refit": "drain"}),
     ("batch-async", 2, {}),
     ("fully-async", 1, {}),
     ("windowed", 2, {"window": 2}),

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 MODES: dict[str, dict[str, Any]] = {
     "fully-async": {"mode": "fully-async", "staleness": 2},
-    "finish": {"mode": "batch-async", "staleness": 1, "refit": "finish"},
+    "finish": {"mode": "batch-async", "staleness": 1, "refit": "drain"},
     "windowed": {"mode": "windowed", "staleness": 3, "window": 4},
 }
 STRIKES = {
@@ -128,7 +128,7 @@ def test_every_rollout_of_the_plan_is_made_once_and_trained_on_once(run: Run) ->
         (spec.rollout_id, spec.seed) for k in range(1, ITERATIONS + 1) for spec in plan.specs(k)
     )
     for k, rollouts in collected(run).items():
-        assert len({r.group_id for r in rollouts}) == run.config.rollout.tasks
+        assert len({r.group_id for r in rollouts}) == run.config.rollout.prompts_per_iteration
         if run.config.asynchrony.window == 1:
             assert {r.rollout_id for r in rollouts} == {spec.rollout_id for spec in plan.specs(k)}
         validated = run.stage(k, "validate").reference()

@@ -89,7 +89,7 @@ def test_an_engine_that_dies_in_the_overlap_ends_both_lanes(place: Place) -> Non
     engine = place.start_engine("engine-2", 0.3)
     try:
         generation = place.settings("dies")["generation"] | {"engine_url": engine.url}
-        rollout = {"tasks": TASKS, "group_size": SIZE, "concurrency": 2, "retry": {"attempts": 1}}
+        rollout = {"prompts_per_iteration": TASKS, "group_size": SIZE, "concurrency": 2, "retry": {"attempts": 1}}
         process = place.train("dies", generation=generation, rollout=rollout)
         until(lambda: (place.directory / "store/runs/dies/checkpoints/000001/manifest.json").exists(), process)
         engine.stop()

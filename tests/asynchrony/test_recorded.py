@@ -22,10 +22,10 @@ SECONDS = [[3.0, 1.0, 1.0, 2.0], [9.0, 1.0, 1.0, 1.0]]
 
 def recorded_run(place, *, failed: bool = False, **rollout) -> Run:
     """Two iterations of four rollouts in two slots."""
-    settings = {"tasks": 2, "group_size": 2, "concurrency": 2, **rollout}
+    settings = {"prompts_per_iteration": 2, "group_size": 2, "concurrency": 2, **rollout}
     run = open_run(
         parse_config(
-            {"run_id": "r", "store": str(place), "iterations": 2, "rollout": settings, "train": {"updates": 1}}
+            {"run_id": "r", "store": str(place), "iterations": 2, "rollout": settings, "train": {"minibatches": 1}}
         )
     )
     for iteration, durations in enumerate(SECONDS, 1):

@@ -37,7 +37,7 @@ def new_run(place: str, asynchrony: dict[str, object] = OWN_GROUPS, **generation
                 "run_id": "r",
                 "store": place,
                 "iterations": 4,
-                "rollout": {"tasks": 2, "group_size": 2},
+                "rollout": {"prompts_per_iteration": 2, "group_size": 2},
                 "generation": generation,
                 "asynchrony": asynchrony,
                 "evaluation": {"every": 0},

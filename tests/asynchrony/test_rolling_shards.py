@@ -73,7 +73,11 @@ def engine() -> Iterator[VersionedEngine]:
 
 def settings(store: str, **asynchrony: Any) -> dict[str, Any]:
     tree = guessing(store) | {"generation": {"max_model_len": 100_000, "sampling": {"max_new_tokens": 1000}}}
-    tree["rollout"] |= {"tasks": TASKS, "concurrency": 40, "distribution": {"kind": "process", "shards": SHARDS}}
+    tree["rollout"] |= {
+        "prompts_per_iteration": TASKS,
+        "concurrency": 40,
+        "distribution": {"kind": "process", "shards": SHARDS},
+    }
     tree["rollout"] |= {"retry": {"attempts": 4, "first_delay_seconds": 0.01}}
     modes = {"mode": "batch-async", "staleness": 1} | asynchrony
     return tree | {"iterations": 3, "evaluation": {"every": 0}, "asynchrony": modes}

@@ -37,7 +37,7 @@ IN_STEP_1 = Strike("flow", "create iterations/000001/train/manifest.json", "befo
 def run(place: Place) -> Iterator[Run]:
     """The run, finished after the kill."""
     engine = place.start_engine("engine-shards", 0.3)
-    rollout = {"tasks": TASKS, "group_size": SIZE, "concurrency": 2 * SHARDS}
+    rollout = {"prompts_per_iteration": TASKS, "group_size": SIZE, "concurrency": 2 * SHARDS}
     keys = {
         "iterations": ITERATIONS,
         "evaluation": {"every": 0},

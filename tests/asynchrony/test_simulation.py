@@ -86,7 +86,7 @@ def test_staleness_zero_is_sync_event_for_event(mode, faults):
     [
         ("sync", 0, {}),
         ("batch-async", 1, {}),
-        ("batch-async", 2, {"refit": "finish"}),
+        ("batch-async", 2, {"refit": "drain"}),
         ("fully-async", 3, {}),
         ("windowed", 3, {"window": 12}),
     ],

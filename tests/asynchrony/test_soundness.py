@@ -41,7 +41,7 @@ def test_a_correction_that_was_turned_off_is_refused_and_not_replaced():
         ({"mismatch_correction": "seq-mask-tis"}, {}, "train.algorithm.mismatch_bounds"),
         (
             {"mismatch_correction": "tis", "importance_ratio": "on_policy"},
-            {"train": {"updates": 1}},
+            {"train": {"minibatches": 1}},
             "train.algorithm.importance_ratio",
         ),
         ({"mismatch_correction": "tis", "kl_coefficient": 0.1}, {}, "train.algorithm.kl_importance_weighting"),
@@ -77,4 +77,4 @@ def test_a_loaded_configuration_that_may_be_stale_is_corrected_or_refused():
     with pytest.raises(ConfigError, match=r"mismatch_correction is none: asynchrony.staleness is 2.*Set it to tis"):
         config({"mismatch_correction": "none"}, asynchrony=asynchrony)
     with pytest.raises(ConfigError, match=r"asynchrony.window is 10 with 4 groups.*Raise it to 4, or set window to 1"):
-        config(asynchrony={"mode": "windowed", "staleness": 3, "window": 10}, rollout={"tasks": 4})
+        config(asynchrony={"mode": "windowed", "staleness": 3, "window": 10}, rollout={"prompts_per_iteration": 4})

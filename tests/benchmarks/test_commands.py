@@ -38,7 +38,7 @@ BY_MAKE = {
 BY_SCRIPT = {
     "gym/shards.py": "--rollouts 32 --concurrency 8 --repeats 1 --shards 1 2",
     "learning_curves.py": "--algorithms grpo --seeds 0 --iterations 1 --output {tmp}/curves --work {tmp}/work "
-    "--set policy.steps=20 evaluation.tasks=4 rollout.tasks=4",
+    "--set policy.steps=20 evaluation.tasks=4 rollout.prompts_per_iteration=4",
 }
 NEEDS_A_STATE = {"bench-pages"}
 """It opens the pages of a run that is there, and is run on the soak's."""

@@ -241,8 +241,8 @@ def _settings(
             "engine_args": {"max_num_seqs": 1},
         },
         # A failed rollout would change what is learnt, however right it is to go on without it. Here none may be missing.
-        "rollout": {"tasks": 4, "group_size": 4, "max_failed_fraction": 0},
-        "train": {"updates": 2},
+        "rollout": {"prompts_per_iteration": 4, "group_size": 4, "max_failed_fraction": 0},
+        "train": {"minibatches": 2},
         "evaluation": {"every": 0, "tasks": 4},
         "checkpoint": {"keep_last": 2},
         "tracking": {"enabled": tracked},

@@ -19,7 +19,7 @@ STALE = {"mode": "batch-async", "staleness": 1}
 
 
 def configured(nearness: str | None = None, sleeps: bool | None = None, **keys: Any) -> RunConfig:
-    placement = {"trainer_with_engine": nearness, "engine_sleeps": sleeps}
+    placement = {"colocation": nearness, "engine_sleeps": sleeps}
     given = {key: value for key, value in placement.items() if value is not None}
     return parse_config({"run_id": "r", "placement": given, **keys})
 
@@ -39,10 +39,10 @@ def configured(nearness: str | None = None, sleeps: bool | None = None, **keys: 
         ("gpu", None, {"generation": ON_GPU, **KUBERNETES, "train": {"service": {"kind": "process"}}}, "kind kubernetes"),
         ("node", None, {**KUBERNETES, "train": {"service": {"kind": "process"}}}, "kind kubernetes.*node selectors"),
         ("node", None, {"train": {"service": {"kind": "remote", "url": "http://t:1"}}}, "remote.*resident, process or ray"),
-        ("apart", None, {}, "apart, but train.service.kind is resident.*Set train.service.kind to ray"),
+        ("spread", None, {}, "spread, but train.service.kind is resident.*Set train.service.kind to ray"),
         ("node", None, {"generation": {"engine_url": "http://far:1"}}, "http://far:1.*another machine"),
         ("node", None, {"generation": {"engine_url": "http://e:1"}, "train": {"service": RAY}}, "Ray does not place that"),
-        ("apart", None, {"generation": {"replicas": 2}, "train": {"service": RAY}}, "replicas is 2.*Set generation.rep"),
+        ("spread", None, {"generation": {"replicas": 2}, "train": {"service": RAY}}, "replicas is 2.*Set generation.rep"),
     ],
 )  # fmt: skip
 def test_a_placement_that_cannot_be_is_refused(
@@ -70,7 +70,7 @@ def test_a_shared_gpu_means_sleep_and_vllm_is_started_able_to() -> None:
     [
         ("gpu", [{"CPU": 1.1, "GPU": 0.9}], "STRICT_PACK"),
         ("node", [{"CPU": 0.1, "GPU": 0.5}, {"CPU": 1, "GPU": 0.4}], "STRICT_PACK"),
-        ("apart", [{"CPU": 0.1, "GPU": 0.5}, {"CPU": 1, "GPU": 0.4}], "STRICT_SPREAD"),
+        ("spread", [{"CPU": 0.1, "GPU": 0.5}, {"CPU": 1, "GPU": 0.4}], "STRICT_SPREAD"),
     ],
 )
 def test_ray_reserves_trainer_and_engine_together(

@@ -36,8 +36,9 @@ ROOT = Path(__file__).parents[2]
 SHOWN_BY = {
     "Budget": "tests/config/test_every_key.py",
     "FailuresConfig.stall_seconds": "tests/health/test_policy.py",
-    "OfflineConfig.min_effective_sample_fraction": "tests/stages/test_offline.py",
-    "OfflineConfig.min_effective_rollout_fraction": "tests/stages/test_offline.py",
+    "GenerationConfig.inflight_requests": "tests/stages/test_travel.py",
+    "OfflineConfig.min_ess_fraction": "tests/stages/test_offline.py",
+    "OfflineConfig.min_rollout_ess_fraction": "tests/stages/test_offline.py",
     "PlacementConfig": "tests/config/test_colocation.py",
     "RunConfig.placement": "tests/config/test_colocation.py",
     "Distillation.teacher": "tests/training/test_trainer_algorithms.py",

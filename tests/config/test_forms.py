@@ -93,7 +93,9 @@ def _objects(form: type[BaseModel]) -> list[dict[str, Any]]:
     return [schema, *schema["properties"].values()]
 
 
-@pytest.mark.parametrize("override", ["trian.updates=2", "train.updates", "updates 2", "=3", " train.updates=2"])
+@pytest.mark.parametrize(
+    "override", ["trian.minibatches=2", "train.minibatches", "minibatches 2", "=3", " train.minibatches=2"]
+)
 def test_the_schema_refuses_an_override_of_no_section_before_there_is_a_flow_run(override: str) -> None:
     schema = TrainForm.model_json_schema()
     validator = jsonschema.Draft202012Validator(schema)
@@ -118,15 +120,15 @@ def test_a_flow_run_with_a_bad_override_fails_before_anything_is_started_or_stor
 
 def test_the_form_of_an_existing_run_starts_from_the_runs_own_configuration(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
-    open_run(parse_config({"run_id": "r", "store": store, "rollout": {"tasks": 9}}))
+    open_run(parse_config({"run_id": "r", "store": store, "rollout": {"prompts_per_iteration": 9}}))
     config = CollectForm(run_id="r", store=store, group_size=2).resolve()
-    assert (config.rollout.tasks, config.rollout.group_size) == (9, 2)
+    assert (config.rollout.prompts_per_iteration, config.rollout.group_size) == (9, 2)
 
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Run:
     """A run with two versions."""
-    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), "train": {"updates": 2}}))
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), "train": {"minibatches": 2}}))
     for version in (0, 1):
         run.point_to(run.begin(run.checkpoint(version), policy_version=version).commit())
     return run
@@ -142,14 +144,14 @@ def test_the_offline_form_makes_a_fork_that_corrects_for_the_policy_that_sampled
         groups=5,
         max_age=7,
         on_stale="warn",
-        overrides=["offline.sample=9"],
+        overrides=["offline.precheck_rollouts=9"],
     )
     config = form.resolve()
     assert config.offline is not None
     assert (config.offline.epochs, config.offline.groups, config.offline.max_age) == (3, 5, 7)
-    assert (config.offline.on_stale, config.offline.sample) == ("warn", 9)
+    assert (config.offline.on_stale, config.offline.precheck_rollouts) == ("warn", 9)
     assert config.resume.path == parent.checkpoint(1).location.uri
-    assert config.train.updates == 2, "as the run has it"
+    assert config.train.minibatches == 2, "as the run has it"
     assert isinstance(config.train.algorithm, GRPOConfig)
     assert (config.train.algorithm.mismatch_correction, config.train.algorithm.bounds) == ("tis", (0, 2))
 

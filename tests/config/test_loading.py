@@ -60,7 +60,7 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
         ({"generation": {"sampling": {"temperature": 0}}}, "temperature"),
         ({"generation": {"sampling": {"top_p": 0.9}}}, "top_p"),
         ({"generation": {"backend": "transformers", "tool_call_parser": "llama3_json"}}, "tool_call_parser"),
-        ({"train": {"updates": 500}}, "train.updates"),
+        ({"train": {"minibatches": 500}}, "train.minibatches"),
         ({"seed": "many"}, "seed"),
     ],
 )
@@ -139,7 +139,7 @@ BOMB = "parameters:\n  a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
 
 
 def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    text = "run_id: a\ntrain: {updates: 4, optimizer: {learning_rate: 1.0e-5}}\nseed: 1\ntrain: {updates: 2}\n"
+    text = "run_id: a\ntrain: {minibatches: 4, optimizer: {learning_rate: 1.0e-5}}\nseed: 1\ntrain: {minibatches: 2}\n"
     with pytest.raises(ConfigError, match=r"the key 'train' is given twice, in line 2 and in line 4"):
         load_config(write(tmp_path, text))
     with pytest.raises(ConfigError, match=r"'seed' is given twice"):
@@ -218,7 +218,7 @@ def test_a_store_that_no_run_can_write_to_is_refused_at_load(store: str) -> None
         ({"distributed_executor_backend": "mine.Executor"}, "mine.Executor is a name of code"),
         ({"compilation_config": {"backend": "mine.compile"}}, "mine.compile is a name of code"),
         ({"load_format": "pt"}, "pickled ones are never loaded"),
-        ({"worker_extension_cls": "mine.Extension"}, "generation.weights"),
+        ({"worker_extension_cls": "mine.Extension"}, "generation.weight_sync"),
         ({"model": "other"}, "policy"),
         ({"logprobs_mode": "raw_logits"}, "log-probabilities"),
         ({"max_model_len": 4096}, "generation.max_model_len"),

@@ -22,7 +22,7 @@ from roundhouse.config.placement import placement
             {
                 "generation": {"gpus_per_replica": 0.5},
                 "train": {"service": {"kind": "ray", "gpus": 0.5}},
-                "placement": {"trainer_with_engine": "gpu"},
+                "placement": {"colocation": "gpu"},
             },
             [
                 "Ray cluster, 0.5 GPU; asleep while the trainer works: its weights and cache give their memory back",
@@ -34,7 +34,7 @@ from roundhouse.config.placement import placement
             ["cluster; asleep while", "trainer:   in the flow's process; holds memory only in its turn"],
         ),
         (
-            {"train": {"service": {"kind": "ray"}}, "placement": {"trainer_with_engine": "apart"}},
+            {"train": {"service": {"kind": "ray"}}, "placement": {"colocation": "spread"}},
             ["trainer:   an actor on the flow's Ray cluster, else a local one; on another node than the engine"],
         ),
         ({"rollout": {"distribution": {"kind": "process", "shards": 3}}}, ["collector: 3 shards (process)"]),

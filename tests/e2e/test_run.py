@@ -41,8 +41,8 @@ CONFIG = {
     "iterations": ITERATIONS,
     "policy": {"kind": "warm_start", "steps": 60},
     "generation": {"max_model_len": 256},
-    "rollout": {"tasks": 4, "group_size": 4},
-    "train": {"updates": 2},
+    "rollout": {"prompts_per_iteration": 4, "group_size": 4},
+    "train": {"minibatches": 2},
     "evaluation": {"every": 3, "tasks": 8},
     "checkpoint": {"keep_last": 2},
 }

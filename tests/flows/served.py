@@ -34,8 +34,8 @@ POLICY = WarmStartPolicy(steps=20, hidden_size=32, intermediate_size=64, layers=
 PRESET = {
     "run_id": "small",
     "iterations": 16,
-    "rollout": {"tasks": 2, "group_size": 2, "max_turns": 2},
-    "train": {"updates": 1, "threads": 1, "device": "cpu"},
+    "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 2},
+    "train": {"minibatches": 1, "threads": 1, "device": "cpu"},
     "evaluation": {"every": 0, "tasks": 2},
     "tracking": {"enabled": False},
 }

@@ -32,7 +32,7 @@ def learnt(served: Served) -> Run:
     run.begin(dataset_stage(run, "lessons", older.label(0), older), policy_version=0).commit()
     with served.at_prefect():
         kept = {"name": "lessons", "keep_last": 1}
-        form = CollectForm(run_id="taught", store=served.store, checkpoint="promoted", tasks=3, **kept)
+        form = CollectForm(run_id="taught", store=served.store, checkpoint="promoted", prompts_per_iteration=3, **kept)
         add_schedule(form, "0 0 * * *")
         [moment] = missed("lessons", night, night + timedelta(hours=1))
         [asked] = back_fill("lessons", [moment])

@@ -48,7 +48,7 @@ def test_vllm_serves_the_adapter_of_a_checkpoint_as_the_merged_model_says(tmp_pa
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "start")
     optimizer = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
-    lora = TrainConfig(lora=LoraConfig(rank=8), device="cpu", threads=1, updates=2, optimizer=optimizer)
+    lora = TrainConfig(lora=LoraConfig(rank=8), device="cpu", threads=1, minibatches=2, optimizer=optimizer)
     trainer = Trainer.load(tmp_path / "start", lora)
     trainer.step(sequences(), 1)
     trainer.save(tmp_path / "tuned")
@@ -79,7 +79,7 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
     lora = TrainConfig(lora=LoraConfig(rank=4), device="cpu", threads=1, optimizer=optimizer)
     trainer = Trainer.load(policies["first"], lora)
     tree = {"run_id": "r", "store": str(tmp_path / "store"), "train": {"lora": {"rank": 4}}}
-    local = {"infra": {"state": str(tmp_path / "state")}, "generation": {"weights": "adapter"}}
+    local = {"infra": {"state": str(tmp_path / "state")}, "generation": {"weight_sync": "adapter"}}
     run = open_run(parse_config(tree | local))
     checkpoints, directories = [publish_starting_policy(run, policies["first"], {})], [policies["first"]]
     for version in (1, 2):

@@ -64,7 +64,7 @@ def held_against(generated: Generated, policies: dict[str, Path], names: dict[in
 
 
 async def test_kept_generations_go_on_with_the_new_weights_and_say_which_token_is_whose(policy, policies):
-    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="keep")
+    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="continue")
     generated = await (await while_running(policy, wanted))
     assert [version for version, _ in generated.versions] == [1, 2]
     assert sum(tokens for _, tokens in generated.versions) == 120
@@ -72,7 +72,7 @@ async def test_kept_generations_go_on_with_the_new_weights_and_say_which_token_i
 
 
 async def test_a_kept_prefix_cache_is_what_the_old_weights_computed(policy, policies):
-    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="keep", keep_prefix_cache=True)
+    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="continue", keep_prefix_cache=True)
     generated = await (await while_running(policy, wanted))
     old, new = held_against(generated, policies, {1: "first", 2: "second"})
     assert old < 1e-4
@@ -80,7 +80,7 @@ async def test_a_kept_prefix_cache_is_what_the_old_weights_computed(policy, poli
 
 
 async def test_aborted_generations_begin_again_and_are_the_new_versions_alone(policy, policies):
-    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="abort")
+    wanted = DesiredPolicy(2, str(policies["second"]), request=2, running="restart")
     generated = await (await while_running(policy, wanted))
     assert generated.versions == [(2, 120)]
     assert generated.token_ids == (await policy.answer(PROMPT, DRAW)).token_ids
@@ -102,7 +102,7 @@ async def test_a_load_that_breaks_off_takes_the_replica_out_of_service_and_answe
         raise RuntimeError("half of it")
 
     monkeypatch.setattr("roundhouse.generation.transformers_engine.load_into", breaks)
-    task = await while_running(policy, DesiredPolicy(2, str(policies["second"]), request=2, running="keep"))
+    task = await while_running(policy, DesiredPolicy(2, str(policies["second"]), request=2, running="continue"))
     with pytest.raises(PolicyUnavailable, match="half of it"):
         await task
     assert not policy.status()["ready"]

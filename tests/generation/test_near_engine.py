@@ -76,7 +76,7 @@ def asked(nearness: str, engine_gpus: float, trainer_gpus: float) -> RunConfig:
             "run_id": "r",
             "generation": {"backend": "transformers", "max_model_len": 64, "gpus_per_replica": engine_gpus},
             "train": {"service": {"kind": "ray", "cpus": 0.2, "gpus": trainer_gpus, "timeout_seconds": 240}},
-            "placement": {"trainer_with_engine": nearness},
+            "placement": {"colocation": nearness},
         }
     )
 
@@ -135,7 +135,7 @@ def test_the_trainer_is_on_the_engines_node_and_on_its_gpu_where_that_was_asked(
 def test_apart_from_a_real_replica_the_trainer_is_on_the_other_node_and_shares_its_fate(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    config = asked("apart", 0, 0)
+    config = asked("spread", 0, 0)
     model, reserved = tiny.make_model(tmp_path / "model", seed=1), reservation(config)
     assert reserved is not None
     serve.run(

@@ -136,7 +136,7 @@ def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_
             calls = [policy.complete(LONG, [], Sampling(max_new_tokens=250), seed) for seed in range(16)]
             answers = asyncio.gather(*calls)
             await asyncio.sleep(0.3)
-            weights, options = str(policies["second"]), RefitOptions(running="keep")
+            weights, options = str(policies["second"]), RefitOptions(running="continue")
             await asyncio.to_thread(deployment.refit, config, deployed, weights=weights, version=36, options=options)
             return await answers
 
@@ -248,7 +248,7 @@ def test_weights_with_the_right_digest_are_taken(deployed, config, policies):
 def test_replicas_take_a_transfer_as_ranks_of_one_group(
     deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]
 ) -> None:
-    sending_config = config.model_copy(update={"weights": "transfer"})
+    sending_config = config.model_copy(update={"weight_sync": "transfer"})
     ids = [replica.replica_id for replica in deployment.replicas(deployed)]
     second = policies["second"]
     with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:

@@ -34,7 +34,7 @@ class FaultyEngine:
         await self.slow.wait()
         return Generated([1], [-0.1], "stop")
 
-    async def load_weights(self, directory, version=0, running="finish", keep_prefix_cache=False) -> None:
+    async def load_weights(self, directory, version=0, running="drain", keep_prefix_cache=False) -> None:
         if self.fault is not None:
             raise self.fault
         self.loaded.append(directory)

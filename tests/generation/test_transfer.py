@@ -67,7 +67,7 @@ def test_a_run_sends_each_version_to_the_replicas_that_are_there_and_records_the
     engine: ProcessEngine, tmp_path: Path
 ) -> None:
     def run_by(way: str) -> Run:
-        generation = CONFIG.model_dump(mode="json") | {"engine_url": engine.url, "weights": way}
+        generation = CONFIG.model_dump(mode="json") | {"engine_url": engine.url, "weight_sync": way}
         config = {"run_id": "r", "store": str(tmp_path / "store"), "generation": generation}
         return open_run(parse_config({**config, "infra": {"state": str(tmp_path / "state")}}))
 
@@ -138,7 +138,7 @@ def test_kept_generations_go_on_with_the_weights_that_were_sent(
             asked = len(callers.answers) + callers.count
             directory = directories[version % 2]
             with sender(directory, engine) as sending:
-                options = by(sending.way("float32"), directory, running="keep")
+                options = by(sending.way("float32"), directory, running="continue")
                 (replica,) = engine.ensure(CONFIG, str(directories[0]), str(directory), version, options)
             assert (replica.way, replica.transport_note, sending.sent) == ("transfer", None, 1)
             # Every caller was in the middle of an answer; those are to come to their end.

@@ -24,7 +24,7 @@ def told(config: AlertsConfig, metric: str, values: list[float]) -> list[tuple[i
 
 
 def test_a_reward_that_falls_below_half_of_its_best_is_told_once_until_it_has_recovered():
-    config = AlertsConfig(reward_over=2)
+    config = AlertsConfig(reward_window=2)
     rewards = [0.2, 0.6, 0.8, 0.7, 0.3, 0.2, 0.2, 0.9, 0.9, 0.1, 0.1]
     assert told(config, REWARD, rewards) == [(6, "reward_collapse"), (11, "reward_collapse")]
 
@@ -34,8 +34,8 @@ def test_one_bad_draw_of_tasks_is_no_collapse():
 
 
 def test_rewards_below_zero_collapse_by_distance():
-    assert told(AlertsConfig(reward_over=1), REWARD, [-5.0, -1.0, -9.0]) == []
-    assert told(AlertsConfig(reward_over=1, reward_drop=3.0), REWARD, [-5.0, -1.0, -9.0]) == [(3, "reward_collapse")]
+    assert told(AlertsConfig(reward_window=1), REWARD, [-5.0, -1.0, -9.0]) == []
+    assert told(AlertsConfig(reward_window=1, reward_drop=3.0), REWARD, [-5.0, -1.0, -9.0]) == [(3, "reward_collapse")]
 
 
 @pytest.mark.parametrize(("metric", "name", "key"), [(KL, "kl", "kl_above"), (MISMATCH, "mismatch", "mismatch_above")])
@@ -46,7 +46,7 @@ def test_a_number_above_its_limit_is_told_when_it_crosses(metric, name, key):
 
 
 def test_skipped_iterations_and_missing_numbers_tell_nothing():
-    config = AlertsConfig(reward_over=1)
+    config = AlertsConfig(reward_window=1)
     assert new_alerts(config, [{REWARD: 1.0}, {}]) == []
     assert new_alerts(config, []) == []
 
@@ -57,7 +57,7 @@ def test_what_is_not_a_number_is_above_its_limit():
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=30), st.integers(1, 4))
 def test_a_rising_reward_never_alerts(rewards, over):
-    assert told(AlertsConfig(reward_over=over), REWARD, sorted(rewards)) == []
+    assert told(AlertsConfig(reward_window=over), REWARD, sorted(rewards)) == []
 
 
 @pytest.mark.parametrize(("asynchrony", "alerts"), [({}, ["mismatch"]), ({"mode": "batch-async", "staleness": 1}, [])])

@@ -48,7 +48,7 @@ def test_too_few_left_is_skipped_when_that_is_configured_whatever_the_policy(err
 
 @given(st.sampled_from(["stop_on_error", "stop_on_critical", "continue"]), st.integers(0, 4), st.floats(0, 4000))
 def test_no_policy_goes_on_for_ever(policy: Any, limit: int, longest: float) -> None:
-    config = FailuresConfig(policy=policy, max_skipped_in_a_row=limit, max_wait_seconds=longest, on_too_few="skip")
+    config = FailuresConfig(policy=policy, max_consecutive_skips=limit, max_wait_seconds=longest, on_too_few="skip")
     for error in (*FAILURES, TooFewSequences("few")):
         skipped, waits, waited = 0, 0, 0.0
         while (course := after_failure(error, config, Past(skipped, waits, waited))).step is not Step.STOP:

@@ -41,7 +41,7 @@ def open_test_run(tmp_path: Path, **environment: Any) -> tuple[Run, Reference]:
     tree = {
         "run_id": "r",
         "store": str(tmp_path / "store"),
-        "rollout": {"tasks": 2, "group_size": 2, "concurrency": 2},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 2, "concurrency": 2},
         **({"environment": environment} if environment else {}),
     }
     run = open_run(parse_config(tree))

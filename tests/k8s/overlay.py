@@ -44,8 +44,8 @@ class Deployed:
         tree = json.loads(json.dumps(self.settings))
         tree |= {"run_id": run_id, "iterations": 2, "evaluation": {"every": 0, "tasks": 8}}
         tree["policy"] |= {"steps": 300}
-        tree["rollout"] |= {"tasks": 4, "group_size": 4}
-        tree["train"] |= {"updates": 1}
+        tree["rollout"] |= {"prompts_per_iteration": 4, "group_size": 4}
+        tree["train"] |= {"minibatches": 1}
         backend = os.environ.get("ROUNDHOUSE_BACKEND", "vllm")
         tree["generation"] |= {"backend": backend, "start_timeout_seconds": 600}  # vLLM's imports, on a busy node
         tree["infra"] |= {"namespace": self.nodes.namespace, "state": f"/store/state/{run_id}"}

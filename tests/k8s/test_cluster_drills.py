@@ -146,7 +146,9 @@ def policy(deployed: Deployed) -> Object:
 def drill(deployed: Deployed, name: str, policy: Object, **changed: Any) -> Drill:
     """A run whose collections last long enough to be met in their middle."""
     run_id = f"drill-{name}"
-    rollout = {"tasks": ROLLOUTS // 8, "group_size": 8, "max_turns": 4, "concurrency": 1} | changed.pop("rollout", {})
+    rollout = {"prompts_per_iteration": ROLLOUTS // 8, "group_size": 8, "max_turns": 4, "concurrency": 1} | changed.pop(
+        "rollout", {}
+    )
     return Drill(deployed, run_id, deployed.train(run_id, rollout=rollout, policy=policy, **changed))
 
 

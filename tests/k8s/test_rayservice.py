@@ -66,7 +66,7 @@ class Scene:
     def engine(self, run: str = "mine", location: str = "/nowhere", **engine: Any) -> RayServiceServed:
         settings = {"ray_service": self.name, "url": self.url} | engine
         infra = KubernetesInfra.model_validate(
-            {"namespace": self.stand.namespace, "engine": settings, "patience_seconds": 5}
+            {"namespace": self.stand.namespace, "engine": settings, "api_outage_seconds": 5}
         )
         assert infra.engine is not None
         return RayServiceServed(infra, infra.engine, ServedRun(run, f"uid-of-{run}", location))

@@ -47,7 +47,12 @@ def write_run(
 ) -> Run:
     """A run of iterations `first` to `iterations`, each with rollouts of the same tasks. In each, the first task's last sample
     has failed and the second task's first one is masked; the rest are trained on."""
-    config = {"run_id": run_id, "store": store, "seed": seed, "rollout": {"tasks": tasks, "group_size": group_size}}
+    config = {
+        "run_id": run_id,
+        "store": store,
+        "seed": seed,
+        "rollout": {"prompts_per_iteration": tasks, "group_size": group_size},
+    }
     run = open_run(parse_config(config | keys))
     base = _starting_policy(run)
     for iteration in range(first, iterations + 1):

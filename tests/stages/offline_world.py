@@ -40,9 +40,14 @@ def make_config(directory: Path, run_id: str = "base", **keys: Any) -> RunConfig
         "run_id": run_id,
         "store": str(directory / "store"),
         "policy": {"kind": "warm_start", "steps": 2, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
-        "rollout": {"tasks": 4, "group_size": 4},
-        "train": {"updates": 2, "threads": 1, "device": "cpu", "optimizer": {"learning_rate": 3e-3, "warmup_steps": 0}},
-        "validation": {"text": False},  # there is no text
+        "rollout": {"prompts_per_iteration": 4, "group_size": 4},
+        "train": {
+            "minibatches": 2,
+            "threads": 1,
+            "device": "cpu",
+            "optimizer": {"learning_rate": 3e-3, "warmup_steps": 0},
+        },
+        "validation": {"check_text": False},  # there is no text
         "tracking": {"enabled": False},
         "infra": {"kind": "local", "state": str(directory / "state")},
     }

@@ -25,8 +25,8 @@ def make_run(store: Path, tmp_path: Path, algorithm: dict[str, Any]) -> Run:
         "run_id": "r",
         "store": str(store),
         "policy": {"kind": "warm_start", "steps": 3, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
-        "rollout": {"tasks": 2, "group_size": 4},
-        "train": {"updates": 2, "algorithm": algorithm},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 4},
+        "train": {"minibatches": 2, "algorithm": algorithm},
         "infra": {"kind": "local", "state": str(tmp_path / "state")},
         "validation": {"recompute_tolerance": None},  # the tokens are made up
     }

@@ -74,7 +74,7 @@ def test_a_crash_between_answer_and_pointer_is_mended_by_whoever_looks_next(tmp_
 
 @pytest.mark.parametrize(("at_limit", "promoted"), [("refuse", 0), ("approve", 1)])
 def test_a_time_limit_answers_when_nobody_does_and_not_before(tmp_path, at_limit, promoted):
-    run = asking(tmp_path, limit_hours=2, at_limit=at_limit)
+    run = asking(tmp_path, timeout_hours=2, on_timeout=at_limit)
     [question] = open_questions(run)
     assert settle_expired(run, question, time.time() + 3600) is None
     given = settle_expired(run, question, time.time() + 7201)

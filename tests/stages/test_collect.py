@@ -81,7 +81,12 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 def run(store_uri: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
-    rollout = {"tasks": 3, "group_size": 4, "concurrency": 2, "retry": {"attempts": 1, "first_delay_seconds": 0.01}}
+    rollout = {
+        "prompts_per_iteration": 3,
+        "group_size": 4,
+        "concurrency": 2,
+        "retry": {"attempts": 1, "first_delay_seconds": 0.01},
+    }
     return open_run(parse_config({"run_id": "r", "store": store_uri, "rollout": rollout}))
 
 

@@ -48,7 +48,11 @@ TASKS = 5
 
 def settings(store: str, shards: int, **rollout: Any) -> dict[str, Any]:
     tree = guessing(store) | {"generation": {"max_model_len": 100_000, "sampling": {"max_new_tokens": 1000}}}
-    tree["rollout"] |= {"tasks": TASKS, "concurrency": 40, "retry": {"attempts": 4, "first_delay_seconds": 0.01}}
+    tree["rollout"] |= {
+        "prompts_per_iteration": TASKS,
+        "concurrency": 40,
+        "retry": {"attempts": 4, "first_delay_seconds": 0.01},
+    }
     if shards:
         tree["rollout"]["distribution"] = {"kind": "process", "shards": shards}
     tree["rollout"] |= rollout
@@ -195,7 +199,7 @@ def test_evaluations_datasets_and_rounds_of_dynamic_sampling_are_sharded_too(
     tmp_path: Path, engine: GuessingEngine
 ) -> None:
     """No guess is ever right here, so no group has spread: both rounds are collected, and all is in the one stage."""
-    sampling = {"dynamic_sampling": {"max_rounds": 2, "on_exhausted": "continue"}, "tasks": 2}
+    sampling = {"dynamic_sampling": {"max_rounds": 2, "on_exhausted": "continue"}, "prompts_per_iteration": 2}
     found = []
     for count in (0, 2):
         run, weights = begun(f"{tmp_path}/{count}", count, **sampling)

@@ -88,7 +88,7 @@ def engine() -> Iterator[HardTasks]:
 
 def _run(store: str, monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> tuple[Run, Reference]:
     monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
-    rollout = {"tasks": TASKS, "group_size": GROUP, "concurrency": 2, "max_failed_fraction": 0.0}
+    rollout = {"prompts_per_iteration": TASKS, "group_size": GROUP, "concurrency": 2, "max_failed_fraction": 0.0}
     rollout |= {"retry": {"attempts": 1, "first_delay_seconds": 0.01}, "dynamic_sampling": sampling}
     environment = {"kind": "sort", "digits": 4}
     run = open_run(parse_config({"run_id": "r", "store": store, "rollout": rollout, "environment": environment}))
@@ -194,7 +194,7 @@ def _made(spec: RolloutSpec, reward: float) -> Rollout:
 def test_the_one_right_answer_among_wrong_ones_keeps_its_whole_group_and_surplus_is_cut_in_the_order_of_the_draw() -> (
     None
 ):
-    config = RolloutConfig(tasks=2, group_size=4, dynamic_sampling={})
+    config = RolloutConfig(prompts_per_iteration=2, group_size=4, dynamic_sampling={})
     tasks = [{"task_id": f"t{i}"} for i in range(20)]
     drawn: list[list[str]] = []
 
@@ -212,7 +212,9 @@ def test_the_one_right_answer_among_wrong_ones_keeps_its_whole_group_and_surplus
 
 
 def test_a_task_that_a_later_round_draws_again_is_a_group_of_its_own() -> None:
-    config = RolloutConfig(tasks=2, group_size=2, dynamic_sampling={"max_rounds": 3, "on_exhausted": "continue"})
+    config = RolloutConfig(
+        prompts_per_iteration=2, group_size=2, dynamic_sampling={"max_rounds": 3, "on_exhausted": "continue"}
+    )
     sampled = sample_rounds(
         [{"task_id": "a"}, {"task_id": "b"}], config, 0, 1, lambda specs: [_made(spec, 1.0) for spec in specs]
     )

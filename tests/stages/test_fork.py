@@ -93,7 +93,12 @@ def test_a_fork_whose_parent_lost_the_version_before_it_was_taken_says_so(tmp_pa
 def test_a_fork_may_change_everything_but_the_policy_that_the_checkpoint_holds(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     parent_with(store, 1, tmp_path)
-    changes = ["seed=7", "environment.kind=sort", "train.optimizer.learning_rate=1e-5", "rollout.tasks=3"]
+    changes = [
+        "seed=7",
+        "environment.kind=sort",
+        "train.optimizer.learning_rate=1e-5",
+        "rollout.prompts_per_iteration=3",
+    ]
     assert fork_run(fork_config(store, "base", "other-task", 1, changes)).config.seed == 7
     for change in ("policy.hidden_size=96", "train.lora.rank=4"):
         with pytest.raises(ConfigError, match=f"{change.split('=')[0]}.*->"):

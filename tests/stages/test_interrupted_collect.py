@@ -112,7 +112,13 @@ def engine() -> Iterator[GuessingEngine]:
 
 
 def settings(store: str, **environment: Any) -> dict[str, Any]:
-    rollout = {"tasks": TASKS, "group_size": GROUP, "concurrency": 3, "max_turns": 8, "max_tokens": 100_000}
+    rollout = {
+        "prompts_per_iteration": TASKS,
+        "group_size": GROUP,
+        "concurrency": 3,
+        "max_turns": 8,
+        "max_tokens": 100_000,
+    }
     rollout |= {"retry": {"attempts": 1, "first_delay_seconds": 0.01}}
     environment = {"kind": "guess_number", "guesses": 9} | environment
     return {"run_id": "r", "store": store, "rollout": rollout, "environment": environment}

@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Referenc
 
 
 def offline(run: Run, new_id: str, *datasets: str, **given: Any) -> RunConfig:
-    bounds = ["min_effective_sample_fraction=0.001", "min_effective_rollout_fraction=0.001", "max_clipped_fraction=0.9"]
+    bounds = ["min_ess_fraction=0.001", "min_rollout_ess_fraction=0.001", "max_clipped_fraction=0.9"]
     overrides = [
         *(f"offline.{bound}" for bound in bounds),
         *given.pop("overrides", []),
@@ -145,13 +145,13 @@ def far(world: Any) -> Run:
 
 
 def test_data_that_the_policy_has_left_behind_is_refused_with_numbers(far: Run) -> None:
-    config = offline(far, "refused", overrides=["offline.max_age=10", "offline.min_effective_sample_fraction=0.9"])
+    config = offline(far, "refused", overrides=["offline.max_age=10", "offline.min_ess_fraction=0.9"])
     with pytest.raises(StaleData) as told:
         train_to_the_end(config)
     message = str(told.value)
     assert "16 policy versions before" in message
     assert "offline.max_age=10" in message
-    assert "offline.min_effective_sample_fraction=0.9" in message
+    assert "offline.min_ess_fraction=0.9" in message
     assert "offline.on_stale=warn" in message
     run = with_iterations(open_run(config))
     assert run.stage(16, "offline").reference() is None
@@ -160,7 +160,7 @@ def test_data_that_the_policy_has_left_behind_is_refused_with_numbers(far: Run) 
 
 
 def test_a_warning_lets_the_same_run_go_on_and_stays_on_record(far: Run) -> None:
-    settings = ["offline.max_age=10", "offline.on_stale=warn", "offline.sample=32"]
+    settings = ["offline.max_age=10", "offline.on_stale=warn", "offline.precheck_rollouts=32"]
     run = train_to_the_end(offline(far, "warned", overrides=settings))
     prepared = run.stage(16, "offline").reference()
     assert prepared is not None

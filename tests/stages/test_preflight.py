@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_started(
 ) -> None:
     """These waited for the engine first."""
     run = write_run(str(tmp_path / "store"), iterations=2)
-    path = config(tmp_path, rollout={"tasks": 3, "group_size": 4})
+    path = config(tmp_path, rollout={"prompts_per_iteration": 3, "group_size": 4})
     error = refused(*command, path, "--version", "99")
     assert isinstance(error, StoreError)
     assert "Run 'r' has no checkpoint of version 99. It has: 0, 1, 2" in str(error)

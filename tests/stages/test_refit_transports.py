@@ -30,7 +30,7 @@ def test_a_run_brings_its_engine_to_each_version_by_the_way_it_chose_and_records
     with engine_process() as url:
 
         def run_by(way: str) -> Run:
-            generation: dict[str, Any] = {"backend": "transformers", "engine_url": url, "weights": way}
+            generation: dict[str, Any] = {"backend": "transformers", "engine_url": url, "weight_sync": way}
             config = {"run_id": "r", "store": str(tmp_path / "store"), "generation": generation}
             return open_run(parse_config({**config, "infra": {"state": str(tmp_path / "state")}}))
 
@@ -125,7 +125,7 @@ def test_an_adapter_alone_travels_and_the_engine_holds_the_merged_weights_as_if_
     with engine_process(OMP_NUM_THREADS="1") as url:
 
         def run_by(way: str) -> Run:
-            generation: dict[str, Any] = {"backend": "transformers", "engine_url": url, "weights": way}
+            generation: dict[str, Any] = {"backend": "transformers", "engine_url": url, "weight_sync": way}
             keys = {
                 "generation": generation,
                 "train": {"lora": {"rank": 4}},

@@ -36,9 +36,9 @@ def make_run(store: str, tmp_path: Path, run_id: str = "r", **service: Any) -> R
         "run_id": run_id,
         "store": store,
         "policy": {"kind": "warm_start", "steps": 3, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
-        "rollout": {"tasks": 2, "group_size": 4},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 4},
         "train": {
-            "updates": 2,
+            "minibatches": 2,
             "threads": 1,
             "device": "cpu",
             "algorithm": {"kl_coefficient": 0.05},

@@ -88,7 +88,7 @@ def test_by_store_the_digest_is_the_checkpoints(tmp_path: Path, store: str, cach
 def test_by_delta_the_first_comes_whole_and_the_next_as_what_changed(
     tmp_path: Path, store: str, cache: NodeCache
 ) -> None:
-    run, checkpoints = begun(tmp_path, store, weights="delta")
+    run, checkpoints = begun(tmp_path, store, weight_sync="delta")
     with offered(run, checkpoints[0], []) as options:
         held = follow(options, checkpoints[0], cache)
     assert (held.way, held.note) == ("store", None)
@@ -104,7 +104,7 @@ def test_by_delta_the_first_comes_whole_and_the_next_as_what_changed(
 
 
 def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, store: str, cache: NodeCache) -> None:
-    run, checkpoints = begun(tmp_path, store, weights="shared-memory")
+    run, checkpoints = begun(tmp_path, store, weight_sync="shared-memory")
     places = []
     for checkpoint in checkpoints[:2]:
         with offered(run, checkpoint, []) as options:
@@ -119,16 +119,19 @@ def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"generation": {"weights": "adapter"}}, "train.lora"),
-        ({"generation": {"weights": "nccl"}}, r"weight-transfer engine of vLLM.*generation\.transfer_backend to nccl"),
-        ({"generation": {"weights": "ipc"}}, "pickled"),
-        ({"generation": {"weights": "transfer", "transfer_backend": "ipc"}}, "pickled"),
-        ({"generation": {"weights": "transfer", "backend": "transformers"}}, "generation.backend is transformers"),
-        ({"generation": {"weights": "transfer", "transfer_backend": "nccl"}}, "gpus_per_replica is 0"),
+        ({"generation": {"weight_sync": "adapter"}}, "train.lora"),
+        (
+            {"generation": {"weight_sync": "nccl"}},
+            r"weight-transfer engine of vLLM.*generation\.transfer_backend to nccl",
+        ),
+        ({"generation": {"weight_sync": "ipc"}}, "pickled"),
+        ({"generation": {"weight_sync": "transfer", "transfer_backend": "ipc"}}, "pickled"),
+        ({"generation": {"weight_sync": "transfer", "backend": "transformers"}}, "generation.backend is transformers"),
+        ({"generation": {"weight_sync": "transfer", "transfer_backend": "nccl"}}, "gpus_per_replica is 0"),
         ({"generation": {"keep_prefix_cache": True}}, "keep_prefix_cache"),
         (
-            {"generation": {"running": "finish"}, "asynchrony": {"mode": "batch-async", "staleness": 1}},
-            "generation.running",
+            {"generation": {"inflight_requests": "drain"}, "asynchrony": {"mode": "batch-async", "staleness": 1}},
+            "generation.inflight_requests",
         ),
     ],
 )

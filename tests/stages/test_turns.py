@@ -59,7 +59,7 @@ def settings(directory: Path, run_id: str) -> dict[str, Any]:
             "sampling": {"max_new_tokens": 4},
         },
         "environment": {"kind": "sort"},
-        "rollout": {"tasks": 2, "group_size": 2, "concurrency": 2},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 2, "concurrency": 2},
         "train": {"threads": 1, "algorithm": {"kind": "cross_entropy", "include_truncated": True}},
         "evaluation": {"tasks": 1},
         "infra": {"kind": "local", "state": str(directory / "state")},
@@ -153,7 +153,7 @@ def told_by_ray(running: Services, table: str) -> list[dict[str, Any]]:
 def test_a_run_whose_trainer_ray_places_on_its_engines_gpu_takes_turns_with_it_and_makes_the_same_weights(
     tmp_path: Path, with_a_gpu: Services, awake: tuple[Any, ...]
 ) -> None:
-    tree = settings(tmp_path, "placed") | {"placement": {"trainer_with_engine": "gpu"}, "tracking": {"enabled": False}}
+    tree = settings(tmp_path, "placed") | {"placement": {"colocation": "gpu"}, "tracking": {"enabled": False}}
     tree["generation"] |= {"gpus_per_replica": 0.5}
     tree["train"] |= {"service": {"kind": "ray", "cpus": 0.2, "gpus": 0.4, "timeout_seconds": 240}}
     tree["evaluation"] |= {"before_training": False}

@@ -66,8 +66,8 @@ def make_run(store: Path, **validation: Any) -> Run:
         "policy": {"kind": "warm_start", "steps": 20, "hidden_size": 32, "intermediate_size": 64, "layers": 1},
         "environment": {"kind": "sort"},
         "generation": {"sampling": {"max_new_tokens": 24}},
-        "rollout": {"tasks": 2, "group_size": SIZE},
-        "train": {"updates": 2, "threads": 1, "device": "cpu"},
+        "rollout": {"prompts_per_iteration": 2, "group_size": SIZE},
+        "train": {"minibatches": 2, "threads": 1, "device": "cpu"},
         "validation": validation,
         "infra": {"kind": "local", "state": str(store / "state")},
     }
@@ -82,7 +82,7 @@ def play(run: Run, weights: Path) -> list[Rollout]:
         environment, policy = open_environment(config.environment), PolicyInProcess(run, weights)
         await policy.engine.start()
         await policy.engine.load_weights(str(weights))
-        specs = plan_rollouts(environment.tasks("train")[: config.rollout.tasks], SIZE, config.seed, 1)
+        specs = plan_rollouts(environment.tasks("train")[: config.rollout.prompts_per_iteration], SIZE, config.seed, 1)
         async with environment:
             made = await collect(specs, policy, environment, config.rollout, config.generation.sampling)
         policy.engine.shutdown()

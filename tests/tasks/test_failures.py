@@ -213,7 +213,7 @@ def test_stop_on_critical_ends_the_run_for_a_defect_and_not_for_data(
 
 
 def test_a_run_that_would_skip_everything_ends(make_run: Callable[..., Run], train: Callable[..., None]) -> None:
-    run = make_run(policy="continue", max_skipped_in_a_row=1)
+    run = make_run(policy="continue", max_consecutive_skips=1)
     with pytest.raises(DataError):
         train(run, {k: [DataError("refused")] for k in (1, 2, 3)})
     assert run.checkpoint_versions() == [0, 1]

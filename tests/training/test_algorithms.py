@@ -168,7 +168,7 @@ def test_reinforce_plus_plus_sees_the_reward_of_every_rollout_that_it_trains_on(
 
 
 def test_a_baseline_of_groups_of_one_is_refused() -> None:
-    keys = {"rollout": {"group_size": 1, "tasks": 8}, "validation": {"min_group_size": 1}}
+    keys = {"rollout": {"group_size": 1, "prompts_per_iteration": 8}, "validation": {"min_group_size": 1}}
     section = {"kind": "reinforce_plus_plus"}
     with pytest.raises(
         ConfigError, match=r"group_size is 1 and train.algorithm.minus_baseline true.*minus_baseline to false"
@@ -384,9 +384,9 @@ def test_combinations_that_cannot_be_right_are_refused_at_load(config: dict[str,
 
 def test_a_forced_on_policy_ratio_is_refused_with_several_updates() -> None:
     algorithm = {"importance_ratio": "on_policy"}
-    with pytest.raises(ValidationError, match=r"updates x epochs is 4\. Set updates and epochs to 1"):
+    with pytest.raises(ValidationError, match=r"minibatches x epochs is 4\. Set minibatches and epochs to 1"):
         TrainConfig.model_validate({"algorithm": algorithm})
-    assert TrainConfig.model_validate({"algorithm": algorithm, "updates": 1}).algorithm.kind == "grpo"
+    assert TrainConfig.model_validate({"algorithm": algorithm, "minibatches": 1}).algorithm.kind == "grpo"
 
 
 @pytest.mark.parametrize(
@@ -401,16 +401,16 @@ def test_a_forced_on_policy_ratio_is_refused_with_several_updates() -> None:
 def test_reinforce_is_refused_with_several_updates(algorithm: dict[str, Any]) -> None:
     """Three of four updates would learn from tokens of another policy, with nothing to correct for it."""
     with pytest.raises(
-        ValidationError, match=r"policy_loss: reinforce.*updates x epochs is 4\. Set .* policy_loss to clipped"
+        ValidationError, match=r"policy_loss: reinforce.*minibatches x epochs is 4\. Set .* policy_loss to clipped"
     ):
         TrainConfig.model_validate({"algorithm": algorithm})
-    assert TrainConfig.model_validate({"algorithm": algorithm, "updates": 1})
+    assert TrainConfig.model_validate({"algorithm": algorithm, "minibatches": 1})
 
 
 def test_distillation_out_of_the_box_corrects_for_the_policy_of_its_later_updates() -> None:
     config = TrainConfig.model_validate({"algorithm": {"kind": "distillation", "teacher": "t"}})
     loss = build_algorithm(config.algorithm).loss
-    assert (config.updates, loss.policy_loss, loss.importance_ratio) == (4, "clipped", "token")
+    assert (config.minibatches, loss.policy_loss, loss.importance_ratio) == (4, "clipped", "token")
 
 
 def test_a_section_without_a_kind_is_grpo() -> None:

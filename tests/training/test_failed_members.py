@@ -128,7 +128,7 @@ def gradients(result: Validated, algorithm: dict[str, Any]) -> list[bytes]:
     """Of each update."""
     service = BigramService(POLICY, REFERENCE)
     config = TrainConfig.model_validate(
-        {"algorithm": algorithm, "updates": 2, "optimizer": OptimizerConfig(warmup_steps=0)}
+        {"algorithm": algorithm, "minibatches": 2, "optimizer": OptimizerConfig(warmup_steps=0)}
     )
     if result.sequences.num_rows:
         trainer_over(service, config).step(TrainingSequences.from_table(result.sequences), 1)

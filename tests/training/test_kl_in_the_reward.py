@@ -34,7 +34,7 @@ def drifts(section: Any, iterations: int = 20) -> tuple[list[float], list[float]
     policy, reference = policy_and_reference()
     service = BigramService(policy, reference)
     optimizer = OptimizerConfig(learning_rate=0.1, warmup_steps=0)
-    config = TrainConfig(updates=1, optimizer=optimizer).model_copy(update={"algorithm": section})
+    config = TrainConfig(minibatches=1, optimizer=optimizer).model_copy(update={"algorithm": section})
     trainer = trainer_over(service, config)
     logits = service.models[Role.POLICY]
     found, coefficients = [exact_kl(logits, reference)], []

@@ -57,7 +57,7 @@ def test_the_reward_of_a_parity_task_rises_from_chance_to_mastery(tmp_path: Path
     config = TrainConfig(
         algorithm=grpo,
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=4),
-        updates=4,
+        minibatches=4,
         threads=1,
         device="cpu",
     )

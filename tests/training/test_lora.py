@@ -18,7 +18,7 @@ from tests.training.tiny import make_model, plain_model, records, sequences
 
 OPTIMIZER = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
 CONFIG = TrainConfig(
-    lora=LoraConfig(rank=3, alpha=6.0), optimizer=OPTIMIZER, updates=2, device="cpu", threads=1
+    lora=LoraConfig(rank=3, alpha=6.0), optimizer=OPTIMIZER, minibatches=2, device="cpu", threads=1
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_saved_and_loaded_between_steps_is_bit_for_bit_the_uninterrupted_run(mod
 def test_the_gradient_of_the_adapter_is_that_of_the_merged_matrix(model_dir: Path) -> None:
     """∂/∂B = scale · (∂/∂W) · Aᵀ: taken from a full step on the same start, where B is zero."""
     optimizer = OptimizerConfig(learning_rate=1e-3, betas=(0.9, 0.95), warmup_steps=0, max_grad_norm=1e9)
-    lora = CONFIG.model_copy(update={"optimizer": optimizer, "updates": 1})
+    lora = CONFIG.model_copy(update={"optimizer": optimizer, "minibatches": 1})
     whole, adapted = Trainer.load(model_dir, lora.model_copy(update={"lora": None})), Trainer.load(model_dir, lora)
     low = {n: p.detach().clone() for n, p in adapted.model.named_parameters() if ".lora_A." in n}
     for trainer in (whole, adapted):

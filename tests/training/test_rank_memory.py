@@ -22,7 +22,7 @@ from tests.training.tiny import sequences
 def test_a_rank_that_does_not_write_keeps_no_gathered_tensor(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: dict[str, int] | None
 ) -> None:
-    config = TrainConfig.model_validate({"updates": 1, "threads": 1, "device": "cpu", "lora": adapter})
+    config = TrainConfig.model_validate({"minibatches": 1, "threads": 1, "device": "cpu", "lora": adapter})
     trainer = Trainer.load(model_dir, config)
     trainer.step(sequences(), 1)
     gathered: list[weakref.ref[torch.Tensor]] = []

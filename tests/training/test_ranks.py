@@ -20,20 +20,20 @@ from tests.training.ranks import train
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 CASES: dict[str, dict[str, Any]] = {
-    "packed": {"tokens_per_microbatch": 100, "updates": 2},
-    "sequence means": {"tokens_per_microbatch": 60, "updates": 2, "algorithm": {"loss_aggregation": "sequence"}},
-    "padded": {"tokens_per_microbatch": 100, "updates": 2, "packing": False},
-    "one bin for two ranks": {"tokens_per_microbatch": 100_000, "updates": 1},
+    "packed": {"tokens_per_microbatch": 100, "minibatches": 2},
+    "sequence means": {"tokens_per_microbatch": 60, "minibatches": 2, "algorithm": {"loss_aggregation": "sequence"}},
+    "padded": {"tokens_per_microbatch": 100, "minibatches": 2, "packing": False},
+    "one bin for two ranks": {"tokens_per_microbatch": 100_000, "minibatches": 1},
     "reference, entropy, chunks, recomputed activations": {
         "tokens_per_microbatch": 100,
-        "updates": 2,
+        "minibatches": 2,
         "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
         "logits_chunk_tokens": 7,
         "activation_checkpointing": True,
     },
-    "one sequence for two ranks": {"tokens_per_microbatch": 100, "updates": 8},
-    "adapter": {"tokens_per_microbatch": 100, "updates": 2, "lora": {"rank": 2}},
-    "bfloat16": {"tokens_per_microbatch": 100, "updates": 2, "dtype": "bfloat16"},
+    "one sequence for two ranks": {"tokens_per_microbatch": 100, "minibatches": 8},
+    "adapter": {"tokens_per_microbatch": 100, "minibatches": 2, "lora": {"rank": 2}},
+    "bfloat16": {"tokens_per_microbatch": 100, "minibatches": 2, "dtype": "bfloat16"},
 }
 BATCHES = {"one sequence for two ranks": [(1, 2, 0), (1, 2, 1)]}
 SPEED = {"tokens_per_second"}

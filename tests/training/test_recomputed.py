@@ -52,7 +52,7 @@ def records(recorded: float) -> list[dict]:
 
 
 def trained(rows: list[dict], **algorithm: object) -> tuple[pa.Table, Trainer]:
-    config = TrainConfig.model_validate({"updates": 1, "algorithm": algorithm})
+    config = TrainConfig.model_validate({"minibatches": 1, "algorithm": algorithm})
     trainer = trainer_over(BigramService(certain_policy()), config)
     return trainer.step(TrainingSequences.from_records(rows), 1).columns, trainer
 
@@ -108,7 +108,7 @@ def test_a_sequence_that_the_weights_do_not_bear_out_has_no_part_in_the_gradient
     logits, reference = torch.randn(2, 4, 4, generator=generator)
     log_probs = torch.log_softmax(logits, -1)
     config = TrainConfig.model_validate(
-        {"updates": updates, "algorithm": algorithm, "optimizer": OptimizerConfig(warmup_steps=0)}
+        {"minibatches": updates, "algorithm": algorithm, "optimizer": OptimizerConfig(warmup_steps=0)}
     )
     found = []
     for forged in (-7.0, -30.0):

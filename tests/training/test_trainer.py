@@ -22,12 +22,12 @@ from tests.training.tiny import make_model, plain_model, record, records, sequen
 BETA = 0.9
 
 
-def _config(*, updates: int = 1, grpo: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
+def _config(*, minibatches: int = 1, grpo: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
     """One update and no gradient clipping, unless said otherwise."""
     optimizer = OptimizerConfig(learning_rate=1e-3, betas=(BETA, 0.95), warmup_steps=0, max_grad_norm=1e9)
     return TrainConfig(
         algorithm=GRPOConfig(**(grpo or {})),
-        **{"optimizer": optimizer, "updates": updates, "threads": 1, "device": "cpu"} | changes,
+        **{"optimizer": optimizer, "minibatches": minibatches, "threads": 1, "device": "cpu"} | changes,
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_which_sequences_an_update_holds_does_not_depend_on_their_lengths(model_
     ]
     held = []
     for chosen in (rows, longer):
-        trainer = Trainer.load(model_dir, _config(updates=3, tokens_per_microbatch=200))
+        trainer = Trainer.load(model_dir, _config(minibatches=3, tokens_per_microbatch=200))
         held.append(TrainStep(trainer.learner, TrainingSequences.from_records(chosen), 1).batches)
     assert held[0] == held[1]
 
@@ -164,7 +164,9 @@ def test_several_updates_equal_a_plain_loop_with_old_log_probabilities_from_the_
         loss.backward()
         optimizer.step()
     optimizer_config = OptimizerConfig(learning_rate=rate, betas=(BETA, 0.95), warmup_steps=0, max_grad_norm=1e9)
-    trainer = Trainer.load(model_dir, _config(updates=updates, epochs=epochs, optimizer=optimizer_config), seed=seed)
+    trainer = Trainer.load(
+        model_dir, _config(minibatches=updates, epochs=epochs, optimizer=optimizer_config), seed=seed
+    )
     report = trainer.step(TrainingSequences.from_records(rows), iteration)
     assert report.updates == updates * epochs
     assert report.metrics["clip_fraction"] > 0.05  # the ratio matters in this test
@@ -188,7 +190,7 @@ def test_groups_without_spread_change_neither_the_gradient_nor_its_denominator(m
 
 def test_without_any_spread_the_weights_stay_and_the_mismatch_is_still_measured(model_dir: Path) -> None:
     rows = [record(f"{i}", f"g{i // 2}", 1.0) for i in range(6)]
-    trainer = Trainer.load(model_dir, _config(updates=4))
+    trainer = Trainer.load(model_dir, _config(minibatches=4))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     report = trainer.step(TrainingSequences.from_records(rows), 1)
     assert report.updates == 0
@@ -203,7 +205,7 @@ def test_without_any_spread_the_weights_stay_and_the_mismatch_is_still_measured(
 def test_saved_and_loaded_between_steps_is_bit_for_bit_the_uninterrupted_run(
     model_dir: Path, reference_dir: Path, tmp_path: Path, updates: int
 ) -> None:
-    config = TrainConfig(updates=updates, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.01))
+    config = TrainConfig(minibatches=updates, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.01))
     batches = [sequences(4, 6, seed=seed) for seed in range(4)]
     through = Trainer.load(model_dir, config, reference_dir=reference_dir, seed=5)
     for iteration, batch in enumerate(batches, 1):
@@ -233,7 +235,7 @@ def test_a_step_does_not_touch_or_depend_on_global_random_state_or_thread_count_
         before = torch.get_rng_state()
         torch.set_num_threads(2)
         threads = torch.get_num_threads()  # 1 where another library of this process keeps OpenMP to one
-        trainer = Trainer.load(model_dir, _config(updates=3))
+        trainer = Trainer.load(model_dir, _config(minibatches=3))
         trainer.step(batch, 1)
         assert torch.get_num_threads() == threads
         assert torch.equal(torch.get_rng_state(), before)
@@ -258,7 +260,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_rate_warms_up_over_the_whole_
     model_dir: Path, tmp_path: Path
 ) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-3, betas=(BETA, 0.95), warmup_steps=4, max_grad_norm=1e-3)
-    config = _config(updates=3, optimizer=optimizer)
+    config = _config(minibatches=3, optimizer=optimizer)
     trainer = Trainer.load(model_dir, config)
     first = trainer.step(sequences(), 1)
     assert first.metrics["lr"] == pytest.approx(0.75e-3)
@@ -273,7 +275,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_rate_warms_up_over_the_whole_
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_model_loads_in_transformers_with_the_trainers_log_probabilities(tmp_path: Path, tied: bool) -> None:
     source = make_model(tmp_path / "source", tied=tied)
-    trainer = Trainer.load(source, _config(updates=2))
+    trainer = Trainer.load(source, _config(minibatches=2))
     rows = records()
     trainer.step(TrainingSequences.from_records(rows), 1)
     trainer.save(tmp_path / "saved")
@@ -294,7 +296,7 @@ def test_a_saved_model_loads_in_transformers_with_the_trainers_log_probabilities
 
 def test_a_report_explains_every_metric_and_has_a_row_for_every_sequence(model_dir: Path) -> None:
     rows = records()
-    trainer = Trainer.load(model_dir, _config(updates=2))
+    trainer = Trainer.load(model_dir, _config(minibatches=2))
     report = trainer.step(TrainingSequences.from_records(rows), 1)
     assert report.metrics.keys() <= METRICS.keys()
     assert all(np.isfinite(value) for value in report.metrics.values())

@@ -26,7 +26,7 @@ BETA = 0.9
 
 def _config(algorithm: dict[str, Any], **changes: Any) -> TrainConfig:
     optimizer = {"learning_rate": 1e-3, "betas": (BETA, 0.95), "warmup_steps": 0, "max_grad_norm": 1e9}
-    base = {"optimizer": OptimizerConfig(**optimizer), "updates": 1, "threads": 1, "device": "cpu"}
+    base = {"optimizer": OptimizerConfig(**optimizer), "minibatches": 1, "threads": 1, "device": "cpu"}
     return TrainConfig(algorithm=TypeAdapter(AlgorithmConfig).validate_python(algorithm), **base | changes)
 
 
@@ -189,7 +189,7 @@ def test_distillation_takes_the_policy_to_its_teacher(tmp_path: Path) -> None:
     """On samples of its own, and although every reward is 0."""
     policy_dir, teacher_dir = make_model(tmp_path / "policy"), make_model(tmp_path / "teacher", seed=1)
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
-    config = _config({"kind": "distillation", "teacher": str(teacher_dir)}, optimizer=optimizer, updates=2)
+    config = _config({"kind": "distillation", "teacher": str(teacher_dir)}, optimizer=optimizer, minibatches=2)
     trainer = Trainer.load(policy_dir, config, reference_dir=teacher_dir)
     distances = []
     for iteration in range(1, 16):
@@ -217,7 +217,7 @@ def test_the_adaptive_kl_coefficient_survives_a_restart_bit_for_bit(
     model_dir: Path, reference_dir: Path, tmp_path: Path, placement: str, factor: float
 ) -> None:
     algorithm = {"kind": "grpo", "kl_coefficient": 0.1, "kl_placement": placement}
-    config = _config(algorithm | {"adaptive_kl": {"target": 0.01, "horizon": 20}}, updates=2)
+    config = _config(algorithm | {"adaptive_kl": {"target": 0.01, "horizon": 20}}, minibatches=2)
     batches = [sequences(4, 6, seed=seed) for seed in range(3)]
     through = Trainer.load(model_dir, config, reference_dir=reference_dir, seed=5)
     coefficients = [through.step(batch, i).metrics["kl_coefficient"] for i, batch in enumerate(batches, 1)]
@@ -247,7 +247,7 @@ def test_rejection_sampling_without_a_good_rollout_makes_no_update(model_dir: Pa
 
 def test_supervised_training_lowers_the_cross_entropy_of_its_sequences(model_dir: Path) -> None:
     config = _config(
-        {"kind": "cross_entropy"}, optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0), updates=2
+        {"kind": "cross_entropy"}, optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0), minibatches=2
     )
     trainer = Trainer.load(model_dir, config)
     values = [trainer.step(sequences(), iteration).metrics["nll"] for iteration in range(1, 9)]

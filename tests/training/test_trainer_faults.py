@@ -16,7 +16,7 @@ from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import NonFiniteError, Trainer
 from tests.training.tiny import make_model, record, records, sequences
 
-CONFIG = TrainConfig(threads=1, device="cpu", updates=2)
+CONFIG = TrainConfig(threads=1, device="cpu", minibatches=2)
 
 
 def _weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -25,7 +25,7 @@ def _weights(trainer: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("updates", [1, 3])
 def test_a_model_that_gives_nan_is_refused_before_any_weight_changes(model_dir: Path, updates: int) -> None:
-    trainer = Trainer.load(model_dir, TrainConfig(threads=1, device="cpu", updates=updates))
+    trainer = Trainer.load(model_dir, TrainConfig(threads=1, device="cpu", minibatches=updates))
     with torch.no_grad():
         trainer.model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     before = _weights(trainer)
@@ -48,7 +48,7 @@ def test_an_infinite_gradient_is_refused_and_names_the_metric(model_dir: Path) -
 def test_a_trainer_that_stopped_between_two_updates_refuses_to_go_on(model_dir: Path, tmp_path: Path) -> None:
     """Its weights belong to no version: neither a checkpoint nor another step may be made of them."""
     optimizer = OptimizerConfig(learning_rate=1e30, warmup_steps=0)
-    trainer = Trainer.load(model_dir, TrainConfig(threads=1, device="cpu", updates=2, optimizer=optimizer))
+    trainer = Trainer.load(model_dir, TrainConfig(threads=1, device="cpu", minibatches=2, optimizer=optimizer))
     with pytest.raises(NonFiniteError, match="update 2 of 2"):
         trainer.step(sequences(), 1)
     for refused in (lambda: trainer.save(tmp_path), lambda: trainer.step(sequences(), 1)):
@@ -79,7 +79,7 @@ def test_tokens_outside_the_vocabulary_and_sequences_beyond_the_positions_are_re
 
 
 def test_a_sequence_longer_than_the_microbatch_budget_still_trains(model_dir: Path) -> None:
-    config = TrainConfig(threads=1, device="cpu", updates=1, tokens_per_microbatch=8)
+    config = TrainConfig(threads=1, device="cpu", minibatches=1, tokens_per_microbatch=8)
     report = Trainer.load(model_dir, config).step(sequences(), 1)
     assert report.metrics["num_microbatches"] >= report.metrics["num_valid_samples"] / 2
 

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Run:
         "run_id": "r",
         "store": str(tmp_path / "store"),
         "rollout": {"group_size": 2},
-        "validation": {"text": False},
+        "validation": {"check_text": False},
         "environment": {"kind": "calculator"},
     }
     return open_run(parse_config(tree))

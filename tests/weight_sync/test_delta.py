@@ -26,7 +26,7 @@ from tests.training.tiny import make_model, sequences
 def versions(tmp_path_factory) -> tuple[Path, Path]:
     """Two successive checkpoints of a real trainer."""
     place = tmp_path_factory.mktemp("versions")
-    config = TrainConfig(optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=0), updates=1, threads=1)
+    config = TrainConfig(optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=0), minibatches=1, threads=1)
     trainer = Trainer.load(make_model(place / "0"), config)
     for version in (1, 2):
         trainer.step(sequences(seed=version), version)

@@ -117,7 +117,7 @@ def test_bytes_that_are_not_the_wanted_ones_are_refused_whatever_the_way(
 def test_the_merged_adapter_is_the_published_checkpoint_bit_for_bit(cache: NodeCache, tmp_path: Path) -> None:
     start = make_model(tmp_path / "start")
     optimizer = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
-    config = TrainConfig(lora=LoraConfig(rank=4), device="cpu", threads=1, updates=2, optimizer=optimizer)
+    config = TrainConfig(lora=LoraConfig(rank=4), device="cpu", threads=1, minibatches=2, optimizer=optimizer)
     trainer = Trainer.load(start, config)
     trainer.step(sequences(), 1)
     published = tmp_path / "published"

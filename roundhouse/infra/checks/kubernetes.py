@@ -40,7 +40,7 @@ DANGEROUS: tuple[Right, ...] = (("get", "", "secrets"), ("create", "", "pods"), 
 def cluster(infra: KubernetesInfra) -> list[Finding]:
     """All findings; ends within seconds where nobody answers."""
     try:
-        connection = connect(infra.model_copy(update={"patience_seconds": PATIENCE_SECONDS}))
+        connection = connect(infra.model_copy(update={"api_outage_seconds": PATIENCE_SECONDS}))
     except RoundhouseError as error:
         return [fail("cluster", str(error), "Set KUBECONFIG, or run this in a pod of the cluster.")]
     try:

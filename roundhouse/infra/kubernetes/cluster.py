@@ -149,7 +149,7 @@ class Cluster:
             if time.monotonic() + wait > deadline:
                 raise InfraError(
                     f"The API server {self.host} did not do {method} {path} for {self._patience:g} s "
-                    f"(infra.patience_seconds). The last it said: {problem}"
+                    f"(infra.api_outage_seconds). The last it said: {problem}"
                 )
             logger.info("%s %s: %s; again in %.1f s", method, path, problem, wait)
             time.sleep(wait)
@@ -206,7 +206,7 @@ def connect(infra: KubernetesInfra) -> Cluster:
         ) from error
     settings.retries = False  # repeated here, where it is counted
     settings.connection_pool_maxsize = 512  # kept, not opened: each shard's Job has a log of its own
-    return Cluster(client.ApiClient(settings), patience_seconds=infra.patience_seconds)
+    return Cluster(client.ApiClient(settings), patience_seconds=infra.api_outage_seconds)
 
 
 def explained(refused: ApiRefused, doing: str) -> ConfigError | InfraError:

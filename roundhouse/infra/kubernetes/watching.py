@@ -123,7 +123,7 @@ class Watched:
                 self._fail(
                     InfraError(
                         f"The API server {self._cluster.host} could not be watched for {self._cluster.patience_seconds:g} s "
-                        f"(infra.patience_seconds): {problem}"
+                        f"(infra.api_outage_seconds): {problem}"
                     )
                 )
                 return

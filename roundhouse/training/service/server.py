@@ -133,8 +133,8 @@ class Service:
             body += chunk
             if len(body) > self.max_body_bytes:
                 raise DataError(
-                    f"The request is larger than {self.max_body_bytes} bytes. Raise train.updates, or start the server with a "
-                    "larger --max-body-mib."
+                    f"The request is larger than {self.max_body_bytes} bytes. Raise train.minibatches, or start the server "
+                    "with a larger --max-body-mib."
                 )
         return bytes(body)
 

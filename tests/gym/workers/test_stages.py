@@ -41,7 +41,13 @@ def run(tmp_path: Path) -> Run:
     }
     tree = {"run_id": "r", "store": str(tmp_path / "store"), "environment": environment}
     return open_run(
-        parse_config({**tree, "policy": {"kind": "pretrained", "path": "m"}, "rollout": {"tasks": 3, "group_size": 4}})
+        parse_config(
+            {
+                **tree,
+                "policy": {"kind": "pretrained", "path": "m"},
+                "rollout": {"prompts_per_iteration": 3, "group_size": 4},
+            }
+        )
     )
 
 

@@ -18,7 +18,7 @@ from tests.training.service.test_remote import files
 from tests.training.tiny import make_model, sequences
 
 CONFIG = TrainConfig(
-    updates=2, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05), service=RayService(kind="ray")
+    minibatches=2, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05), service=RayService(kind="ray")
 )
 
 

@@ -25,7 +25,7 @@ from tests.training.service.serving import free_port, train_server
 from tests.training.tiny import make_model, record, sequences
 
 CONFIG = TrainConfig(
-    updates=3, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05, entropy_coefficient=0.01)
+    minibatches=3, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05, entropy_coefficient=0.01)
 )
 TOKEN = "a-token-of-a-test"
 
@@ -123,7 +123,7 @@ def test_a_remote_run_that_is_saved_and_resumed_equals_the_uninterrupted_one(
 
 
 def test_a_server_that_restarted_is_noticed_and_the_trainer_refuses_to_go_on(model_dir: Path, tmp_path: Path) -> None:
-    config = TrainConfig(updates=2, threads=1, device="cpu")
+    config = TrainConfig(minibatches=2, threads=1, device="cpu")
     port = free_port()
     with train_server(model_dir, tmp_path / "before", port=port) as url:
         service = RemoteTrainService(url, config, owner="run-1", timeout_seconds=30, retry_seconds=2)
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(server: str, tmp_path: 
 
 def test_a_body_above_the_limit_is_refused(model_dir: Path, tmp_path: Path) -> None:
     with train_server(model_dir, tmp_path / "server", token=TOKEN, max_body_bytes=4000) as url:
-        trainer = Trainer.over(remote(url), model_dir, TrainConfig(updates=1))
+        trainer = Trainer.over(remote(url), model_dir, TrainConfig(minibatches=1))
         with pytest.raises(DataError, match="larger than 4000 bytes"):
             trainer.step(sequences(), 1)
 
@@ -202,7 +202,7 @@ def test_files_that_the_server_has_are_not_sent_again(server: str, model_dir: Pa
     service.channel.http.event_hooks["request"].append(
         lambda request: sent.append(f"{request.method} {request.url.path}")
     )
-    trainer = Trainer.over(service, model_dir, TrainConfig(updates=1))
+    trainer = Trainer.over(service, model_dir, TrainConfig(minibatches=1))
     trainer.step(sequences(), 1)
     trainer.save(tmp_path / "saved")
     Trainer.over(service, tmp_path / "saved", TrainConfig(), trainer_state=tmp_path / "saved/trainer")
@@ -218,7 +218,7 @@ def test_the_server_runs_as_a_command_with_a_token_from_a_file(model_dir: Path, 
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         service = remote(f"http://127.0.0.1:{port}", retry_seconds=60)
-        trainer = Trainer.over(service, model_dir, TrainConfig(updates=1))
+        trainer = Trainer.over(service, model_dir, TrainConfig(minibatches=1))
         assert trainer.step(sequences(), 1).updates == 1
         trainer.close()
     finally:
@@ -247,7 +247,7 @@ def test_grpo_and_cross_entropy_train_remotely_on_rollouts_of_several_sequences(
 ) -> None:
     """Two defects of a peer's remote trainers: several sequences of one rollout gave a NaN advantage, and cross-entropy asked
     for an advantage that imitation does not have."""
-    config = TrainConfig(updates=2, threads=1, device="cpu", algorithm=algorithm)
+    config = TrainConfig(minibatches=2, threads=1, device="cpu", algorithm=algorithm)
     batch = TrainingSequences.from_records(several_from_one_rollout())
     local = Trainer.load(model_dir, config, seed=5)
     service = RemoteTrainService(server, config, owner="run-1", token=TOKEN, timeout_seconds=30, retry_seconds=3)

@@ -45,7 +45,7 @@ def service(url: str, key: str = KEY) -> TinkerTrainService:
 
 
 def config(algorithm: Any, updates: int = 3) -> TrainConfig:
-    return TrainConfig(algorithm=algorithm, optimizer=OPTIMIZER, updates=updates, threads=1, device="cpu")
+    return TrainConfig(algorithm=algorithm, optimizer=OPTIMIZER, minibatches=updates, threads=1, device="cpu")
 
 
 def distance(fake: FakeTinker, local: Trainer, start: dict[str, torch.Tensor]) -> float:

@@ -176,9 +176,9 @@ generation:
   max_model_len: 256
   sampling: {temperature: 1.0, max_new_tokens: 32}
 
-rollout: {tasks: 8, group_size: 8, max_turns: 3}
+rollout: {prompts_per_iteration: 8, group_size: 8, max_turns: 3}
 train:
-  updates: 4
+  minibatches: 4
   optimizer: {learning_rate: 3.0e-4, warmup_steps: 3}
 evaluation: {every: 5, tasks: 4, samples: 8}
 """
