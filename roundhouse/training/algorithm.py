@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from roundhouse.config.algorithms import AlgorithmConfig
 from roundhouse.config.objectives import Aggregation, MismatchCorrection
 from roundhouse.errors import DataError
 from roundhouse.training.batch import TrainingSequences
@@ -108,24 +107,13 @@ class Algorithm(Protocol):
         """Whether `compute` reads the log-probabilities of its inputs, so that they are computed for all sequences."""
         ...
 
-    def compute(self, sequences: TrainingSequences, evidence: AlgorithmInputs = ...) -> TokenSignals:
+    def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = ...) -> TokenSignals:
         """Compute the columns; pure, the same for the same arguments.
 
         Raises:
             DataError: the sequences lack what the algorithm needs.
         """
         ...
-
-
-def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that a configuration names.
-
-    Raises:
-        ConfigError: a custom one cannot be imported or made.
-    """
-    from roundhouse.training.algorithms import build
-
-    return build(config)
 
 
 def check_columns(columns: TokenColumns, sequences: TrainingSequences, origin: str) -> None:

@@ -108,13 +108,13 @@ class TrainStep:
     def _signals(self) -> TokenSignals:
         """The algorithm's columns, from log-probabilities of all generated tokens where it reads them."""
         algorithm, mask = self.learner.algorithm, self.sequences.loss_mask
-        evidence = AlgorithmInputs(kl_coefficient=self.learner.cursor.kl_coefficient)
+        inputs = AlgorithmInputs(kl_coefficient=self.learner.cursor.kl_coefficient)
         if algorithm.needs_log_probs:
             self.old = self._log_probs("old", mask)
             if algorithm.needs_reference:
                 self.ref = self._log_probs("reference", mask, Role.REFERENCE)
-            evidence = AlgorithmInputs(self.old, self.ref, self.learner.cursor.kl_coefficient)
-        signals = algorithm.compute(self.sequences, evidence)
+            inputs = AlgorithmInputs(self.old, self.ref, self.learner.cursor.kl_coefficient)
+        signals = algorithm.compute(self.sequences, inputs)
         check_columns(signals.columns, self.sequences, type(algorithm).__name__)
         return signals
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import build_algorithm
+from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.metrics import StepReport

@@ -16,7 +16,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.objectives import AdaptiveKL, OverlongShaping, Scaling
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import AlgorithmInputs, TokenSignals, build_algorithm, check_columns
+from roundhouse.training.algorithm import AlgorithmInputs, TokenSignals, check_columns
+from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups, next_coefficient, overlong_penalties, scale, to_go
@@ -43,9 +44,9 @@ def batch(rewards: dict[str, list[float]], tokens: int = 2, **columns: list[Any]
     return TrainingSequences.from_records(rows)
 
 
-def compute(sequences: TrainingSequences, evidence: AlgorithmInputs = AlgorithmInputs(), **config: Any) -> TokenSignals:
+def compute(sequences: TrainingSequences, inputs: AlgorithmInputs = AlgorithmInputs(), **config: Any) -> TokenSignals:
     section = TypeAdapter(AlgorithmConfig).validate_python(config)
-    found = build_algorithm(section).compute(sequences, evidence)
+    found = build_algorithm(section).compute(sequences, inputs)
     check_columns(found.columns, sequences, "test")
     return found
 

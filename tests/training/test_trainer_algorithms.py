@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from roundhouse.config.algorithms import AlgorithmConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import AlgorithmInputs, build_algorithm
+from roundhouse.training.algorithm import AlgorithmInputs
+from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS
 from roundhouse.training.trainer import Trainer
@@ -63,13 +64,13 @@ def _plain_gradient(
     directory: Path,
     rows: list[dict[str, Any]],
     algorithm: dict[str, Any],
-    evidence: AlgorithmInputs = AlgorithmInputs(),
+    inputs: AlgorithmInputs = AlgorithmInputs(),
     **policy: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of one update, in loops, from the algorithm's columns."""
     model, batch = plain_model(directory), TrainingSequences.from_records(rows)
     config = TypeAdapter(AlgorithmConfig).validate_python(algorithm)
-    columns = build_algorithm(config).compute(batch, evidence).columns
+    columns = build_algorithm(config).compute(batch, inputs).columns
     terms, rollouts = [], []
     for s, row in enumerate(rows):
         first = int(batch.offsets[s])
@@ -176,8 +177,8 @@ def test_what_an_algorithm_reads_of_policy_and_reference_is_what_they_say(
     model_dir: Path, reference_dir: Path, algorithm: dict[str, Any], policy: dict[str, Any]
 ) -> None:
     rows = _near(plain_model(model_dir), _rows())
-    evidence = AlgorithmInputs(_log_probs(plain_model(model_dir), rows), _log_probs(plain_model(reference_dir), rows))
-    loss, expected = _plain_gradient(model_dir, rows, algorithm, evidence, **policy)
+    inputs = AlgorithmInputs(_log_probs(plain_model(model_dir), rows), _log_probs(plain_model(reference_dir), rows))
+    loss, expected = _plain_gradient(model_dir, rows, algorithm, inputs, **policy)
     trainer = Trainer.load(model_dir, _config(algorithm), reference_dir=reference_dir)
     report = trainer.step(TrainingSequences.from_records(rows), 1)
     assert report.metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)

@@ -12,11 +12,13 @@ import numpy as np
 
 from roundhouse.config.algorithms import CrossEntropyConfig
 from roundhouse.training.algorithm import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
+from roundhouse.training.algorithms import register
 from roundhouse.training.algorithms.policy_gradient import current_coefficient, reward_metrics, token_weights
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups
 
 
+@register(CrossEntropyConfig)
 class CrossEntropy:
     """Weight 1 on the generated tokens of the chosen rollouts."""
 
@@ -39,11 +41,11 @@ class CrossEntropy:
     def needs_reference(self) -> bool:
         return self.config.reference_source is not None
 
-    def compute(self, sequences: TrainingSequences, evidence: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
+    def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
         groups = Groups.of(sequences)
         chosen = self._chosen(sequences, groups)
         weights = token_weights(chosen[groups.rollout_of_sequence], sequences)
-        coefficient = current_coefficient(self.config, evidence)
+        coefficient = current_coefficient(self.config, inputs)
         nothing = np.zeros_like(weights)
         columns = TokenColumns(
             advantages=nothing,

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import numpy as np
 
+from roundhouse.config.algorithms import DistillationConfig
 from roundhouse.training.algorithm import AlgorithmInputs
+from roundhouse.training.algorithms import register
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups
 
 
+@register(DistillationConfig)
 class OnPolicyDistillation(PolicyGradientAlgorithm):
     """Reads the teacher's log-probabilities from `AlgorithmInputs.reference`."""
 
     needs_log_probs = True
 
     def read_rewards(
-        self, sequences: TrainingSequences, plain: Groups, evidence: AlgorithmInputs, coefficient: float
+        self, sequences: TrainingSequences, plain: Groups, inputs: AlgorithmInputs, coefficient: float
     ) -> Rewards:
-        if evidence.old is None or evidence.reference is None:
+        if inputs.old is None or inputs.reference is None:
             raise ValueError("distillation needs the log-probabilities of policy and teacher")
-        difference = (evidence.old.astype(np.float64) - evidence.reference) * sequences.loss_mask
+        difference = (inputs.old.astype(np.float64) - inputs.reference) * sequences.loss_mask
         metrics = {"teacher_kl": float(difference.sum() / sequences.loss_mask.sum())}
         return Rewards(sequences.rewards, sequences.rewards, difference, metrics)
 

@@ -14,12 +14,14 @@ import numpy as np
 
 from roundhouse.config.algorithms import GDPOConfig
 from roundhouse.errors import DataError
+from roundhouse.training.algorithms import register
 from roundhouse.training.algorithms.group_relative import STD_EPSILON, GroupRelative, group_advantages
 from roundhouse.training.algorithms.policy_gradient import Rewards
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups
 
 
+@register(GDPOConfig)
 class GDPO(GroupRelative):
     """The sum of the components' group-relative advantages; every deviation has the divisor n − 1."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from roundhouse.config.algorithms import GroupRelativeConfig
+from roundhouse.training.algorithms import register
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups
@@ -26,6 +27,7 @@ from roundhouse.training.rewards import Groups
 STD_EPSILON = 1e-6
 
 
+@register(GroupRelativeConfig)
 class GroupRelative(PolicyGradientAlgorithm):
     """The reward against the group's."""
 

@@ -1,6 +1,6 @@
-"""What all policy gradients share: from rewards to columns, with one hook for the advantage and one for who teaches.
+"""What all policy gradients share: from rewards to columns, with a hook for the advantage and one for the trainable sequences.
 
-Invariant: a sequence that does not teach, or that is masked as truncated, has no weight in any term; the advantage of all
+Invariant: a sequence that is not trainable, or that is masked as truncated, has no weight in any term; the advantage of all
 others stands on their generated tokens and nowhere else. Rewards are read through `rewards.shape_rewards` and, with KL in the
 reward, less the KL of the whole rollout. A group has spread when its rewards differ as the environment gave them and as they
 are shaped: what shaping makes equal teaches nothing, and neither does a penalty or KL noise alone.
@@ -87,10 +87,10 @@ class PolicyGradientAlgorithm:
         """[S] bool; `groups` has the statistics of the environment's rewards, and spread where shaping left some."""
         return groups.of_sequences(groups.has_spread)
 
-    def compute(self, sequences: TrainingSequences, evidence: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
-        coefficient = current_coefficient(self.config, evidence)
+    def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
+        coefficient = current_coefficient(self.config, inputs)
         plain = Groups.of(sequences)
-        rewards = self.read_rewards(sequences, plain, evidence, coefficient)
+        rewards = self.read_rewards(sequences, plain, inputs, coefficient)
         groups = plain if rewards.values is sequences.rewards else Groups.of(sequences, rewards.values)
         judged, flattened = plain, 0
         if rewards.shaped is not sequences.rewards:
@@ -99,19 +99,14 @@ class PolicyGradientAlgorithm:
                 replace(plain, has_spread=plain.has_spread & left),
                 int((plain.has_spread & ~left).sum()),
             )
-        trainable_sequences = self.trainable_sequences(sequences, judged)
-        masked = (
-            trainable_sequences & sequences.truncated
-            if self.config.mask_truncated
-            else np.zeros_like(trainable_sequences)
-        )
-        given = self.advantages(sequences, rewards, groups)
-        by_token = per_token(given, sequences)
+        trainable = self.trainable_sequences(sequences, judged)
+        masked = trainable & sequences.truncated if self.config.mask_truncated else np.zeros_like(trainable)
+        by_token = per_token(self.advantages(sequences, rewards, groups), sequences)
         if self.config.advantage_clip is not None:
             by_token = np.clip(by_token, *self.config.advantage_clip)
-        weights = token_weights(trainable_sequences & ~masked, sequences)
+        weights = token_weights(trainable & ~masked, sequences)
         columns = self._columns(sequences, by_token, weights, coefficient)
-        shown = per_sequence(by_token * np.repeat(trainable_sequences, sequences.lengths), sequences)
+        shown = per_sequence(by_token * np.repeat(trainable, sequences.lengths), sequences)
         metrics = reward_metrics(sequences, plain) | advantage_metrics(shown) | rewards.metrics
         if coefficient > 0:
             metrics["kl_coefficient"] = coefficient
@@ -122,15 +117,15 @@ class PolicyGradientAlgorithm:
         return TokenSignals(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)})
 
     def read_rewards(
-        self, sequences: TrainingSequences, plain: Groups, evidence: AlgorithmInputs, coefficient: float
+        self, sequences: TrainingSequences, plain: Groups, inputs: AlgorithmInputs, coefficient: float
     ) -> Rewards:
         """Shape the rewards and take the KL off them; `plain` has the statistics of the environment's."""
         shaped, kl, metrics = shape_rewards(sequences, self.config.reward), None, {}
         values = shaped
         if self.needs_log_probs:
-            if evidence.old is None or evidence.reference is None:
+            if inputs.old is None or inputs.reference is None:
                 raise ValueError("KL in the reward needs the log-probabilities of policy and reference")
-            sampled = sampled_kl(evidence.old, evidence.reference, self.config.kl_estimator) * sequences.loss_mask
+            sampled = sampled_kl(inputs.old, inputs.reference, self.config.kl_estimator) * sequences.loss_mask
             metrics["kl_penalty"] = float(sampled.sum() / sequences.loss_mask.sum())
             kl = coefficient * sampled
             if self.kl_of_rollouts:
@@ -153,11 +148,11 @@ class PolicyGradientAlgorithm:
         )
 
 
-def current_coefficient(config: TokenLoss, evidence: AlgorithmInputs) -> float:
+def current_coefficient(config: TokenLoss, inputs: AlgorithmInputs) -> float:
     """The KL coefficient of this iteration: the controller's under `adaptive_kl`, else the configured one."""
-    if config.adaptive_kl is None or evidence.kl_coefficient is None:
+    if config.adaptive_kl is None or inputs.kl_coefficient is None:
         return config.kl_coefficient
-    return evidence.kl_coefficient
+    return inputs.kl_coefficient
 
 
 def token_weights(chosen: np.ndarray, sequences: TrainingSequences) -> np.ndarray:

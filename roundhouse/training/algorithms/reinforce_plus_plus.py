@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from roundhouse.config.algorithms import ReinforcePlusPlusConfig
+from roundhouse.training.algorithms import register
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm, Rewards, per_token
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups, to_go
@@ -22,6 +23,7 @@ from roundhouse.training.rewards import Groups, to_go
 VARIANCE_FLOOR = 1e-8
 
 
+@register(ReinforcePlusPlusConfig)
 class ReinforcePlusPlus(PolicyGradientAlgorithm):
     """Returns, normalised over the tokens of the iteration."""
 
@@ -38,8 +40,8 @@ class ReinforcePlusPlus(PolicyGradientAlgorithm):
         if not self.normalize_batch:
             return returns
         left_out = np.repeat(sequences.truncated, sequences.lengths) & self.config.mask_truncated
-        taught = np.repeat(self.trainable_sequences(sequences, groups), sequences.lengths)
-        trained = returns[sequences.loss_mask & taught & ~left_out]
+        trainable = np.repeat(self.trainable_sequences(sequences, groups), sequences.lengths)
+        trained = returns[sequences.loss_mask & trainable & ~left_out]
         if not len(trained):
             return returns
         return (returns - trained.mean()) / np.sqrt(max(trained.var(), VARIANCE_FLOOR))
