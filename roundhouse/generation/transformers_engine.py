@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
+from roundhouse.fast_imports import lean_transformers
 from roundhouse.generation import weights
 from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
 
@@ -176,12 +177,14 @@ class TransformersEngine:
 def build_model(model_dir: str, config: GenerationConfig) -> Any:
     """A model of the directory's config.json with arbitrary weights, ready to be loaded."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     if config.gpus_per_replica == 0:
         torch.set_num_threads(1)
     dtype = getattr(torch, config.dtype)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
+    with lean_transformers():  # a model's own module is imported when the model is built
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
     return model.to("cuda") if config.gpus_per_replica > 0 else model
 
 

@@ -28,6 +28,7 @@ from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments.base import Environment
 from roundhouse.environments.gymnasium import GymnasiumEnvironment
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.fast_imports import lean_transformers
 from roundhouse.policy import warm_start_cache
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
@@ -293,7 +294,9 @@ MAX_POSITIONS = 4096
 def make_model(config: WarmStartPolicy, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """An untrained model for `tokenizer`'s vocabulary."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    with lean_transformers():
+        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     shape = Qwen3Config(
         vocab_size=len(tokenizer),

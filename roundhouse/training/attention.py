@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+
+from roundhouse.fast_imports import lean_transformers
+
+with lean_transformers():
+    from transformers import AttentionInterface, PreTrainedModel
 
 from roundhouse.errors import ConfigError
 from roundhouse.training.packing import Span

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.fast_imports import without_sklearn
+from roundhouse.fast_imports import lean_transformers
 
-with without_sklearn():
+with lean_transformers():
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roundhouse.training.attention import PACKED, check_packable, register

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from roundhouse.training.attention import PACKED
 from roundhouse.training.balance import Dealer
 from roundhouse.training.logits import chunked_log_probs
 from roundhouse.training.packing import FlatTokens, Microbatch, build_microbatches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+from roundhouse.fast_imports import lean_transformers
+
+with lean_transformers():
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
 from roundhouse.errors import ConfigError
 

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.parallel import Ranks, full, whole_on_leader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER_FILE, ADAPTER_CONFIG, BASE_FILE = "adapter_model.safetensors", "adapter_config.json", "base.safetensors"
 _NAME = "default"

@@ -7,15 +7,18 @@ back continues bit for bit.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import DataError
 from roundhouse.training.parallel import Ranks, sharded_like, whole_on_leader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 

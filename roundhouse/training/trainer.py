@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError
@@ -26,6 +26,9 @@ from roundhouse.training.metrics import StepReport
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import Role, TrainService, check_fits
 from roundhouse.training.step import Learner, NonFiniteError, TrainStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["NonFiniteError", "StepReport", "Trainer"]
 

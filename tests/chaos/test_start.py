@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prefect import Flow
@@ -27,7 +28,7 @@ HEAVY = ("torch", "transformers", "mlflow", "pandas", "sklearn", "ray", "vllm", 
 def imported_by(code: str) -> list[str]:
     """Heavy packages that are there after the code ran in a new interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}; {_TOLD % (HEAVY,)}"], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", f"{code}\n{_TOLD % (HEAVY,)}"], capture_output=True, text=True, timeout=300, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -37,11 +38,35 @@ def test_the_train_flow_imports_none_of_the_heavy_libraries_before_a_stage_needs
     assert imported_by("import flows._prefect.tuning, flows.train, pandas") == ["pandas"]
 
 
-def test_a_trainer_starts_without_scikit_learn_and_pandas_which_can_be_imported_still() -> None:
-    absent = "assert not {'sklearn', 'pandas'} & set(sys.modules)"
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
+STARTS = {
+    "trainer": "import roundhouse.training.trainer",
+    "engine": """
+import roundhouse.generation.standalone
+from roundhouse.config.generation import GenerationConfig
+from roundhouse.generation.transformers_engine import build_model
+build_model(".", GenerationConfig(backend="transformers"))
+""",
+}
+UNUSED = "assert not {'sklearn', 'scipy', 'accelerate', 'pandas'} & set(sys.modules)"
+
+
+@pytest.mark.parametrize("process", STARTS)
+def test_a_trainer_and_an_engine_start_without_what_they_do_not_use_which_can_be_imported_still(
+    process: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     there = "from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
-    told = imported_by(f"import sys, roundhouse.training.trainer; {absent}; {there}; import sklearn.metrics")
-    assert {"transformers", "sklearn"} <= set(told)
+    told = imported_by("\n".join(["import sys", STARTS[process], UNUSED, there, "import sklearn.metrics"]))
+    assert {"transformers", "sklearn", "scipy"} <= set(told)
 
 
 def test_spared_packages_are_importable_again_and_those_there_already_stay() -> None:

@@ -12,11 +12,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError
@@ -40,6 +39,9 @@ from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_
 from roundhouse.training.packing import build_microbatches
 from roundhouse.training.parallel import Ranks, full, shard
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
