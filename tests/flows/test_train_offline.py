@@ -1,5 +1,5 @@
 """A night that was missed is collected with the promoted checkpoint, and a run learns from it: deployments, as a person asks.
-An older night makes room.
+An older night makes room. The run that is collected from was made without them: its promoted checkpoint is not its newest.
 
 The story happens once; each test is a claim about what was seen.
 """
@@ -12,13 +12,15 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule
-from roundhouse.config.forms import CollectForm
+from roundhouse.config.forms import CollectForm, TrainForm
 from roundhouse.query.lineage import trained_on
+from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, dataset_versions, users_of_datasets
-from roundhouse.store.promoted import promoted_version
-from roundhouse.store.run import Run
+from roundhouse.store.promoted import point_to_promoted, promoted_version
+from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from tests.flows.served import Served
+from tests.stages.test_checkpoint import trained
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -26,9 +28,9 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.fixture(scope="module")
 def learnt(served: Served) -> Run:
     """The offline run."""
-    served.wait(served.start("train", preset="small", run_id="taught", iterations=1), "COMPLETED")
+    run = _taught(served)
     night = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
-    run, older = served.run("taught"), TaskDraw.of_moment(night - timedelta(days=1))
+    older = TaskDraw.of_moment(night - timedelta(days=1))
     run.begin(dataset_stage(run, "lessons", older.label(0), older), policy_version=0).commit()
     with served.at_prefect():
         kept = {"name": "lessons", "keep_last": 1}
@@ -77,3 +79,12 @@ def test_lineage_leads_from_its_versions_to_the_night(learnt: Run, served: Serve
     version = learnt.first_version + 4
     own = [entry for entry in trained_on(served.store, "learnt", version).iterations if entry["run_id"] == "learnt"]
     assert {entry["dataset"] for entry in own} == {f"lessons@{night.uri.rsplit('/', 1)[-1]}"}
+
+
+def _taught(served: Served) -> Run:
+    """A run with the served policy as versions 0, the promoted one, and 1."""
+    run = open_run(TrainForm(preset="small", run_id="taught", iterations=1).resolve(str(served.directory / "state")))
+    publish_starting_policy(run, served.directory / "policy", {})
+    point_to_promoted(run, 0)
+    publish(run, trained(run, 1, served.directory / "policy"))
+    return run
