@@ -37,6 +37,7 @@ test-long: setup ## what is long by nature, printed one by one: stories, chaos, 
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest -m long -v $(or $(PYTEST_ARGS),-n $(TEST_WORKERS))
 
 measure: setup ## how the code is built, in figures: modules, lines, helpers called once, names used twice, cycles
+	@$(BIN)/python tools/measure_way.py
 	@$(BIN)/python tools/measure_structure.py
 
 check: setup ## lint, formatting, types

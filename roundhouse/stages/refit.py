@@ -26,7 +26,6 @@ from roundhouse.generation.engine_services import EngineService, ProcessEngine, 
 from roundhouse.generation.served_policy import SAMPLED
 from roundhouse.generation.terms import RefitOptions
 from roundhouse.health.activity import ACTIVITY
-from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
 from roundhouse.stages.checkpoint import WEIGHTS_DIGEST
@@ -53,6 +52,8 @@ def engine_service(run: Run) -> EngineService:
     if config.generation.engine_url is not None:
         return ProcessEngine(config.generation.engine_url.rstrip("/"))
     if isinstance(config.infra, KubernetesInfra) and config.infra.engine is not None:
+        from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
+
         holder = ServedRun(run.run_id, run.uid, run.location.uri)
         return RayServiceServed(config.infra, config.infra.engine, holder)
     services = status(state_directory(config))
