@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, time
-from flows._prefect.signals import repeated_terminations
+from flows._prefect.signals import redeliver_lost_signals
 from prefect.exceptions import TerminationSignal
 
 def told(number, frame):
@@ -25,7 +25,7 @@ class Finalized:
 
 began = time.monotonic()
 try:
-    with repeated_terminations():
+    with redeliver_lost_signals():
         Finalized()
         print("dropped", flush=True)
         while time.monotonic() - began < 30:
@@ -46,12 +46,12 @@ def test_a_termination_that_python_drops_is_raised_again(signal: str, raised: st
 def test_what_else_is_dropped_is_told_as_ever() -> None:
     program = """
 import sys
-from flows._prefect.signals import repeated_terminations
+from flows._prefect.signals import redeliver_lost_signals
 class Finalized:
     def __del__(self):
         raise ValueError("in a finalizer")
 before = sys.unraisablehook
-with repeated_terminations():
+with redeliver_lost_signals():
     Finalized()
 assert sys.unraisablehook is before
 """
