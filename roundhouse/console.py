@@ -170,7 +170,7 @@ class RunView(logging.Handler):
         self.activity(f"evaluating version {version}", finished, planned, self._pace.note())
 
     def _on_evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        reward, error = metrics.get("evaluation/reward_mean"), metrics.get("evaluation/reward_stderr", 0.0)
+        reward, error = metrics.get("evaluation/reward/mean"), metrics.get("evaluation/reward/stderr", 0.0)
         if reward is not None:
             self.say(f"  [bold]held-out[/]   version {version:<3d}  reward [bold]{reward:.3f}[/] ± {error:.3f}")
 
@@ -179,7 +179,7 @@ class RunView(logging.Handler):
 
     def _on_iteration(self, iteration: int, metrics: dict[str, float]) -> None:
         if iteration > 0 and self.iterations is not None:
-            self._pace.iteration(metrics.get("seconds/iteration", 0.0), self.iterations - iteration)
+            self._pace.iteration(metrics.get("time/iteration", 0.0), self.iterations - iteration)
             self.say(f"  {iteration_line(iteration, self.iterations, metrics)}")
 
 
@@ -191,7 +191,7 @@ def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -
             f"data: reward {metrics.get('train/reward', 0):.3f}",
             f"effective sample {metrics['offline/effective_tokens']:.3f} of tokens",
             f"{metrics['offline/effective_rollouts']:.3f} of rollouts",
-            f"{metrics.get('seconds/iteration', 0):.1f} s",
+            f"{metrics.get('time/iteration', 0):.1f} s",
         ]
         return "  ".join(parts)
     reward = metrics.get("reward/mean", 0.0)
@@ -201,7 +201,7 @@ def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -
         f"reward {reward:.3f} {bar}",
         f"turns {metrics.get('rollout/turns_mean', 0):.2f}",
         f"mismatch {metrics.get('train/logprob_abs_diff_max', 0):.0e}",
-        f"{metrics.get('seconds/iteration', 0):.1f} s",
+        f"{metrics.get('time/iteration', 0):.1f} s",
     ]
     return "  ".join(parts)
 

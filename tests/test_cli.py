@@ -199,7 +199,7 @@ def test_runs_are_listed_and_shown_for_people_and_programs(tmp_path: Path) -> No
     store = str(tmp_path / "store")
     run = open_run(parse_config({"run_id": "one", "store": store}))
     attempt = run.begin(run.stage(0, "evaluate"), policy_version=0)
-    metrics = {"evaluation/reward_mean": 0.25, "evaluation/reward_stderr": 0.05, "evaluation/tasks": 8.0}
+    metrics = {"evaluation/reward/mean": 0.25, "evaluation/reward/stderr": 0.05, "evaluation/tasks": 8.0}
     attempt.commit(metrics=metrics)
     assert "0.250 ± 0.050" in roundhouse("runs", "list", "--store", store).stdout
     [listed] = json.loads(roundhouse("runs", "list", "--store", store, "--json").stdout)
@@ -300,7 +300,7 @@ def test_the_summary_says_how_long_the_start_took_and_the_starting_policy_of_it(
     policy = run.begin(run.checkpoint(0), policy_version=0)
     policy.write_bytes("model.safetensors", b"weights")
     run.point_to(policy.commit(details={"warm_start": {"seconds": 60.0}}))
-    run.begin(run.stage(0, "evaluate"), policy_version=0).commit(metrics={"evaluation/reward_mean": 0.25})
+    run.begin(run.stage(0, "evaluate"), policy_version=0).commit(metrics={"evaluation/reward/mean": 0.25})
     shown = CliRunner().invoke(app, ["runs", "show", "r", "--store", run.config.store]).stdout
     said = re.search(r"before the first stage: (\d+) s \(starting policy 60 s; else services", shown)
     assert said is not None, shown
@@ -311,7 +311,7 @@ def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(tm
     """0.00728 CPU hours were 26 s, and "untrained" was not explained."""
     run = write_run(str(tmp_path / "store"), iterations=1)
     totals = {"cpu_hours": 0.00728, "wall_hours": 3.0, "generated_tokens": 10.0}
-    totals |= {f"wasted_tokens/{reason}": 1.0 for reason in cost.WHY}
+    totals |= {f"waste/{reason}_tokens": 1.0 for reason in cost.WHY}
     run.begin(run.stage(1, "report"), policy_version=1).commit(details={"totals": totals})
     shown = CliRunner().invoke(app, ["runs", "cost", "r", "--store", run.config.store]).stdout
     assert "0.00728 (26 s)" in shown

@@ -9,7 +9,7 @@ from rich.console import Console
 from roundhouse.console import Pace, RunView
 from roundhouse.progress import announce
 
-METRICS = {"reward/mean": 0.5, "rollout/turns_mean": 2.0, "seconds/iteration": 30.0}
+METRICS = {"reward/mean": 0.5, "rollout/turns_mean": 2.0, "time/iteration": 30.0}
 
 
 def tell_an_iteration(iteration: int) -> None:

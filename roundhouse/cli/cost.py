@@ -57,15 +57,15 @@ def _duration(hours: float) -> str:
 def run_cost(run: Any) -> dict[str, Any]:
     """Totals over the reported iterations, wasted tokens by reason, the budget and what of it is used up."""
     from roundhouse.stages.budget import budget_of, over_budget
-    from roundhouse.stages.cost import run_totals
+    from roundhouse.stages.cost import is_waste, run_totals
 
     latest = run.latest_checkpoint()
     version = run.first_version if latest is None else latest.policy_version
     totals = run_totals(run, version if run.is_reported(version) else max(version - 1, run.first_version))
-    wasted = {name.split("/")[1]: value for name, value in totals.items() if name.startswith("wasted_tokens/")}
+    wasted = {name[len("waste/") : -len("_tokens")]: value for name, value in totals.items() if is_waste(name)}
     return {
         "run_id": run.run_id,
-        "totals": {name: value for name, value in totals.items() if not name.startswith("wasted_tokens/")},
+        "totals": {name: value for name, value in totals.items() if not is_waste(name)},
         "wasted_tokens": wasted,
         "currency": run.config.cost.prices.currency,
         "budget": budget_of(run),

@@ -32,7 +32,7 @@ class Collected:
     def metrics(self) -> dict[str, float]:
         generated = sum(len(turn.generation_token_ids) for rollout in self.rollouts for turn in rollout.turns)
         rates = {"rollout/tokens_per_second": generated / self.window_seconds} if self.window_seconds > 0 else {}
-        return rollout_metrics(self.rollouts) | {"seconds/rollouts": self.window_seconds} | rates
+        return rollout_metrics(self.rollouts) | {"time/rollouts": self.window_seconds} | rates
 
 
 class RolloutCollector(Protocol):

@@ -11,7 +11,7 @@ from roundhouse.query.lineage import identity_of
 
 SHOWN = (
     "reward/mean",
-    "evaluation/reward_mean",
+    "evaluation/reward/mean",
     "rollout/generated_tokens_mean",
     "rollout/truncated_rate",
     "validate/quarantined",
@@ -19,7 +19,7 @@ SHOWN = (
     "train/clip_fraction",
     "train/grad_norm",
     "train/token_mult_prob_error",
-    "seconds/iteration",
+    "time/iteration",
 )
 """Metrics that are compared unless others are asked for."""
 

@@ -94,7 +94,7 @@ def _iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) -> Reco
     assert collect is not None, "it is among the manifests"
     rows = read_table(collect, "rollouts").select(["status", "seconds"]).to_pylist()
     lasted = {kind: manifest.finished_at - manifest.started_at for kind, manifest in manifests.items()}
-    wall = manifests["report"].metrics["seconds/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
+    wall = manifests["report"].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
     rollouts = [row["seconds"] for row in rows if row["status"] != Status.FAILED]
     generating = makespan(rollouts, _slots(run) * run.config.generation.replicas)
     return RecordedIteration(

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from roundhouse.config.models import RunConfig
 from roundhouse.config.train_service import ProcessService
 from roundhouse.store.manifest import Manifest
+from roundhouse.store.metric_names import current_names
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 from roundhouse.trajectories.records import Rollout, Status
@@ -29,11 +30,11 @@ HOUR = 3600.0
 BUDGETED = ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money")
 """Names of `Budget`."""
 _TOTAL_OF = {
-    "seconds/iteration": ("wall_hours", HOUR),
+    "time/iteration": ("wall_hours", HOUR),
     "cost/gpu_seconds": ("gpu_hours", HOUR),
     "cost/cpu_seconds": ("cpu_hours", HOUR),
     "cost/generated_tokens": ("generated_tokens", 1.0),
-    "cost/money": ("money", 1.0),
+    "cost/total": ("money", 1.0),
 }
 """Which total a metric adds to, and its unit in the metric's."""
 
@@ -52,7 +53,7 @@ def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str
     return {
         "cost/generated_tokens": float(generated),
         "cost/repeated_rollouts": float(sum(rollout.attempt > 1 for rollout in rollouts)),
-        **{f"wasted_tokens/{reason}": float(count) for reason, count in wasted.items()},
+        **{f"waste/{reason}_tokens": float(count) for reason, count in wasted.items()},
     }
 
 
@@ -81,11 +82,11 @@ def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds
         "cost/stage_attempts": float(sum(manifest.attempt for manifest in stages)),
     }
     if prices.gpu_hour or prices.cpu_hour:
-        metrics["cost/money"] = (gpu_seconds * prices.gpu_hour + cpu_seconds * prices.cpu_hour) / HOUR
+        metrics["cost/total"] = (gpu_seconds * prices.gpu_hour + cpu_seconds * prices.cpu_hour) / HOUR
     found = {name: value for manifest in stages for name, value in manifest.metrics.items()}
     if generated := found.get("cost/generated_tokens"):
-        wasted = sum(value for name, value in found.items() if name.startswith("wasted_tokens/"))
-        metrics["wasted_tokens/share"] = wasted / generated
+        wasted = sum(value for name, value in found.items() if is_waste(name))
+        metrics["waste/token_fraction"] = wasted / generated
     return metrics
 
 
@@ -100,7 +101,7 @@ def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> 
     for found in metrics:
         for name, value in found.items():
             total, unit = _TOTAL_OF.get(name, (name, 1.0))
-            if name in _TOTAL_OF or (name.startswith("wasted_tokens/") and name != "wasted_tokens/share"):
+            if name in _TOTAL_OF or is_waste(name):
                 totals[total] = totals.get(total, 0.0) + value / unit
     return totals
 
@@ -108,7 +109,13 @@ def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> 
 def run_totals(run: Run, iteration: int) -> dict[str, float]:
     """Totals of all iterations up to a reported one; all 0 before the first."""
     reference = run.stage(iteration, "report").reference()
-    return totals_after({} if reference is None else read_manifest(reference).details.get("totals", {}))
+    recorded = {} if reference is None else read_manifest(reference).details.get("totals", {})
+    return totals_after(current_names(recorded))
+
+
+def is_waste(name: str) -> bool:
+    """Whether a metric or a total counts tokens wasted for one reason."""
+    return name.startswith("waste/") and name.endswith("_tokens")
 
 
 def _reason(rollout: Rollout, outcome: str | None) -> str | None:

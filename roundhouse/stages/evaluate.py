@@ -76,10 +76,10 @@ def evaluation_metrics(rollouts: Sequence[Rollout], success_threshold: float = 1
     means = list(task_means(rewards).values())
     interval = mean_interval(means)
     return metrics | {
-        "evaluation/reward_mean": mean(means),
-        "evaluation/reward_stderr": deviation(means) / math.sqrt(len(means)),
-        "evaluation/reward_low": interval.low,
-        "evaluation/reward_high": interval.high,
+        "evaluation/reward/mean": mean(means),
+        "evaluation/reward/stderr": deviation(means) / math.sqrt(len(means)),
+        "evaluation/reward/low": interval.low,
+        "evaluation/reward/high": interval.high,
         "evaluation/tasks": float(len(means)),
         **{f"evaluation/pass_at_{k}": mean_pass_at_k(rewards, k, success_threshold) for k in reported_ks(rewards)},
     }

@@ -50,8 +50,8 @@ def _headline(manifests: Mapping[str, Manifest]) -> str:
     found = {name: value for manifest in manifests.values() for name, value in manifest.metrics.items()}
     shown = {
         "reward": found.get("reward/mean"),
-        "held-out reward": found.get("evaluation/reward_mean"),
-        "tokens not learnt from": found.get("wasted_tokens/share"),
+        "held-out reward": found.get("evaluation/reward/mean"),
+        "tokens not learnt from": found.get("waste/token_fraction"),
         "engine against trainer": found.get("train/token_mult_prob_error"),
         "clip fraction": found.get("train/clip_fraction"),
     }

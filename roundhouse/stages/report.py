@@ -52,7 +52,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
             waited = max(0.0, manifests["validate"].started_at - began) if "validate" in manifests else 0.0
             metrics["overhead/total"] -= waited
             metrics["overhead/orchestration"] -= waited
-            metrics["seconds/waited_for_rollouts"] = waited
+            metrics["time/rollout_wait"] = waited
     metrics |= _kubernetes_calls(manifests)
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
@@ -74,10 +74,10 @@ def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> float:
 def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
     """Overhead of each stage and of the whole iteration, in seconds."""
     productive = {
-        "collect": _metric(manifests, "collect", "seconds/rollouts"),
-        "train": _metric(manifests, "train", "seconds/compute"),
+        "collect": _metric(manifests, "collect", "time/rollouts"),
+        "train": _metric(manifests, "train", "time/compute"),
     }
-    metrics: dict[str, float] = {"seconds/iteration": wall}
+    metrics: dict[str, float] = {"time/iteration": wall}
     stages = [kind for kind in manifests if kind not in ("evaluate", "promote", "report")]
     for kind in stages:
         metrics[f"overhead/{kind}"] = max(0.0, stage_seconds(manifests[kind]) - productive.get(kind, 0.0))
@@ -116,8 +116,8 @@ def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
         if kind != "checkpoint":  # it repeats the train stage's
             metrics |= manifest.metrics
         if kind != "report":
-            metrics[f"seconds/{kind}"] = stage_seconds(manifest)
-            metrics[f"cpu_seconds/{kind}"] = manifest.resources.get("cpu_seconds", 0.0)
+            metrics[f"time/{kind}"] = stage_seconds(manifest)
+            metrics[f"cpu_time/{kind}"] = manifest.resources.get("cpu_seconds", 0.0)
     if "validate" in manifests:
         counts = manifests["validate"].counts
         metrics |= {f"ledger/{name}": float(counts.get(name, 0)) for name in LEDGER}
@@ -184,8 +184,14 @@ def _metric(manifests: dict[str, Manifest], kind: str, name: str) -> float:
 
 
 def _evaluation(version: int, manifest: Manifest) -> dict[str, Any]:
-    own = {name.removeprefix("evaluation/"): value for name, value in manifest.metrics.items()}
+    own = {_in_summary(name): value for name, value in manifest.metrics.items()}
     return {"version": version, **own, "ledger": {name: manifest.counts.get(name, 0) for name in LEDGER}}
+
+
+def _in_summary(metric: str) -> str:
+    """The summary calls the mean over tasks and its interval `reward_mean`, `reward_low`, …, as it always has."""
+    name = metric.removeprefix("evaluation/")
+    return name.replace("/", "_") if name in ("reward/mean", "reward/stderr", "reward/low", "reward/high") else name
 
 
 def _start_seconds(run: Run, iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
@@ -214,7 +220,7 @@ def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, flo
     for manifests in iterations:
         if "report" in manifests:
             for name, value in manifests["report"].metrics.items():
-                if name.startswith(("overhead/", "seconds/")):
+                if name.startswith(("overhead/", "time/")):
                     values.setdefault(name, []).append(value)
     return {name: round(statistics.median(found), 3) for name, found in values.items()}
 

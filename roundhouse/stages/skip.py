@@ -52,7 +52,7 @@ def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
         update = attempt.commit(
             inputs={"base": base},
             counts={"sequences": 0},
-            metrics={"train/skipped": 1.0, "seconds/compute": 0.0},
+            metrics={"train/skipped": 1.0, "time/compute": 0.0},
             details=recorded(copied)
             | {SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")}},
         )

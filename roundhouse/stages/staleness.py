@@ -27,7 +27,7 @@ def staleness_metrics(sequences: pa.Table, columns: pa.Table, trained_version: i
         staleness/share/age_<a>                           share of the trained tokens
         staleness/logprob_abs_diff/age_<a>                mean |old - gen|
         staleness/importance_ratio/age_<a>                mean exp(old - gen): 1 for samples of the same policy
-        staleness/effective_sample/age_<a>                (sum w)² / (n sum w²) of the ratios w: share that still counts
+        staleness/ess/age_<a>                             (sum w)² / (n sum w²) of the ratios w: share that still counts
 
     Raises:
         DataError: the tables are not of one step, or a token is newer than the weights that train on it.
@@ -55,7 +55,7 @@ def staleness_metrics(sequences: pa.Table, columns: pa.Table, trained_version: i
             f"staleness/share/age_{age}": len(own) / len(ages),
             f"staleness/logprob_abs_diff/age_{age}": float(np.abs(own).mean()),
             f"staleness/importance_ratio/age_{age}": float(ratio.mean()),
-            f"staleness/effective_sample/age_{age}": float(ratio.sum() ** 2 / (len(own) * (ratio**2).sum())),
+            f"staleness/ess/age_{age}": float(ratio.sum() ** 2 / (len(own) * (ratio**2).sum())),
         }
     return metrics
 

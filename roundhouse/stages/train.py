@@ -87,8 +87,8 @@ def train_iteration(
             **{f"train/{name}": value for name, value in result.metrics.items()},
             **drifted,
             **(staleness_metrics(recorded, columns, base.policy_version) if run.config.asynchrony.staleness else {}),
-            "seconds/compute": compute,
-            "wasted_tokens/untrained": untrained_tokens(recorded, columns),
+            "time/compute": compute,
+            "waste/untrained_tokens": untrained_tokens(recorded, columns),
         },
         details={
             **written_files(result.checkpoint),

@@ -173,7 +173,7 @@ def _validated(
         metrics={
             "validate/sequences": result.sequences.num_rows,
             "validate/quarantined": refused,
-            "validate/put_aside": _put_aside(result),
+            "validate/filtered": _filtered(result),
             "validate/text_proved": result.text_proved,
             "validate/tokens": pc.sum(pc.list_value_length(result.sequences.column("token_ids"))).as_py(),
             "validate/trained_tokens": _ones(result.sequences.column("loss_mask")),
@@ -189,8 +189,8 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
     Raises:
         TooFewSequences: more than `validation.max_quarantine_fraction`, or fewer groups are left than `failures.min_groups`.
     """
-    put_aside = _put_aside(result)
-    refused, requested = result.quarantine.num_rows - put_aside, result.ledger.requested - put_aside
+    filtered = _filtered(result)
+    refused, requested = result.quarantine.num_rows - filtered, result.ledger.requested - filtered
     groups = pc.count_distinct(result.sequences.column("group_id")).as_py()
     if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
         raise TooFewSequences(
@@ -202,7 +202,7 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
     return refused
 
 
-def _put_aside(result: Validated) -> int:
+def _filtered(result: Validated) -> int:
     """Rollouts that nothing is wrong with, which are not wanted."""
     return sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from roundhouse.store.location import Location, NotFound
+from roundhouse.store.metric_names import current_names
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -114,6 +115,11 @@ class Manifest(BaseModel):
     finished_at: float
     resources: dict[str, float] = {}
     """cpu_seconds of the processes that ran the stage, max_rss_mib of the one that committed it."""
+
+    @field_validator("metrics")
+    @classmethod
+    def _under_current_names(cls, metrics: dict[str, float]) -> dict[str, float]:
+        return current_names(metrics)
 
     @property
     def model_files(self) -> ModelFiles:

@@ -242,8 +242,8 @@ def _note(run: Run) -> str:
     place = run.location.uri.removeprefix("file://")
     return (
         f"Training run `{run.run_id}` on `{run.config.environment.kind}`. Store: `{place}`. A step is an iteration. Look first "
-        "at `evaluation/reward_mean`, `reward/mean`, `train/gen_kl_error`, `train/clip_fraction`, `rollout/failed_rate` and "
-        "`seconds/iteration`; docs/metrics.md explains every metric. Rollouts by iteration: `roundhouse view "
+        "at `evaluation/reward/mean`, `reward/mean`, `train/gen_kl_error`, `train/clip_fraction`, `rollout/failed_rate` and "
+        "`time/iteration`; docs/metrics.md explains every metric. Rollouts by iteration: `roundhouse view "
         f"{run.run_id}`."
     )
 

@@ -108,7 +108,7 @@ def _lineage(run: Run, version: int, checkpoint: Reference) -> dict[str, str]:
             tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
     evaluation = run.stage(version, "evaluate").reference()
     if evaluation is not None:
-        tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward_mean'):.4f}"
+        tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
     return tags
 
 

@@ -118,7 +118,9 @@ METRICS: dict[str, Metric] = {
     "num_valid_samples": Metric(_SUM, "sequences trained on"),
     "global_valid_toks": Metric(_SUM, "tokens trained on"),
     "num_microbatches": Metric(_SUM, "forward and backward passes"),
-    "idle_turns": Metric(_MAX, "turns of an update in which a rank had no sequence (several ranks only)", "0"),
+    "idle_microbatches": Metric(
+        _MAX, "microbatches of a minibatch in which a rank had no sequence (several ranks only)", "0"
+    ),
     "mean_trained_tokens": Metric(_SEQUENCES, "trained tokens of a sequence"),
     # speed
     "tokens_per_second": Metric(_LAST, "real tokens of the trained sequences through forward and backward, a second"),

@@ -113,7 +113,7 @@ class Catalog:
                 row["reward"] = manifest.metrics.get("reward/mean")
                 row["requested"] = manifest.counts.get("requested")
             if stage == "evaluate":
-                row["evaluation"] = manifest.metrics.get("evaluation/reward_mean")
+                row["evaluation"] = manifest.metrics.get("evaluation/reward/mean")
         return list(rows.values())
 
     def tokenizer_file(self, run_id: str) -> bytes | None:

@@ -45,7 +45,7 @@ def test_each_token_has_the_age_of_its_span():
     assert [found[f"staleness/share/age_{age}"] for age in (0, 1, 2)] == [0.25, 0.5, 0.25]
     assert found["staleness/logprob_abs_diff/age_2"] == 0.5
     assert found["staleness/importance_ratio/age_2"] == pytest.approx(math.exp(-0.5))
-    assert found["staleness/effective_sample/age_1"] == 1
+    assert found["staleness/ess/age_1"] == 1
 
 
 def test_a_token_newer_than_the_weights_is_an_error():

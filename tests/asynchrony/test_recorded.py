@@ -41,9 +41,9 @@ def recorded_run(place, *, failed: bool = False, **rollout) -> Run:
         attempt = run.begin(run.stage(iteration, "collect"), policy_version=iteration - 1)
         attempt.write_table("turns", turns_table(rollouts))
         attempt.write_table("rollouts", rollouts_table(rollouts))
-        attempt.commit(metrics={"seconds/rollouts": max(durations)})
+        attempt.commit(metrics={"time/rollouts": max(durations)})
         report = run.begin(run.stage(iteration, "report"), policy_version=iteration)
-        report.commit(metrics={"seconds/iteration": 20.0})
+        report.commit(metrics={"time/iteration": 20.0})
     return run
 
 

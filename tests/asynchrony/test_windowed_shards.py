@@ -85,7 +85,7 @@ def test_a_step_passes_over_a_slow_shard_and_a_run_that_goes_on_trains_on_each_g
     ahead = [Collecting(lane, k) for k in (1, 2)]
     first = step(lane, 1)
     assert details(first)["groups"] == [0, 1, 4, 5], "the shard with 2 and 3 is passed over"
-    assert read_manifest(first).metrics["seconds/rollouts"] > 0
+    assert read_manifest(first).metrics["time/rollouts"] > 0
     assert first.counts["failed"] == 1
     until(lambda: 7 in lane.controller.rollouts.complete)
     assert ahead[0].found == ahead[1].found == [], "a step is yet to be decided on for some of their groups"

@@ -41,7 +41,7 @@ SHOWN_BY = {
     "OfflineConfig.min_rollout_ess_fraction": "tests/stages/test_offline.py",
     "PlacementConfig": "tests/config/test_colocation.py",
     "RunConfig.placement": "tests/config/test_colocation.py",
-    "Distillation.teacher": "tests/training/test_trainer_algorithms.py",
+    "DistillationConfig.teacher": "tests/training/test_trainer_algorithms.py",
     "Toleration.effect": "tests/config/test_every_key.py",
 }
 """Keys that are handed over whole or read inside of `roundhouse.config`, and the tests that set them."""
@@ -95,7 +95,7 @@ def test_what_is_handed_over_whole_is_set_by_a_test(shown: tuple[str, str]) -> N
 
 
 def test_every_limit_of_a_budget_is_held() -> None:
-    metrics = ("seconds/iteration", "cost/gpu_seconds", "cost/cpu_seconds", "cost/generated_tokens", "cost/money")
+    metrics = ("time/iteration", "cost/gpu_seconds", "cost/cpu_seconds", "cost/generated_tokens", "cost/total")
     used = totals_after({}, dict.fromkeys(metrics, 1e9))
     for limit in ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money"):
         [line] = over_budget({limit: 1.0}, used)

@@ -180,7 +180,7 @@ def test_mlflow_has_one_run_with_each_iteration_once(story: Story) -> None:
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "train/reward")
     assert sorted(point.step for point in history) == list(range(1, ITERATIONS + 1))
-    assert {"evaluation/reward_mean", "seconds/collect", "overhead/total"} <= run.data.metrics.keys()
+    assert {"evaluation/reward/mean", "time/collect", "overhead/total"} <= run.data.metrics.keys()
     assert run.data.params["rollout.group_size"] == "4"
     inputs = {each.dataset.name for each in run.inputs.dataset_inputs}
     assert {"rollouts-000001", "sequences-000004"} <= inputs

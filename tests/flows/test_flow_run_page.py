@@ -72,7 +72,7 @@ def test_progress_and_warnings_are_lines_of_the_flow_runs_log(prefect_client: Se
             announce("warm_start", step=step, steps=1000, loss=0.25)
         for finished in range(1, 33):
             announce("collect", iteration=1, finished=finished, planned=32)
-        announce("evaluation", version=1, metrics={"evaluation/reward_mean": 0.75})
+        announce("evaluation", version=1, metrics={"evaluation/reward/mean": 0.75})
         logging.getLogger("roundhouse.anywhere").warning("MLflow lacks a part")
 
     told = log_of(work, "a part")

@@ -10,6 +10,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.stages.budget import budget_of, over_budget, raise_budget, raises, used_up
 from roundhouse.stages.cost import (
+    is_waste,
     iteration_cost,
     rollout_waste,
     run_totals,
@@ -46,11 +47,11 @@ def test_each_token_is_trained_on_or_wasted_for_one_reason():
     sequences = pa.table({"sequence_id": ["a/0", "c/0"], "loss_mask": [[0, 1], [1] * 10000]})
     columns = pa.table({"sequence_id": ["a/0", "c/0"], "trained": [True, False]})
     untrained = untrained_tokens(sequences, columns)
-    assert found["wasted_tokens/failed"] == 10
-    assert found["wasted_tokens/quarantined"] == 100
-    assert found["wasted_tokens/omitted"] == 1000
+    assert found["waste/failed_tokens"] == 10
+    assert found["waste/quarantined_tokens"] == 100
+    assert found["waste/omitted_tokens"] == 1000
     assert untrained == 10000
-    wasted = sum(value for name, value in found.items() if name.startswith("wasted_tokens/")) + untrained
+    wasted = sum(value for name, value in found.items() if is_waste(name)) + untrained
     assert found["cost/generated_tokens"] == wasted + 1
     assert found["cost/repeated_rollouts"] == 1
 
@@ -73,27 +74,27 @@ def test_gpus_cost_while_they_are_held(service: str, held: float):
     )
     found = iteration_cost(given, {}, seconds=60.0)
     assert found["cost/gpu_seconds"] == 8 * 60 + 8 * held
-    assert found["cost/money"] == pytest.approx(found["cost/gpu_seconds"] * 0.001)
+    assert found["cost/total"] == pytest.approx(found["cost/gpu_seconds"] * 0.001)
 
 
 def test_without_prices_no_money_is_made_up():
-    assert "cost/money" not in iteration_cost(config(), {}, seconds=1.0)
+    assert "cost/total" not in iteration_cost(config(), {}, seconds=1.0)
 
 
 def test_a_budget_that_is_used_up_names_its_key():
     given = {"wall_hours": 1.0, "money": 5.0}
-    totals = totals_after({}, {"seconds/iteration": 1800.0, "cost/money": 2.0})
+    totals = totals_after({}, {"time/iteration": 1800.0, "cost/total": 2.0})
     assert over_budget(given, totals) == []
-    totals = totals_after(totals, {"seconds/iteration": 2700.0, "cost/money": 2.0, "wasted_tokens/failed": 3.0})
+    totals = totals_after(totals, {"time/iteration": 2700.0, "cost/total": 2.0, "waste/failed_tokens": 3.0})
     assert over_budget(given, totals) == ["1.25 of cost.budget.wall_hours=1 are used, 0.25 too much"]
-    assert totals["wasted_tokens/failed"] == 3
+    assert totals["waste/failed_tokens"] == 3
 
 
 def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_path):
     run = open_run(config(store=str(tmp_path)))
     for iteration in (0, 1, 2):
         validated = run.begin(run.stage(iteration, "validate"), policy_version=iteration)
-        validated.commit(metrics={"cost/generated_tokens": 100.0, "wasted_tokens/failed": 25.0})
+        validated.commit(metrics={"cost/generated_tokens": 100.0, "waste/failed_tokens": 25.0})
         report_iteration(run, iteration)
         report_iteration(run, iteration)
     run.begin(run.checkpoint(0), policy_version=0).commit()
@@ -101,9 +102,9 @@ def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_pat
     run.begin(run.checkpoint(2), policy_version=2).commit()
     assert run_cost(run)["totals"]["generated_tokens"] == run_totals(run, 2)["generated_tokens"] == 300
     assert run_cost(run)["wasted_tokens"] == {"failed": 75}
-    assert run_totals(run, 2)["wasted_tokens/failed"] == 75
+    assert run_totals(run, 2)["waste/failed_tokens"] == 75
     assert run_totals(run, 7) == totals_after({})
-    assert iteration_manifests(run, 2)["report"].metrics["wasted_tokens/share"] == 0.25
+    assert iteration_manifests(run, 2)["report"].metrics["waste/token_fraction"] == 0.25
 
 
 def test_a_budget_that_does_not_cover_an_iteration_can_be_raised_by_key_or_by_a_persons_word_that_stays(tmp_path):

@@ -159,7 +159,7 @@ def test_any_number_of_shards_collects_the_same_rollouts_and_byte_equal_sequence
     run, weights = begun(f"{tmp_path}/alone", 0)
     alone = collect_iteration(run, 1, weights, engine.url)
     everything, rows, digest = set(engine.answered), dataset(alone), sequences_digest(run, alone)
-    plain = {name for name in read_manifest(alone).metrics if not name.startswith("seconds/")}
+    plain = {name for name in read_manifest(alone).metrics if not name.startswith("time/")}
     for count in (1, 2, 5):
         engine.answered.clear()
         told: list[tuple[int, int]] = []

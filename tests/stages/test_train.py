@@ -134,7 +134,7 @@ def test_a_step_records_its_columns_and_is_not_done_twice(tmp_path: Path) -> Non
     assert "advantage" in columns.column_names
     metrics = read_manifest(update).metrics
     assert metrics["train/num_updates"] == 2
-    assert metrics["seconds/compute"] > 0
+    assert metrics["time/compute"] > 0
 
 
 def test_the_engine_starts_with_the_tokenizer_that_the_policy_will_have(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_one_outlier_among_many_is_masked_named_and_counted_and_the_run_goes_on(
 
 
 def test_answers_of_other_weights_under_the_wanted_number_are_found(run: Run, start: Reference, tmp_path: Path) -> None:
-    other = make_run(tmp_path / "other", text=True)
+    other = make_run(tmp_path / "other", check_text=True)
     other_start = local_directory(
         starting_policy(open_run(other.config.model_copy(update={"seed": 7, "run_id": "s"}))), tmp_path
     )

@@ -65,7 +65,7 @@ def logged(run: Run) -> list[int]:
     client = MlflowClient(run.config.tracking.uri)
     experiment = client.get_experiment_by_name(run.config.tracking.experiment)
     [found] = client.search_runs([experiment.experiment_id])
-    steps = [point.step for point in client.get_metric_history(found.info.run_id, "evaluation/reward_mean")]
+    steps = [point.step for point in client.get_metric_history(found.info.run_id, "evaluation/reward/mean")]
     traces = client.search_traces(locations=[experiment.experiment_id], include_spans=False)
     assert sorted(int(trace.info.tags["roundhouse.iteration"]) for trace in traces) == sorted(steps)
     return steps

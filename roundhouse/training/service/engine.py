@@ -184,7 +184,7 @@ class TrainEngine:
         loss_sum, policy_sum = self.ranks.sum(losses.cpu().numpy()).tolist()
         passes, real_tokens, positions, idle = self.ranks.sum(computed).tolist()
         if self.ranks.size > 1:
-            sums.add("idle_turns", torch.tensor(float(idle)))
+            sums.add("idle_microbatches", torch.tensor(float(idle)))
         return Gradient(
             loss=loss_sum,
             policy_loss=policy_sum,
