@@ -37,7 +37,7 @@ METRICS = {
     "roundhouse_recoveries_total": "What the run did after a failed iteration, by step and code (docs/failures.md).",
     "roundhouse_alerts_total": "Alerts raised, by name.",
 }
-"""Name -> meaning; docs/kubernetes.md has the same."""
+"""Name -> meaning; docs/kubernetes-reference.md has the same."""
 _KIND_WORDS = 2
 """Of a kind of work, as a label: `update 3 of 8` is `update`."""
 

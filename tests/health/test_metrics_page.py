@@ -19,7 +19,7 @@ from roundhouse.http import request_metrics
 from roundhouse.logs import about
 from roundhouse.progress import announce, logger
 
-PAGE = Path(__file__).parents[2] / "docs/kubernetes.md"
+PAGE = Path(__file__).parents[2] / "docs/kubernetes-reference.md"
 
 
 def told(text: str) -> dict[tuple[str, ...], float]:

@@ -274,7 +274,7 @@ class JobController:
         status = pod.get("status", {})
         codes = [item["state"].get("terminated", {}).get("exitCode") for item in status.get("containerStatuses") or []]
         hit = [item["type"] for item in status.get("conditions") or [] if item["status"] == "True"]
-        for rule in job["spec"]["podFailurePolicy"]["rules"]:
+        for rule in job["spec"].get("podFailurePolicy", {"rules": []})["rules"]:
             if any(code in rule.get("onExitCodes", {}).get("values", []) for code in codes):
                 return str(rule["action"])
             if any(pattern["type"] in hit for pattern in rule.get("onPodConditions", [])):

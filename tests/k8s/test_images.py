@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roundhouse.infra.kubernetes.stage_pod import USER
 from tests.k8s.validation import pod_specs, written
+from tools import set_images
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("gym", "flow", "trainer", "engine")
@@ -141,5 +144,48 @@ def test_manifests_name_images_that_are_built() -> None:
         if "image" in container
     }
     assert {image for image in named if image.startswith("roundhouse/")} <= built
-    [prefect] = re.findall(r"^prefect==(\S*)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
-    assert named - built == {f"prefecthq/prefect:{prefect}-python3.11-kubernetes"}, "the worker's: Prefect's own"
+    images = yaml.safe_load((ROOT / "k8s/images.yaml").read_text())
+    others = {images[key] for key in ("prefect", "prefect-worker", "mlflow", "postgres")}
+    assert named - built == others, "upstream's own, of the versions that `test_services.py` compares with the lock"
+
+
+def test_each_image_is_named_in_one_file_that_writes_all_other_places() -> None:
+    images = yaml.safe_load((ROOT / "k8s/images.yaml").read_text())
+    for path in set_images.files(ROOT):
+        text = path.read_text()
+        assert set_images.with_images(text, images) == text, f"{path}: python -m tools.set_images"
+        if path.parent.name == "charts":
+            continue  # the upstream charts have names and tags of their own
+        for line in text.splitlines():
+            named = re.search(
+                r"(?:^|[\s{,])image: +([^\s#{}]+)|\b(?:roundhouse|prefecthq)/[a-z]+:[\w.-]+",
+                re.split(r"(?:^|\s)#", line)[0],
+            )
+            if named and not named[0].endswith('"'):  # a template's variable
+                assert set_images.MARKED.match(line), f"{path}: {line.strip()} is not of k8s/images.yaml"
+    assert {key for path in set_images.files(ROOT) for key, _ in set_images.marked(path.read_text())} == set(images)
+
+
+def test_another_registry_reaches_config_maps_presets_the_base_job_template_and_prefect_yaml(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    shutil.copy(ROOT / "prefect.yaml", tmp_path)
+    command = [sys.executable, "-m", "tools.set_images", "--root", str(tmp_path)]
+    subprocess.run([*command, "--registry", "registry.example.org/team", "--version", "0.2.0"], check=True, cwd=ROOT)
+    ours = "registry.example.org/team/roundhouse"
+    run = yaml.safe_load((tmp_path / "k8s/overlays/gpu/run.yaml").read_text())["data"]["run.yaml"]
+    assert yaml.safe_load(run)["infra"]["trainer"]["image"] == f"{ours}/trainer:0.2.0-cuda"
+    preset = yaml.safe_load((tmp_path / "k8s/components/work-pool/presets/production.yaml").read_text())
+    assert preset["infra"]["trainer"]["image"] == f"{ours}/trainer:0.2.0-cuda"
+    template = yaml.safe_load((tmp_path / "k8s/components/work-pool/base-job-template.yaml").read_text())
+    assert template["variables"]["properties"]["image"]["default"] == f"{ours}/flow:0.2.0"
+    deployments = yaml.safe_load((tmp_path / "prefect.yaml").read_text())
+    assert deployments["definitions"]["work_pool"]["job_variables"]["image"] == f"{ours}/flow:0.2.0"
+    left = [
+        path for path in (tmp_path / "k8s").rglob("*.yaml") if re.search(r"[ :]roundhouse/[a-z]+:", path.read_text())
+    ]
+    assert left == []
+    assert subprocess.run([*command, "--check"], cwd=ROOT).returncode == 0, "twice is once"
+    subprocess.run([*command, "--registry", "other.example.org"], check=True, cwd=ROOT)
+    images = yaml.safe_load((tmp_path / "k8s/images.yaml").read_text())
+    assert images["engine-cpu"] == "other.example.org/roundhouse/engine:0.2.0-cpu"
+    assert images["postgres"].startswith("postgres:"), "not ours"

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.loading import load_config
+from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.train_service import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.store.location import Location
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import install_crd
 from tests.k8s.stand import cluster_of
@@ -204,11 +205,35 @@ def test_the_lines_of_a_trainers_log_say_what_they_are_about() -> None:
 
 
 def test_the_configurations_in_the_overlays_load(tmp_path: Path) -> None:
-    for overlay, key in (("kind", "run.yaml"), ("gpu", "run.yaml")):
-        file = Path(__file__).parents[2] / "k8s/overlays" / overlay / "run.yaml"
-        (tmp_path / key).write_text(yaml.safe_load(file.read_text())["data"][key])
-        config = load_config(tmp_path / key)
+    for overlay in OVERLAYS:
+        file = ROOT / "k8s/overlays" / overlay / "run.yaml"
+        (tmp_path / "run.yaml").write_text(yaml.safe_load(file.read_text())["data"]["run.yaml"])
+        config = load_config(tmp_path / "run.yaml")
         assert config.infra.kind == "kubernetes"
+
+
+@with_kubectl
+def test_one_secret_gives_every_pod_of_the_bucket_overlay_the_store_and_none_has_a_claim() -> None:
+    items = rendered("bucket")
+    assert [item for item in items if item["kind"] == "PersistentVolumeClaim"] == []
+    [run] = [yaml.safe_load(item["data"]["run.yaml"]) for item in items if item["metadata"]["name"] == "roundhouse-run"]
+    assert run["store"].startswith("s3://")
+    assert run["infra"]["secret"] == "roundhouse-store", "the trainer's"
+    assert "store_claim" not in run["infra"]
+    for name in ("roundhouse-flow", "roundhouse-engine"):
+        [spec] = [
+            spec
+            for item in items
+            if item["kind"] in ("Job", "Deployment") and item["metadata"]["name"] == name
+            for _, spec in pod_specs(item)
+        ]
+        sources = spec["containers"][0]["envFrom"]
+        assert {"secretRef": {"name": "roundhouse-store"}} in sources, "not optional: without it there is no store"
+        assert not any("persistentVolumeClaim" in volume for volume in spec["volumes"])
+    written = [item for item in items if item["kind"] == "Secret"]
+    assert written == [], "keys are nobody's manifest"
+    config = parse_config(run)
+    assert Location(config.store).uri == "s3://roundhouse"
 
 
 @with_kubectl
@@ -328,7 +353,6 @@ def test_the_store_of_the_kind_overlay_is_where_every_pod_has_the_claim() -> Non
     store = yaml.safe_load(run)["store"]
     patches = yaml.safe_load((ROOT / "k8s/overlays/kind/flow-store.yaml").read_text())
     mounts = [patch["value"]["mountPath"] for patch in patches if patch["path"].endswith("/volumeMounts/-")]
-    engine = next(yaml.safe_load_all((ROOT / "k8s/overlays/kind/engine.yaml").read_text()))
-    containers = engine["spec"]["template"]["spec"]["containers"]
-    mounts += [mount["mountPath"] for mount in containers[0]["volumeMounts"] if mount["name"] == "store"]
+    patches = yaml.safe_load((ROOT / "k8s/overlays/kind/engine-store.yaml").read_text())
+    mounts += [patch["value"]["mountPath"] for patch in patches if patch["path"].endswith("/volumeMounts/-")]
     assert mounts == [store, store]

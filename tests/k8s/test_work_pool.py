@@ -6,12 +6,16 @@ interpreter of one that has it.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -22,6 +26,7 @@ from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.players import Kubelet, run_container
 from tests.k8s.stand import Stand, cluster_of, real_stand
+from tests.k8s.test_flow_job import end
 from tests.k8s.test_manifests import _dry_run, with_kubectl
 from tests.k8s.validation import pod_specs, problems, rendered_at, unrestricted
 
@@ -51,7 +56,7 @@ def job_of(template: JobTemplate, **variables: Any) -> Object:
     environment = configuration["env"] | variables.get("env", {})
     job["metadata"]["generateName"] = "a-flow-run-"
     pod["containers"][0]["env"] = [{"name": k, "value": str(v)} for k, v in environment.items()]
-    pod["containers"][0].setdefault("args", ["prefect", "flow-run", "execute"])
+    pod["containers"][0]["args"] = shlex.split(pod["containers"][0]["args"])
     for key in NOT_OF_A_POD:
         del pod[key]
     return job
@@ -86,6 +91,73 @@ def test_the_job_of_a_flow_run_is_valid_and_restricted(template: JobTemplate, va
     pod_labels = job["spec"]["template"]["metadata"]["labels"]
     assert pod_labels["app.kubernetes.io/component"] == "flow", "network policies let the flow reach engine and gym"
     assert "{{" not in yaml.safe_dump(job)
+
+
+STATES = [
+    ("COMPLETED", 0),
+    ("FAILED", 1),
+    ("CRASHED", 1),
+    ("CANCELLED", 0),  # somebody wanted that
+    ("PAUSED", 0),  # suspended: it goes on in another Job
+    ("SCHEDULED", 0),  # planned again at SIGTERM
+]
+
+
+@pytest.mark.parametrize(("state", "code"), STATES)
+def test_the_exit_code_of_a_flow_runs_pod_is_one_for_failed_flow_runs(
+    monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    """Prefect's own command exits with 0 whatever state the flow run ended in, so no alert on failed Jobs fired."""
+    import prefect.cli.flow_run
+    import prefect.client.orchestration
+    from prefect.client.schemas.objects import StateType
+
+    from flows import flow_run_job
+
+    client = AsyncMock()
+    client.__aenter__.return_value.read_flow_run.return_value.state.type = StateType(state)
+    monkeypatch.setattr(prefect.cli.flow_run, "execute", AsyncMock())
+    monkeypatch.setattr(prefect.client.orchestration, "get_client", lambda: client)
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "00000000-0000-0000-0000-000000000001")
+    assert asyncio.run(flow_run_job.execute()) == code
+
+
+def job_ended(stand: Stand, job: Object, places: dict[str, str]) -> str:
+    """How the Job controller says that this Job has ended, its pod's process run here."""
+    stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod, places)
+    job = json.loads(json.dumps(job))
+    job["metadata"] = {"name": "a-flow-run-x", "namespace": stand.namespace, "labels": job["metadata"]["labels"]}
+    job["spec"] |= {"completions": 1, "completionMode": "Indexed", "activeDeadlineSeconds": 600}
+    job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/part-of"] = "roundhouse"  # the kubelet's selector
+    job["spec"]["template"]["spec"].pop("priorityClassName")
+    stand.admin.create(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs", job)
+    return str(end(stand, "a-flow-run-x")["type"])
+
+
+@pytest.mark.long
+def test_the_job_of_a_flow_run_that_fails_fails(template: JobTemplate, fake: Stand, tmp_path: Path) -> None:
+    """Prefect's own command, started as the pod's, before a real server."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL
+    from prefect.testing.utilities import prefect_test_harness
+
+    (tmp_path / "two.py").write_text(
+        "from prefect import flow\n\n@flow\ndef two(fails: bool):\n    if fails:\n        raise ValueError('as planned')\n"
+    )
+    with prefect_test_harness(server_startup_timeout=120):
+        for fails, ended in ((True, "Failed"), (False, "Complete")):
+            with get_client(sync_client=True) as client:
+                flow_id = client.create_flow_from_name("two")
+                deployment = client.create_deployment(
+                    flow_id, f"two-{fails}", entrypoint="two.py:two", path=str(tmp_path), enforce_parameter_schema=False
+                )
+                run = client.create_flow_run_from_deployment(deployment, parameters={"fails": fails})
+                places = {"PREFECT_API_URL": PREFECT_API_URL.value(), "PREFECT__FLOW_RUN_ID": str(run.id)}
+                places |= {"PREFECT_HOME": str(tmp_path / "home"), "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+                assert job_ended(fake, job_of(template), places) == ended
+                fake.admin.delete(
+                    f"/apis/batch/v1/namespaces/{fake.namespace}/jobs/a-flow-run-x", propagation="Background"
+                )
 
 
 @with_kubectl
