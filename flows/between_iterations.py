@@ -26,7 +26,7 @@ from roundhouse.health.errors import Severity
 from roundhouse.progress import announce
 from roundhouse.stages.approval import Question, open_questions, settle_expired
 from roundhouse.stages.budget import budget_of, budget_reached, raise_budget, raises, used_up
-from roundhouse.stages.watch import AlertWatch
+from roundhouse.stages.report import AlertWatch
 from roundhouse.store.run import Run
 from tasks.health import tell
 

@@ -22,9 +22,10 @@ from flows._prefect.orphans import end_generation_loops
 from flows._prefect.reruns import pin_subflow_index
 from flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged_tasks
 from flows.iteration import is_evaluated
-from roundhouse.collection.in_process_runner import END_SECONDS
 from roundhouse.collection.overlap import BeginCollect, Overlap
+from roundhouse.collection.runner import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
+from roundhouse.stages.refit import engine_service
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from tasks.checkpoint import checkpoint
@@ -116,7 +117,7 @@ class GenerationLoop:
             self.end()
         if self._overlap is None or (self._overlap.ended and not self._overlap.finished):
             end_generation_loops(self._run.run_id)
-            self._overlap = Overlap(self._run)
+            self._overlap = Overlap(self._run, engine_service(self._run).url)
             token = _overlap.set(self._overlap)
             context = contextvars.copy_context()
             _overlap.reset(token)

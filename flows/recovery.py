@@ -17,7 +17,7 @@ from roundhouse.health.errors import Severity
 from roundhouse.health.policy import Course, Past, Step, after_failure
 from roundhouse.health.taxonomy import code_of, kind_of
 from roundhouse.progress import announce
-from roundhouse.stages.skip import Skip, skipped_in_a_row
+from roundhouse.stages.skip import skip_after, skipped_in_a_row
 from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -47,7 +47,7 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
             if course.step is Step.STOP:
                 raise
             if course.step is Step.SKIP:
-                published = skip_iteration(run, k, Skip.of(error, course.reason))
+                published = skip_iteration(run, k, skip_after(error, course.reason))
                 report_iteration(run, k)
                 return published
         time.sleep(course.seconds)

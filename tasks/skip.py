@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prefect.artifacts import create_markdown_artifact
 
-from roundhouse.stages.skip import Skip
 from roundhouse.stages.skip import skip_iteration as skip_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.skipped import Skip
 from tasks.options import stage_task
 
 

@@ -50,9 +50,8 @@ def train_offline(
     """Train a new run from collected datasets instead of fresh rollouts, or go on with it."""
     from roundhouse.cli.training import train_run
     from roundhouse.errors import ConfigError
-    from roundhouse.stages.fork import fork_run
+    from roundhouse.stages.fork import fork_run, offline_config
     from roundhouse.stages.offline import find_datasets
-    from roundhouse.stages.offline_fork import offline_config
 
     if method not in ("grpo", "rejection", "distillation"):
         raise ConfigError(f"--method {method!r} is none of grpo, rejection, distillation.")

@@ -24,8 +24,7 @@ from typing import Any
 
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.decisions import Block, Continue, Decision, Hold, Train, Transfer, Validate
-from roundhouse.collection.events import Event
+from roundhouse.collection.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
 from roundhouse.collection.rollouts import Key, Rollouts
 from roundhouse.errors import DataError
 

@@ -1,12 +1,6 @@
-"""The generation loop: one thread that rolls out whatever the controller admits, for all open collections at once.
+"""The runner in this process: one event loop rolls out whatever the controller admits, for all open iterations at once.
 
-Invariants: a rollout begins only when the controller says so and its iteration's collection is open; its outcome is in the
-parts of that collection before the controller's journal says that it finished; when the loop ends, however it ends, nothing of
-it runs any more and what had finished is on disk.
-
-    open(1) ──┐                       ┌── parts of collect 1 ──> complete
-    open(2) ──┼── admission ── slots ─┼── parts of collect 2
-              │   (oldest first)      └── …
+Invariant: those of `roundhouse.collection.runner`; what finished is in the parts of its iteration before the journal says so.
 """
 
 from __future__ import annotations
@@ -18,33 +12,30 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from roundhouse.collection import events as happened
 from roundhouse.collection import parts as stage_parts
-from roundhouse.collection.decisions import Continue
 from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.events import Continue
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.plan import Plan
 from roundhouse.collection.resumption import forget
 from roundhouse.collection.rollouts import Key
-from roundhouse.config.models import RunConfig
+from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.progress import announce
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.store.cpu_accounting import attribute_to_this_stage
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout, Status
 
-END_SECONDS = 60.0
-"""For the loop to cancel its rollouts, close their sessions, and write down what had finished."""
 FLUSH_PATIENCE_SECONDS = 300.0
-LOOK_SECONDS = 1.0
-"""How often who waits looks whether the others are still there."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -53,7 +44,8 @@ class OpenCollection:
 
     iteration: int
     parts: Parts
-    planned: int
+    keys: tuple[Key, ...]
+    """Of its rollouts, in the plan's order."""
     collection: collector.RolloutCollection
     context: contextvars.Context
     """Of its stage, so that its rollouts are signs of life of this stage."""
@@ -64,71 +56,70 @@ class OpenCollection:
     """Begin and end of what finished in this attempt, of one clock."""
 
     @property
+    def planned(self) -> int:
+        return len(self.keys)
+
+    @property
     def complete(self) -> bool:
         return len(self.rollouts) == self.planned
 
     @property
     def window_seconds(self) -> float:
-        """From its first rollout's begin to its last one's end, in this attempt."""
         return window_of(self.spans.values())
 
+    def made(self) -> list[Rollout]:
+        return [self.rollouts[key] for key in self.keys if key in self.rollouts]
 
-class InProcessRunner:
+    def settle(self) -> list[Rollout]:
+        return self.made()
+
+    def charge(self, cpu_seconds: float) -> None:
+        self.parts.attempt.charge(cpu_seconds)
+
+    def metrics(self) -> dict[str, float]:
+        return self.parts.journal.resumptions.metrics()
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference],
+        counts: dict[str, int],
+        metrics: dict[str, float],
+        details: dict[str, Any],
+    ) -> Reference:
+        return self.parts.commit(inputs=inputs, counts=counts, metrics=metrics, details=details)
+
+
+class InProcessRunner(RolloutRunner[OpenCollection]):
     """See the module's docstring."""
 
-    def __init__(self, config: RunConfig, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
-        self.plan = plan
-        self.url = engine_url
-        self.error: BaseException | None = None
-        """What ended the loop."""
-        self.ended = threading.Event()
-        self.wanted: int | None = None
-        """An iteration whose collection is to be opened, because its first rollout may begin."""
-        self._config = config
-        self._dispatch = dispatch
-        self._open: dict[int, OpenCollection] = {}
-        self._stopped = threading.Event()
+    def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
+        super().__init__(run, plan, dispatch, engine_url)
         self._ready = threading.Event()
         self._running = 0
-        self._cpu_seconds = self._spent_seconds = 0.0
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=lambda: context.run(self._run), name="generation loop", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the loop: rollouts are cancelled, what finished is written down.
-
-        Raises:
-            InfraError: it does not end.
-        """
-        self._stopped.set()
-        if self._ready.is_set():
-            self._call_soon(self._main.cancel)
-        self._dispatch.wake()
-        if self._thread.is_alive():
-            self._thread.join(END_SECONDS)
-        if self._thread.is_alive():
-            raise InfraError(f"The generation loop has not ended within {END_SECONDS:g} s.")
 
     # From the stage's thread
 
-    def open(self, iteration: int, parts: Parts, progress: Progress | None = None) -> OpenCollection:
-        """Let an iteration's rollouts begin; those that earlier attempts finished are kept."""
-        self._wait_until_ready()
+    def open(
+        self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None
+    ) -> OpenCollection:
+        while not self._ready.wait(LOOK_SECONDS):
+            if self.ended.is_set():
+                raise self.error or InfraError("The rollout runner has ended.")
+        version = iteration - 1  # that its step trains from
+        parts = Parts(self.run.begin(stage, policy_version=version), version, oldest_version)
         specs = self.plan.specs(iteration)
         keys = dict(zip(self.plan.keys(iteration), specs, strict=True))
         collection = collector.RolloutCollection.of(
             specs,
             self._policy,
             self._environment,
-            self._config.rollout,
-            self._config.generation.sampling,
+            self.run.config.rollout,
+            self.run.config.generation.sampling,
             journal=parts.journal,
         )
         context = contextvars.copy_context()
-        opened = OpenCollection(iteration, parts, len(specs), collection, context, progress)
+        opened = OpenCollection(iteration, parts, tuple(keys), collection, context, progress)
         with self._dispatch as dispatch:
             rollouts = dispatch.controller.rollouts
             counted = [key for key in keys if rollouts.has_left(key[0]) or key in rollouts]
@@ -140,24 +131,7 @@ class InProcessRunner:
             dispatch.wake()
         return opened
 
-    def wait(self, opened: OpenCollection) -> bool:
-        """Wait until all of its rollouts have an outcome; with a window, until steps were decided on for all of its groups.
-        False when the loop ends before."""
-        while True:
-            with self._dispatch as dispatch:
-                if self._is_whole(opened):
-                    return True
-                if self.ended.is_set():  # and has written down what had finished
-                    return False
-                waits_for_others = not opened.running and not self._stopped.is_set()
-                dispatch.wait(LOOK_SECONDS)
-            if waits_for_others:
-                # For a step, weights, older rollouts, each with a watchdog of its own; or for a person between two iterations.
-                # That nobody works at all is noticed by training, while it waits (`Overlap.collected`).
-                ACTIVITY.advance()
-
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
-        """Those of these groups of which all rollouts were made, or read, since the loop began."""
         found = {}
         for position in positions:
             if (opened := self._open.get(self.plan.iteration_of(position))) is not None:
@@ -167,20 +141,13 @@ class InProcessRunner:
         return found
 
     def outlines(self, positions: Collection[int]) -> list[Rollout]:
-        """What was made of these groups since the loop began."""
         return [rollout for rollouts in self.at_hand(positions).values() for rollout in rollouts]
 
     def window_seconds(self, positions: Collection[int]) -> float:
-        """From the first begin to the last end of what was made of these groups since the loop began."""
         spans = [span for opened in self._open.values() for key, span in opened.spans.items() if key[0] in positions]
         return window_of(spans)
 
     def flush(self) -> None:
-        """Write down what finished, then the controller's events.
-
-        Raises:
-            InfraError: the loop does not answer.
-        """
         if not self._ready.is_set() or self.ended.is_set():
             self._dispatch.record()
             return
@@ -189,17 +156,10 @@ class InProcessRunner:
             flushed.result(FLUSH_PATIENCE_SECONDS)
         except TimeoutError as error:
             raise InfraError(
-                f"The generation loop has written nothing down for {FLUSH_PATIENCE_SECONDS:g} s."
+                f"The rollout runner has written nothing down for {FLUSH_PATIENCE_SECONDS:g} s."
             ) from error
 
-    def spend(self) -> float:
-        """CPU seconds of the loop's thread up to the newest flush that were not told of before."""
-        with self._dispatch:
-            spent, self._spent_seconds = self._cpu_seconds - self._spent_seconds, self._cpu_seconds
-        return spent
-
     def close(self, iteration: int) -> None:
-        """Let no further rollout of an iteration begin; what runs is given up, to be begun again."""
         with self._dispatch as dispatch:
             opened = self._open.pop(iteration, None)
             if opened is None:
@@ -209,18 +169,14 @@ class InProcessRunner:
                     dispatch.tell(happened.RolloutEvicted(*key, "its stage was given up"))
                 self._call_soon(task.cancel)
 
-    def _is_whole(self, opened: OpenCollection) -> bool:
-        controller = self._dispatch.controller
-        if controller.terms.chooses:
-            return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
-        return opened.complete
+    def _is_at_work(self, opened: OpenCollection) -> bool:
+        return bool(opened.running)
 
-    def _wait_until_ready(self) -> None:
-        while not self._ready.wait(LOOK_SECONDS):
-            if self.ended.is_set():
-                raise self.error or InfraError("The generation loop has ended.")
+    def _interrupt(self) -> None:
+        if self._ready.is_set():
+            self._call_soon(self._main.cancel)
 
-    # In the loop's thread
+    # In the runner's thread
 
     def _run(self) -> None:
         try:
@@ -228,7 +184,7 @@ class InProcessRunner:
                 asyncio.run(self._work())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - raised again where the loop is driven from
+        except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
             self.error = error
         finally:
             self.ended.set()
@@ -241,9 +197,9 @@ class InProcessRunner:
         assert task is not None
         self._main = task
         self._dispatch.listen(self._look_again)
-        environment = open_environment(self._config.environment)
+        environment = open_environment(self.run.config.environment)
         try:
-            async with HttpPolicyClient(self.url, self._config.generation) as policy, environment:
+            async with HttpPolicyClient(self.url, self.run.config.generation) as policy, environment:
                 self._policy = policy
                 self._environment: EnvironmentClient = environment
                 async with asyncio.TaskGroup() as group:
@@ -258,7 +214,7 @@ class InProcessRunner:
             await self._flush()
 
     async def _admit(self, group: asyncio.TaskGroup) -> None:
-        slots = self._config.rollout.concurrency or math.inf
+        slots = self.run.config.rollout.concurrency or math.inf
         while True:
             change = self._change
             while self._running < slots and (begun := self._begin()) is not None:
@@ -276,10 +232,7 @@ class InProcessRunner:
             if not isinstance(given, Continue):
                 return None
             iteration = self.plan.iteration_of(given.position)
-            if (opened := self._open.get(iteration)) is None:
-                if self.wanted != iteration:
-                    self.wanted = iteration
-                    dispatch.wake()
+            if (opened := self._opened_for(iteration)) is None:
                 return None
             dispatch.tell(happened.RolloutStarted(given.position, given.sample, given.attempt, ENGINE))
         return given, opened
@@ -340,10 +293,5 @@ class InProcessRunner:
     def _call_soon(self, call: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # the loop has ended, and its event loop with it
+        except RuntimeError:  # the runner has ended, and its event loop with it
             self.ended.set()
-
-
-def window_of(spans: Collection[tuple[float, float]]) -> float:
-    """From the first begin to the last end."""
-    return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0

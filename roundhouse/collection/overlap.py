@@ -14,19 +14,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from roundhouse.collection import events as happened
-from roundhouse.collection.decisions import Transfer
+from roundhouse.collection.collector import refuse_many_failures
 from roundhouse.collection.dispatch import ENGINE, Dispatch
-from roundhouse.collection.in_process_runner import LOOK_SECONDS, InProcessRunner
+from roundhouse.collection.events import Transfer
+from roundhouse.collection.in_process_runner import InProcessRunner
 from roundhouse.collection.plan import Plan
 from roundhouse.collection.resumption import catch_up, resume, unfinished_iterations
+from roundhouse.collection.runner import LOOK_SECONDS, RolloutRunner
 from roundhouse.collection.shard_runner import ShardRunner
 from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.failures import stall_seconds
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
-from roundhouse.stages.collect import refuse_many_failures
-from roundhouse.stages.refit import engine_service
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.trajectories.records import Rollout
@@ -57,13 +58,13 @@ class GenerationLoopEnded(InfraError):
 class Overlap:
     """One life of both loops; see the module's docstring."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, engine_url: str) -> None:
         self.run = run
         self.plan = Plan(run.config)
         self.dispatch = resume(run, self.plan)
         self.number = self.dispatch.segments
         """Of this life among all of the run's; each writes to the journal when it begins."""
-        self.runner = runner_of(run, self.plan, self.dispatch, engine_service(run).url)
+        self.runner = runner_of(run, self.plan, self.dispatch, engine_url)
         self.error: BaseException | None = None
         """What ended the generation loop."""
         self.ended = False
@@ -258,8 +259,8 @@ class Overlap:
             raise self.error or GenerationLoopEnded("The generation loop has ended.")
 
 
-def runner_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> InProcessRunner | ShardRunner:
+def runner_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> RolloutRunner[Any]:
     """The rollouts of the generation loop, made by whoever `rollout.distribution` says."""
     if isinstance(run.config.rollout.distribution, InProcessCollection):
-        return InProcessRunner(run.config, plan, dispatch, engine_url)
+        return InProcessRunner(run, plan, dispatch, engine_url)
     return ShardRunner(run, plan, dispatch, engine_url)

@@ -27,8 +27,9 @@ from roundhouse.errors import StoreError
 from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.recorded_calls import JOURNAL
+from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Reference
-from roundhouse.store.stage import Attempt, read_part
+from roundhouse.store.stage import Attempt, Stage, read_part
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
 
@@ -187,3 +188,24 @@ def journal_parquet(calls: pa.Table) -> bytes:
     sink = io.BytesIO()
     pq.write_table(calls, sink, compression="zstd", use_dictionary=False, write_page_checksum=True)
     return sink.getvalue()
+
+
+def written_rollouts(stage: Location) -> list[Rollout]:
+    """The rollouts in a collect stage's directory, complete or not; of one written twice, the one that did not fail, else the
+    newest. Turns are written before rollouts, so a rollout that is there has its turns."""
+    found: dict[str, Rollout] = {}
+    for name in sorted(name for name in stage.names() if name.startswith("rollouts-") and name.endswith(".parquet")):
+        rollouts = read_part(stage, name, ROLLOUTS)
+        turns = read_part(stage, "turns-" + name.removeprefix("rollouts-"), TURNS)
+        if rollouts is None or turns is None:  # damaged: what it held is rolled out again
+            continue
+        for rollout in rollouts_from_tables(rollouts, turns):
+            before = found.get(rollout.rollout_id)
+            if before is None or before.status is Status.FAILED or rollout.status is not Status.FAILED:
+                found[rollout.rollout_id] = rollout
+    return sorted(found.values(), key=lambda rollout: (rollout.group_id, rollout.sample))
+
+
+def by_id(stage: Stage) -> dict[str, Rollout]:
+    """`written_rollouts` by their id."""
+    return {rollout.rollout_id: rollout for rollout in written_rollouts(stage.location)}

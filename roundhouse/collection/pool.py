@@ -2,7 +2,7 @@
 
 Invariants: a trajectory is put at most once and handed out at most once; what is handed out is no older than the bound;
 whatever the pool does not keep is said with a word and a reason, so that its rollout is repeated and none is lost. Its contents
-are a function of what lies in the store: `roundhouse.collection.recovery` makes them again after a crash.
+are a function of what lies in the store: `roundhouse.collection.parts` makes them again after a crash.
 
     put ──> success | fail | re-rollout (reason)      take(groups) ──> PoolBatch      evict(…) ──> what to roll out again
 
@@ -11,13 +11,137 @@ One pool holds a part per model tag; parts share nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
+from typing import Protocol
 
-from roundhouse.collection.stores import Store, Trajectory, build_store
+from roundhouse.collection.parts import written_rollouts
 from roundhouse.errors import DataError
-from roundhouse.trajectories.records import Status
+from roundhouse.store.location import Location
+from roundhouse.trajectories.records import Rollout, Status
+
+KEYS: dict[str, Callable[[Trajectory], str]] = {
+    "group_id": lambda trajectory: f"{trajectory.iteration}/{trajectory.rollout.group_id}",
+    "environment": lambda trajectory: trajectory.rollout.environment,
+    "iteration": lambda trajectory: str(trajectory.iteration),
+}
+"""What trajectories can be grouped by."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A rollout on its way to training."""
+
+    rollout: Rollout
+    iteration: int
+    """Whose own rollout it is."""
+    model_tag: str = "default"
+
+    @cached_property
+    def versions(self) -> tuple[int, ...]:
+        """Policy version of each turn."""
+        return tuple(turn.policy_version for turn in self.rollout.turns)
+
+    @cached_property
+    def name(self) -> tuple[int, str]:
+        """What tells it from all others of its model: task ids come again in later iterations."""
+        return (self.iteration, self.rollout.rollout_id)
+
+
+class Store(Protocol):
+    """Keeps trajectories until they are finished."""
+
+    def add(self, trajectory: Trajectory) -> list[Trajectory]:
+        """Keep it; return what is finished by it."""
+        ...
+
+    def waiting(self) -> Iterator[Trajectory]:
+        """What is not finished."""
+        ...
+
+    def discard(self, trajectory: Trajectory) -> None:
+        """Take out one that waits."""
+        ...
+
+
+class SimpleStore:
+    """Nothing waits for anything."""
+
+    def add(self, trajectory: Trajectory) -> list[Trajectory]:
+        return [trajectory]
+
+    def waiting(self) -> Iterator[Trajectory]:
+        return iter(())
+
+    def discard(self, trajectory: Trajectory) -> None:
+        raise DataError(f"{trajectory.name} does not wait in this store.")
+
+
+@dataclass
+class GroupedStore:
+    """Waits for groups, told by one key."""
+
+    key: str
+    group_size: int
+    groups: dict[str, list[Trajectory]] = field(default_factory=dict)
+
+    def add(self, trajectory: Trajectory) -> list[Trajectory]:
+        name = KEYS[self.key](trajectory)
+        members = self.groups.setdefault(name, [])
+        members.append(trajectory)
+        return self.groups.pop(name) if len(members) == self.group_size else []
+
+    def waiting(self) -> Iterator[Trajectory]:
+        for members in self.groups.values():
+            yield from members
+
+    def discard(self, trajectory: Trajectory) -> None:
+        name = KEYS[self.key](trajectory)
+        self.groups[name].remove(trajectory)
+        if not self.groups[name]:
+            del self.groups[name]
+
+
+@dataclass
+class HierarchicalStore:
+    """Waits for the leaf groups of a tree, told by several keys, the outermost first."""
+
+    keys: Sequence[str]
+    group_size: int
+    branches: dict[str, Store] = field(default_factory=dict)
+
+    def add(self, trajectory: Trajectory) -> list[Trajectory]:
+        return self._branch(trajectory).add(trajectory)
+
+    def waiting(self) -> Iterator[Trajectory]:
+        for branch in self.branches.values():
+            yield from branch.waiting()
+
+    def discard(self, trajectory: Trajectory) -> None:
+        self._branch(trajectory).discard(trajectory)
+
+    def _branch(self, trajectory: Trajectory) -> Store:
+        name = KEYS[self.keys[0]](trajectory)
+        if name not in self.branches:
+            self.branches[name] = build_store(self.keys[1:], self.group_size)
+        return self.branches[name]
+
+
+def build_store(keys: Sequence[str], group_size: int) -> Store:
+    """Simple without a key, grouped with one, hierarchical with more.
+
+    Raises:
+        DataError: there is no such key, or the group size is below 1.
+    """
+    if unknown := [key for key in keys if key not in KEYS]:
+        raise DataError(f"Trajectories cannot be grouped by {unknown[0]!r}. Keys: {', '.join(KEYS)}.")
+    if group_size < 1:
+        raise DataError(f"group_size is {group_size}: a group has at least one trajectory.")
+    if not keys:
+        return SimpleStore()
+    return GroupedStore(keys[0], group_size) if len(keys) == 1 else HierarchicalStore(tuple(keys), group_size)
 
 
 class Put(StrEnum):
@@ -253,3 +377,23 @@ class TrajectoryPool:
                 part.finished += part.store.add(trajectory)
         if forget:
             part.known -= names
+
+
+def fill_from_stages(
+    pool: TrajectoryPool, stages: Mapping[int, Location], model_tag: str = "default"
+) -> dict[int, list[Rollout]]:
+    """Put what the untrained iterations have on disk; return what was put, by iteration.
+
+    Args:
+        stages: the collect stage's directory of each iteration that is begun and not trained.
+    """
+    put: dict[int, list[Rollout]] = {}
+    for iteration, stage in sorted(stages.items()):
+        rollouts = _usable(written_rollouts(stage))
+        kept = [r for r in rollouts if pool.put(Trajectory(r, iteration, model_tag)).word == "success"]
+        put[iteration] = kept
+    return put
+
+
+def _usable(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    return [rollout for rollout in rollouts if rollout.status is not Status.FAILED and rollout.turns]

@@ -14,11 +14,11 @@ from roundhouse.collection import events as happened
 from roundhouse.collection.controller import Controller
 from roundhouse.collection.controller_journal import ControllerJournal
 from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.parts import written_rollouts
 from roundhouse.collection.plan import Plan, bound_of, generated_in
-from roundhouse.collection.recovery import written_rollouts
 from roundhouse.errors import DataError, StoreError
-from roundhouse.stages.skip import skip_of
 from roundhouse.store.run import Run
+from roundhouse.store.skipped import skip_of
 from roundhouse.trajectories.records import Rollout, Status
 
 PLACE = "asynchrony"

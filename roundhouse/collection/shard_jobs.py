@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from roundhouse.collection.shard_spec import REPORT
 from roundhouse.collection.shard_worker import finished_in
 from roundhouse.collection.shard_workers import ShardTask
+from roundhouse.collection.shards import REPORT
 from roundhouse.config.distribution import JobShards
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.errors import RoundhouseError

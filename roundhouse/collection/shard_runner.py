@@ -1,10 +1,10 @@
-"""The generation loop over shards (`rollout.distribution`): what the controller admits one by one, a worker is given at once.
+"""The runner over shards (`rollout.distribution`): what the controller admits one by one, a worker is given at once.
 
 Invariants: a shard is whole groups of one iteration, next to each other in the plan, so that the controller admits what is
 missing of it in one go, on one version; it begins when its iteration's collection is open, and no more than
 `rollout.distribution.shards` are at work at once, whatever iterations they are of. What a worker made is in the store before
 the controller hears that it finished; when a worker has ended, none of its rollouts runs: each has its outcome, or is to begin
-again, on whatever version the engine holds then. When the loop ends, however it ends, no worker is left at work.
+again, on whatever version the engine holds then. When the runner has ended, no worker is left at work.
 
     open(1) ── s1 s2 s3 ──┐                        ┌── worker ── report ──> outcomes of s3 of collect 1
     open(2) ── s1 s2 s3 ──┼── admission ── places ─┼── worker ── lost ──> its rollouts begin again, what it wrote is kept
@@ -24,15 +24,14 @@ from itertools import islice
 
 from roundhouse.collection import events as happened
 from roundhouse.collection import parts as stage_parts
-from roundhouse.collection.decisions import Continue
 from roundhouse.collection.dispatch import ENGINE, Dispatch
-from roundhouse.collection.in_process_runner import END_SECONDS, LOOK_SECONDS, Progress, window_of
-from roundhouse.collection.open_shards import OpenShard, OpenShards
+from roundhouse.collection.events import Continue
+from roundhouse.collection.parts import by_id
 from roundhouse.collection.plan import Plan, generated_in
-from roundhouse.collection.recovery import by_id
 from roundhouse.collection.resumption import forget
 from roundhouse.collection.rollouts import Key
-from roundhouse.collection.running_shard import RunningShard
+from roundhouse.collection.runner import END_SECONDS, LOOK_SECONDS, Progress, RolloutRunner, window_of
+from roundhouse.collection.running_shard import OpenShard, OpenShards, RunningShard
 from roundhouse.collection.shard_workers import workers_of
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import split
@@ -42,63 +41,30 @@ from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout
 
 log = logging.getLogger(__name__)
 
 
-class ShardRunner:
-    """See the module's docstring. It is to its stages and to `Overlap` what `Rolling` is."""
+class ShardRunner(RolloutRunner[OpenShards]):
+    """See the module's docstring."""
 
     def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
         distribution = run.config.rollout.distribution
-        assert isinstance(distribution, Shards), "who collects together needs no shards"
-        self.plan = plan
-        self.url = engine_url
-        self.error: BaseException | None = None
-        """What ended the loop."""
-        self.ended = threading.Event()
-        self.wanted: int | None = None
-        """An iteration whose collection is to be opened, because its first rollout may begin."""
-        self._run = run
+        assert isinstance(distribution, Shards), "a collection in this process has no shards"
+        super().__init__(run, plan, dispatch, engine_url)
         self._distribution = distribution
-        self._dispatch = dispatch
-        self._open: dict[int, OpenShards] = {}
         self._at_work: set[RunningShard] = set()
-        self._stopped = threading.Event()
         self._ending_seconds = 0.0
         """How long workers take to end."""
-        self._cpu_seconds = self._spent_seconds = 0.0
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=lambda: context.run(self._work), name="generation loop", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the loop: workers are told to end, and write down what had finished.
-
-        Raises:
-            InfraError: it does not end.
-        """
-        self._stopped.set()
-        self._dispatch.wake()
-        limit = END_SECONDS + self._ending_seconds
-        if self._thread.is_alive():
-            self._thread.join(limit)
-        if self._thread.is_alive():
-            raise InfraError(f"The generation loop has not ended within {limit:g} s.")
 
     # From the stage's thread
 
-    def open(self, iteration: int, attempt: ShardedAttempt, progress: Progress | None = None) -> OpenShards:
-        """Let an iteration's shards begin; what earlier attempts finished is kept.
-
-        Raises:
-            InfraError: the loop has ended, or what workers run on does not answer.
-        """
+    def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> OpenShards:
         if self.ended.is_set():
-            raise self.error or InfraError("The generation loop has ended.")
+            raise self.error or InfraError("The rollout runner has ended.")
+        attempt = ShardedAttempt(self.run, stage, iteration - 1, oldest_version)
         shards = self._shards(iteration, attempt)
         with self._dispatch as dispatch:
             controller = dispatch.controller
@@ -113,7 +79,7 @@ class ShardRunner:
         }  # lost since it was told
         with ExitStack() as stack:
             tasks = [each.task for each in missing]
-            workers = stack.enter_context(workers_of(self._run, tasks)) if tasks else None
+            workers = stack.enter_context(workers_of(self.run, tasks)) if tasks else None
             context = contextvars.copy_context()
             opened = OpenShards(iteration, attempt, shards, outcomes, workers, stack.pop_all(), context, progress)
         self._ending_seconds = max(self._ending_seconds, 0.0 if workers is None else workers.ending_seconds)
@@ -123,27 +89,6 @@ class ShardRunner:
             self.wanted = None
             dispatch.wake()
         return opened
-
-    def wait(self, opened: OpenShards) -> bool:
-        """Wait until all of its shards are whole; with a window, until steps were decided on for all of its groups. False when
-        the loop ends before.
-
-        Raises:
-            Exception: what a worker met that another one would meet again, or the last of too many losses.
-        """
-        while True:
-            with self._dispatch as dispatch:
-                if opened.error is not None:
-                    raise opened.error
-                if (whole := self._is_whole(opened)) or self.ended.is_set():
-                    break
-                waits_for_others = not self._stopped.is_set() and not self._of(opened)
-                dispatch.wait(LOOK_SECONDS)
-            opened.tell()
-            if waits_for_others:
-                ACTIVITY.advance()  # as in `Rolling.wait`
-        opened.tell()
-        return whole
 
     def close(self, iteration: int) -> None:
         """Let no further shard of an iteration begin, and end its workers; what they have not finished is to begin again."""
@@ -163,7 +108,6 @@ class ShardRunner:
         return {}
 
     def outlines(self, positions: Collection[int]) -> list[Rollout]:
-        """What workers made of these groups, or left before this loop, without its tokens."""
         return [
             rollout
             for opened in self._open.values()
@@ -173,7 +117,6 @@ class ShardRunner:
         ]
 
     def window_seconds(self, positions: Collection[int]) -> float:
-        """From the first begin to the last end of the workers that made these groups since the loop began."""
         return window_of(
             [
                 opened.spans[each.label]
@@ -187,15 +130,9 @@ class ShardRunner:
         """Write down the controller's events; what they tell is in the store."""
         self._dispatch.record()
 
-    def spend(self) -> float:
-        """CPU seconds of the loop's thread that were not told of before."""
-        with self._dispatch:
-            spent, self._spent_seconds = self._cpu_seconds - self._spent_seconds, self._cpu_seconds
-        return spent
-
     def _shards(self, iteration: int, attempt: ShardedAttempt) -> list[OpenShard]:
         """Each with its share of `rollout.concurrency`, which is the same for all: any of them may be at work at once."""
-        config, count = self._run.config, self._distribution.shards
+        config, count = self.run.config, self._distribution.shards
         share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
         keys = self.plan.keys(iteration)
         return [
@@ -207,11 +144,18 @@ class ShardRunner:
             for shard in split(self.plan.specs(iteration), count)
         ]
 
-    def _is_whole(self, opened: OpenShards) -> bool:
-        controller = self._dispatch.controller
-        if controller.terms.chooses:
-            return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
-        return opened.complete
+    def _end_seconds(self) -> float:
+        return END_SECONDS + self._ending_seconds
+
+    def _is_at_work(self, opened: OpenShards) -> bool:
+        return bool(self._of(opened))
+
+    def _refuse_failed(self, opened: OpenShards) -> None:
+        if opened.error is not None:
+            raise opened.error
+
+    def _report_progress(self, opened: OpenShards) -> None:
+        opened.report_progress()
 
     def _whole(
         self, iteration: int, attempt: ShardedAttempt, shards: list[OpenShard], settled: Collection[int]
@@ -224,7 +168,7 @@ class ShardRunner:
             is_settled = all(position in settled for position, _ in each.keys)
             outcome = attempt.left_before(each.shard, each.task, is_settled)
             if outcome is None:
-                written = written or by_id(generated_in(self._run, iteration))
+                written = written or by_id(generated_in(self.run, iteration))
                 outcome = attempt.taken_over(each.shard, written, is_settled)
             if outcome is not None:
                 found[each.label] = outcome
@@ -251,13 +195,13 @@ class ShardRunner:
             log.error("The worker of %s, iteration %d, has not ended in time.", work.shard.label, work.opened.iteration)
             work.evict("its worker does not end")
 
-    # In the loop's thread
+    # In the runner's thread
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             with attribute_to_this_stage():
                 self._admit()
-        except BaseException as error:  # noqa: BLE001 - raised again where the loop is driven from
+        except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
             self.error = error
         try:
             for opened in list(self._open.values()):
@@ -294,12 +238,8 @@ class ShardRunner:
         if not isinstance(given, Continue):
             return None
         iteration, version = self.plan.iteration_of(given.position), given.version
-        if (opened := self._open.get(iteration)) is None:
-            if self.wanted != iteration:
-                self.wanted = iteration
-                self._dispatch.wake()
-            return None
-        if opened.error is not None:  # its stage is about to close it
+        opened = self._opened_for(iteration)
+        if opened is None or opened.error is not None:  # of the latter, its stage is about to close it
             return None
         shard = opened.of((given.position, given.sample))
         attempts: dict[Key, int] = {}

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from roundhouse.collection.collector import collect_into
 from roundhouse.collection.parts import Parts
-from roundhouse.collection.shard_spec import REPORT, ShardReport, ShardSpec
+from roundhouse.collection.shards import REPORT, ShardReport, ShardSpec
 from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.taxonomy import typed
 from roundhouse.progress import logger as announcements
-from roundhouse.stages.collect import collect_into
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage
 from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from roundhouse.collection.shard_spec import SPEC, ShardSpec
+from roundhouse.collection.shards import SPEC, ShardSpec
 from roundhouse.config.distribution import JobShards, ProcessShards
 from roundhouse.launch.child_process import ENDING_SECONDS, ChildProcess
 from roundhouse.store.location import Location

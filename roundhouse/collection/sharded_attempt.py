@@ -22,9 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from roundhouse.collection.shard_spec import REPORT, ShardReport, ShardSpec, planned_groups
 from roundhouse.collection.shard_workers import ShardTask
-from roundhouse.collection.shards import Shard
+from roundhouse.collection.shards import REPORT, Shard, ShardReport, ShardSpec, planned_groups
 from roundhouse.config.distribution import InProcessCollection, Shards
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError, StoreError
@@ -69,7 +68,7 @@ class ShardedAttempt:
         self.distribution = distribution
         self.lost = 0
         """Workers that were."""
-        self._stage = stage
+        self.stage = stage
         self._oldest_version = oldest_version
         self._attempt = run.begin(stage, policy_version=policy_version)
         self._outcomes: list[ShardOutcome] = []
@@ -89,7 +88,7 @@ class ShardedAttempt:
         config, provenance = self.run.config, self._attempt.provenance
         depends = f"{self.run.uid} {provenance.policy_version} {sampling} {on_policy} {shard.digest()}"
         name = f"{shard.label}-{round_number}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
-        place = self._stage.location / WRITERS / name
+        place = self.stage.location / WRITERS / name
         rollout = config.rollout.model_copy(update={"concurrency": concurrency, "distribution": InProcessCollection()})
         spec = ShardSpec(
             config=config.model_copy(update={"rollout": rollout}),
@@ -98,9 +97,9 @@ class ShardedAttempt:
             engine_url=engine_url,
             provenance=provenance,
             oldest_version=self._oldest_version,
-            stage=self._stage.location.uri,
-            kind=self._stage.kind,
-            iteration=self._stage.iteration,
+            stage=self.stage.location.uri,
+            kind=self.stage.kind,
+            iteration=self.stage.iteration,
             attempt=self._attempt.number,
             number=shard.number,
             count=shard.count,
@@ -130,7 +129,7 @@ class ShardedAttempt:
         lacks = len(found) < len(shard.specs) or any(rollout.status is Status.FAILED for rollout in found)
         if not found or (lacks and not is_settled):
             return None
-        writer = self._stage.join(self._attempt.provenance, self._attempt.number, shard.label)
+        writer = self.stage.join(self._attempt.provenance, self._attempt.number, shard.label)
         turns, rollouts = turns_table(found), rollouts_table(found)
         report = ShardReport(
             attempt=self._attempt.number,
@@ -218,9 +217,9 @@ class ShardedAttempt:
 
     def _table(self, report: ShardReport, dataset: str) -> pa.Table:
         entries = [entry for entry in report.files if entry.path.startswith(f"{dataset}-")]
-        tables = [pq.read_table(io.BytesIO(read_entry(self._stage.location, entry))) for entry in entries]
+        tables = [pq.read_table(io.BytesIO(read_entry(self.stage.location, entry))) for entry in entries]
         if not tables:
-            raise StoreError(f"The report of a shard of {self._stage.location.uri} names no {dataset}.")
+            raise StoreError(f"The report of a shard of {self.stage.location.uri} names no {dataset}.")
         return pa.concat_tables(tables)
 
     def _resumptions(self) -> ResumptionCounts:
@@ -234,7 +233,7 @@ class ShardedAttempt:
 
     def _clean(self) -> None:
         """What workers left for one another has served."""
-        location = self._stage.location
+        location = self.stage.location
         try:
             for name in location.names():
                 if name.startswith("journal-"):

@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 
-from roundhouse.collection.collector import Collected, Progress
+from roundhouse.collection.collector import Collected, InProcessCollector, Progress, RolloutCollector
+from roundhouse.collection.parts import Parts
 from roundhouse.collection.shard_worker import finished_in
 from roundhouse.collection.shard_workers import ShardTask, Workers, workers_of
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, shares, split
+from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError
 from roundhouse.health.activity import ACTIVITY
@@ -180,3 +182,10 @@ def _error(future: Future[ShardOutcome]) -> BaseException | None:
 def _cause(errors: Sequence[BaseException]) -> BaseException:
     """The one to raise: not of a worker that was told to end, and rather one that repeating cannot help."""
     return min(errors, key=lambda error: (isinstance(error, Stopped), isinstance(error, InfraError)))
+
+
+def open_collector(run: Run, stage: Stage, policy_version: int) -> RolloutCollector:
+    """A new attempt at a stage, by the collector that `rollout.distribution` names."""
+    if isinstance(run.config.rollout.distribution, InProcessCollection):
+        return InProcessCollector(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
+    return ShardedCollector(run, stage, policy_version)

@@ -268,7 +268,7 @@ class TrainOfflineForm(RunForm):
 
     def resolve(self, state: str | None = None) -> RunConfig:
         """The new run's configuration; of a run that exists, with what may change of it."""
-        from roundhouse.stages.offline_fork import offline_config
+        from roundhouse.stages.fork import offline_config
 
         config = offline_config(
             self.store,

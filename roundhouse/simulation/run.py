@@ -18,11 +18,9 @@ import numpy as np
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import StalenessBound
 from roundhouse.collection.controller import Controller
-from roundhouse.collection.decisions import Continue
-from roundhouse.collection.events import Event
-from roundhouse.collection.pool import Put, TrajectoryPool
+from roundhouse.collection.events import Continue, Event
+from roundhouse.collection.pool import Put, Trajectory, TrajectoryPool
 from roundhouse.collection.rollouts import Key
-from roundhouse.collection.stores import Trajectory
 from roundhouse.config.simulation import Scenario
 from roundhouse.errors import DataError
 from roundhouse.simulation.chance import draw_rollouts, stream, uniform

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from roundhouse.collection.metrics import deviation, mean, rollout_metrics
+from roundhouse.collection.collector import deviation, mean, refuse_many_failures, rollout_metrics
+from roundhouse.collection.sharded_collector import open_collector
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
-from roundhouse.stages.collect import Progress, open_collection, refuse_many_failures
+from roundhouse.stages.collect import Progress
 from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -40,7 +41,7 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     if not rows:
         raise no_heldout_task(config)
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
-    collection = open_collection(run, stage, version)
+    collection = open_collector(run, stage, version)
     sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
     collected = collection.collect(specs, sampling, engine_url, progress, on_policy=False)
     refuse_many_failures(collected.rollouts, config.rollout, engine_url)

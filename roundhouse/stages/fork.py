@@ -7,13 +7,14 @@ changes makes the very versions that the parent made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from roundhouse.config.loading import apply_override, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.policy import starting_policy
-from roundhouse.store.run import Run, load_run, no_such_version, open_run
+from roundhouse.store.promoted import version_named
+from roundhouse.store.run import Run, load_run, no_such_version, open_run, run_exists
 
 
 def fork_config(
@@ -65,3 +66,83 @@ def fork_run(config: RunConfig) -> Run:
     run = open_run(config)
     starting_policy(run)
     return run
+
+
+Method = Literal["grpo", "rejection", "distillation"]
+
+
+def offline_config(
+    store: str,
+    run_id: str,
+    new_id: str,
+    datasets: Sequence[str],
+    method: Method = "grpo",
+    at: str = "newest",
+    *,
+    teacher: str | None = None,
+    reward_threshold: float | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """The configuration of an offline run.
+
+    Args:
+        at: the checkpoint of the run to start from: `newest`, `promoted` or a version.
+        method: grpo keeps the run's own algorithm where that is a policy gradient, with truncated importance weights; rejection
+            learns the best rollout of each group that reaches the threshold; distillation needs a teacher.
+        overrides: come last.
+
+    Raises:
+        StoreError: there is no such run.
+        ConfigError: no such checkpoint, or settings that do not fit the method.
+    """
+    run = load_run(store, run_id)
+    version = begun_from(store, new_id, run_id)
+    if version is None or at.isdecimal():
+        version = version_named(run, at)
+    keys = {
+        "offline": {"datasets": list(datasets)},
+        "train": run.config.train.model_dump(mode="json")
+        | {"algorithm": _algorithm(run.config, method, teacher, reward_threshold)},
+        "iterations": version + 1,  # does not count: epochs do
+    }
+    return fork_config(store, run_id, new_id, version, overrides, keys)
+
+
+def begun_from(store: str, run_id: str, parent_id: str) -> int | None:
+    """The version of the parent that a run started from; None where there is no such run, or it began elsewhere."""
+    if not run_exists(store, run_id):
+        return None
+    parent = load_run(store, run_id).parent
+    return None if parent is None or parent.run_id != parent_id else parent.version
+
+
+def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold: float | None) -> dict[str, Any]:
+    if (teacher is not None) != (method == "distillation"):
+        raise ConfigError(
+            f"teacher is {teacher!r} and the method {method}: a teacher goes with distillation, and distillation needs one. "
+            "Give the directory of a model, such as another run's checkpoint."
+        )
+    if threshold is not None and method != "rejection":
+        raise ConfigError(f"reward_threshold is {threshold:g}, which only the method rejection reads. Leave it out.")
+    if method == "distillation":
+        return {"kind": "distillation", "teacher": teacher}
+    if method == "rejection":
+        return {
+            "kind": "cross_entropy",
+            "select": "best_of_group",
+            "reward_threshold": 1.0 if threshold is None else threshold,
+        }
+    return _corrected(config)
+
+
+def _corrected(config: RunConfig) -> dict[str, Any]:
+    """The run's own algorithm with truncated importance weights, where it can take them and has no correction; else GRPO."""
+    own = config.train.algorithm.model_dump(mode="json", exclude_unset=True)
+    kind = config.train.algorithm.kind
+    if kind in ("cross_entropy", "distillation"):
+        own, kind = {}, "grpo"
+    if own.get("mismatch_correction", "none") == "none":
+        own |= {"mismatch_correction": "tis"}
+    if config.train.algorithm.kl_coefficient > 0 and config.train.algorithm.kl_placement == "loss":
+        own |= {"kl_importance_weighting": True}
+    return own | {"kind": kind}

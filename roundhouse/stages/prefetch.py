@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from roundhouse.collection.in_process_runner import InProcessRunner, OpenCollection, Progress
+from roundhouse.collection.collector import Collected, refuse_many_failures
 from roundhouse.collection.overlap import StepBatch
-from roundhouse.collection.parts import Parts
+from roundhouse.collection.parts import written_rollouts
 from roundhouse.collection.plan import Plan, generated_in
-from roundhouse.collection.recovery import written_rollouts
 from roundhouse.collection.resumption import oldest_version
-from roundhouse.collection.shard_runner import ShardRunner
+from roundhouse.collection.runner import Progress, RolloutRunner
 from roundhouse.errors import StoreError
-from roundhouse.stages.collect import Collected, refuse_many_failures
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
@@ -35,39 +33,41 @@ from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 
 def prefetch_rollouts(
-    run: Run, iteration: int, runner: InProcessRunner, progress: Progress | None = None
+    run: Run, iteration: int, runner: RolloutRunner[Any], progress: Progress | None = None
 ) -> Reference | None:
-    """The stage of an iteration's own rollouts; None when the loop was ended before, which loses nothing that is on disk.
+    """The stage of an iteration's own rollouts; None when the runner was ended before, which loses nothing that is on disk.
 
     Raises:
         TooFewRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
+        InfraError: a shard lost more workers than `rollout.distribution.restarts`.
     """
-    stage, chooses = generated_in(run, iteration), run.config.asynchrony.window > 1
+    config, stage = run.config, generated_in(run, iteration)
     if (done := stage.reference()) is not None:
         return done
-    trains_from = iteration - 1
-    oldest = max(
-        run.first_version, trains_from - run.config.asynchrony.start_lag(run.config.rollout.prompts_per_iteration)
-    )
+    chooses = config.asynchrony.window > 1
+    oldest = max(run.first_version, iteration - 1 - config.asynchrony.start_lag(config.rollout.prompts_per_iteration))
     with attribute_to_this_stage():
-        parts = Parts(run.begin(stage, policy_version=trains_from), trains_from, oldest)
-        opened = runner.open(iteration, parts, progress)
+        opened = runner.open(iteration, stage, oldest, progress)
         try:
             if not runner.wait(opened):
                 return None
             if not chooses:  # else when a step is decided on
-                refuse_many_failures(list(opened.rollouts.values()), run.config.rollout, runner.url)
+                refuse_many_failures(opened.made(), config.rollout, runner.url)
             runner.flush()
         finally:
             runner.close(iteration)
-        if not chooses:
-            parts.attempt.charge(runner.spend())
-        return _commit(
-            run, opened, [opened.rollouts[key] for key in runner.plan.keys(iteration) if key in opened.rollouts]
+        opened.charge(0.0 if chooses else runner.spend())
+        rollouts = opened.settle()
+        ledger = Ledger.from_rollouts(rollouts, requested=len(rollouts) if chooses else opened.planned)
+        return opened.commit(
+            inputs=_weights_of(run, rollouts),
+            counts=ledger.counts(),
+            metrics=Collected(rollouts, opened.window_seconds).metrics() | opened.metrics(),
+            details=_generated_by(run, iteration, rollouts, ledger),
         )
 
 
-def collect_chosen(run: Run, iteration: int, runner: InProcessRunner | ShardRunner, batch: StepBatch) -> Reference:
+def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: StepBatch) -> Reference:
     """The collect stage of a step whose groups were chosen: a copy of their rollouts.
 
     Raises:
@@ -87,10 +87,10 @@ def collect_chosen(run: Run, iteration: int, runner: InProcessRunner | ShardRunn
     attempt.charge(runner.spend())
     ledger = Ledger.from_rollouts(rollouts, requested=len(batch.groups) * run.config.rollout.group_size)
     return attempt.commit(
-        inputs=weights_of(run, rollouts),
+        inputs=_weights_of(run, rollouts),
         counts=ledger.counts(),
         metrics=Collected(rollouts, batch.window_seconds).metrics(),
-        details=generated_by(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
+        details=_generated_by(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
     )
 
 
@@ -126,26 +126,14 @@ def _written(run: Run, plan: Plan, iteration: int, positions: set[int]) -> dict[
     )
 
 
-def _commit(run: Run, opened: OpenCollection, rollouts: list[Rollout]) -> Reference:
-    collected = Collected(rollouts, opened.window_seconds)
-    requested = len(rollouts) if run.config.asynchrony.window > 1 else opened.planned
-    ledger = Ledger.from_rollouts(rollouts, requested=requested)
-    return opened.parts.commit(
-        inputs=weights_of(run, rollouts),
-        counts=ledger.counts(),
-        metrics=collected.metrics() | opened.parts.journal.resumptions.metrics(),
-        details=generated_by(run, opened.iteration, rollouts, ledger),
-    )
-
-
-def weights_of(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
+def _weights_of(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
     """The checkpoint of every version that generated, unless it was deleted."""
     versions = {turn.policy_version for rollout in rollouts for turn in rollout.turns}
     found = {version: run.checkpoint(version).reference() for version in sorted(versions)}
     return {f"weights_{version}": reference for version, reference in found.items() if reference is not None}
 
 
-def generated_by(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:
+def _generated_by(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:
     ages = Counter(iteration - 1 - oldest_version(rollout) for rollout in rollouts if rollout.turns)
     return {
         "failures": ledger.failures,

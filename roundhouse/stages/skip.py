@@ -7,33 +7,19 @@ and a fork need to know nothing of it, and nobody can take it for a step that wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from roundhouse.health.taxonomy import code_of, kind_of
 from roundhouse.stages.checkpoint import publish, recorded
 from roundhouse.store.directories import own_place
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
+from roundhouse.store.skipped import SKIPPED, Skip, skip_of
 from roundhouse.store.stage import read_manifest
 
-SKIPPED = "skipped"
-"""In the details of the train stage's manifest, and as metric `train/skipped`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """Why an iteration was not trained on."""
-
-    code: str
-    kind: str
-    error: str
-    reason: str
-    """Of the decision (`roundhouse.health.policy`)."""
-
-    @classmethod
-    def of(cls, error: BaseException, reason: str) -> Skip:
-        return cls(code_of(error), kind_of(error).value, str(error)[:4000], reason)
+def skip_after(error: BaseException, reason: str) -> Skip:
+    """The record of an iteration that is skipped because of this error."""
+    return Skip(code_of(error), kind_of(error).value, str(error)[:4000], reason)
 
 
 def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
@@ -57,13 +43,6 @@ def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
             | {SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")}},
         )
     return publish(run, update)
-
-
-def skip_of(run: Run, iteration: int) -> Skip | None:
-    """Why an iteration was skipped; None when it was not."""
-    reference = run.stage(iteration, "train").reference()
-    details = {} if reference is None else read_manifest(reference).details
-    return Skip(**details[SKIPPED]) if SKIPPED in details else None
 
 
 def skipped_in_a_row(run: Run, before: int) -> int:

@@ -28,11 +28,18 @@ from roundhouse.health.activity import ACTIVITY
 from roundhouse.stages.checkpoint import TRAINER, is_weights
 from roundhouse.stages.checkpoint import recorded as written_files
 from roundhouse.stages.cost import untrained_tokens
-from roundhouse.stages.freshness import STOPPED, StaleData, drift, importance_metrics, judge_importance, settle
+from roundhouse.stages.freshness import (
+    STOPPED,
+    StaleData,
+    drift,
+    importance_metrics,
+    judge_importance,
+    settle,
+    staleness_metrics,
+)
+from roundhouse.stages.policy import reference_directory, reference_origin
 from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
-from roundhouse.stages.reference import reference_directory, reference_origin
 from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
-from roundhouse.stages.staleness import staleness_metrics
 from roundhouse.store.directories import local_directory, upload_model
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run

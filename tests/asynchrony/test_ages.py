@@ -8,7 +8,7 @@ import torch
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
-from roundhouse.stages.staleness import staleness_metrics
+from roundhouse.stages.freshness import staleness_metrics
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.schemas import SEQUENCES

@@ -11,9 +11,8 @@ from pydantic import ValidationError
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import StalenessBound
 from roundhouse.collection.controller import Controller, replay
-from roundhouse.collection.controller_state import restore, snapshot, state_from_json
-from roundhouse.collection.decisions import Block, Continue, Hold, Train, Transfer
-from roundhouse.collection.events import event_from_json, event_to_json
+from roundhouse.collection.controller_journal import restore, snapshot, state_from_json
+from roundhouse.collection.events import Block, Continue, Hold, Train, Transfer, event_from_json, event_to_json
 from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.errors import ConfigError, DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms

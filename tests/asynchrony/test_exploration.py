@@ -8,8 +8,8 @@ import pytest
 
 from roundhouse.collection.bound import StalenessBound
 from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_state import snapshot
-from roundhouse.collection.decisions import Transfer
+from roundhouse.collection.controller_journal import snapshot
+from roundhouse.collection.events import Transfer
 from roundhouse.collection.rollouts import Rollouts
 from roundhouse.errors import DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms

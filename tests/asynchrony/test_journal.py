@@ -5,8 +5,7 @@ import pytest
 from roundhouse.collection import controller_journal as journal_module
 from roundhouse.collection import events as happened
 from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.controller_state import snapshot
+from roundhouse.collection.controller_journal import ControllerJournal, snapshot
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import Location
 from tests.asynchrony.world import forward, terms

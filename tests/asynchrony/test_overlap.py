@@ -17,16 +17,17 @@ from roundhouse.trajectories.records import Rollout, Status
 from tests.asynchrony.test_resumption import WINDOW, new_run
 
 PATIENCE = 60.0
+ENGINE_URL = "http://127.0.0.1:9"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return new_run(str(tmp_path), engine_url="http://127.0.0.1:9")
+    return new_run(str(tmp_path), engine_url=ENGINE_URL)
 
 
 def test_an_iteration_is_not_blamed_for_a_later_ones_rollouts(run: Run) -> None:
     """They fail while the one before is still waited for: only who trains on them decides what becomes of them."""
-    overlap, found = Overlap(run), []
+    overlap, found = Overlap(run, ENGINE_URL), []
     waiting = threading.Thread(target=lambda: found.append(overlap.collected(1)))
     waiting.start()
     failure = TooFewRollouts("4 of 4 rollouts failed")
@@ -38,14 +39,14 @@ def test_an_iteration_is_not_blamed_for_a_later_ones_rollouts(run: Run) -> None:
     with pytest.raises(TooFewRollouts) as raised:
         overlap.collected(2)
     assert raised.value is failure
-    assert overlap.given_up, "both lanes are begun again"
+    assert overlap.given_up, "both loops are begun again"
 
 
 def test_a_step_is_not_begun_on_chosen_groups_of_which_too_many_rollouts_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is decided on then, so that they can be rolled out again."""
-    overlap = Overlap(new_run(str(tmp_path), WINDOW, engine_url="http://127.0.0.1:9"))
+    overlap = Overlap(new_run(str(tmp_path), WINDOW, engine_url=ENGINE_URL), ENGINE_URL)
     overlap.dispatch.tell(happened.TransferStarted(ENGINE, 0), happened.TransferFinished(ENGINE, 0))
     failed = {}
     for position in overlap.plan.groups(1):

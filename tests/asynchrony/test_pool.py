@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.collection.pool import Put, Ready, Reason, TrajectoryPool
-from roundhouse.collection.recovery import fill_from_stages
-from roundhouse.collection.stores import Trajectory
+from roundhouse.collection.pool import Put, Ready, Reason, Trajectory, TrajectoryPool, fill_from_stages
 from roundhouse.errors import DataError
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance

@@ -18,8 +18,9 @@ from roundhouse.collection.resumption import PLACE, resume
 from roundhouse.collection.rollouts import Key
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.stages.skip import Skip, skip_iteration
+from roundhouse.stages.skip import skip_iteration
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.skipped import Skip
 from roundhouse.store.stage import Attempt
 from roundhouse.trajectories.records import Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rollouts_table, turns_table

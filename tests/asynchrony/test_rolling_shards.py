@@ -22,14 +22,14 @@ from roundhouse.collection.dispatch import ENGINE
 from roundhouse.collection.plan import Plan, bound_of
 from roundhouse.collection.resumption import PLACE, resume
 from roundhouse.collection.shard_runner import ShardRunner
-from roundhouse.collection.shard_spec import REPORT
 from roundhouse.collection.shard_worker import carry_out
 from roundhouse.collection.shard_workers import ShardTask
+from roundhouse.collection.shards import REPORT
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
 from roundhouse.launch.child_process import Stopped
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.stages.prefetch_shards import prefetch_shards
+from roundhouse.stages.prefetch import prefetch_rollouts
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
@@ -135,7 +135,7 @@ class Collecting:
         try:
             told = self.told
             progress: Callable[[int, int], None] = lambda *how_far: told.append(how_far)  # noqa: E731
-            self.found.append(prefetch_shards(lane.run, iteration, lane.runner, progress))
+            self.found.append(prefetch_rollouts(lane.run, iteration, lane.runner, progress))
         except BaseException as error:  # noqa: BLE001 - handed to the test
             self.found.append(error)
 
@@ -340,8 +340,7 @@ def test_a_shard_that_is_in_the_store_needs_no_worker_with_its_report_or_without
     run = open_run(parse_config(settings(str(tmp_path))))
     lane = Lane(run, engine)
     lane.transfer(0)
-    attempt = shard_runner.ShardedAttempt(run, run.stage(1, "collect"), 0, 0)
-    opened = lane.runner.open(1, attempt)
+    opened = lane.runner.open(1, run.stage(1, "collect"), 0)
     assert lane.runner.wait(opened)
     lane.runner.stop()
     place = run.stage(1, "collect").location

@@ -9,8 +9,8 @@ import pytest
 
 from roundhouse.collection import events as happened
 from roundhouse.collection.overlap import StepBatch
+from roundhouse.collection.parts import written_rollouts
 from roundhouse.collection.plan import Plan
-from roundhouse.collection.recovery import written_rollouts
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.prefetch import collect_chosen

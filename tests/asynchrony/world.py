@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import StalenessBound
 from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_state import restore, snapshot
-from roundhouse.collection.decisions import Block, Continue
-from roundhouse.collection.events import Event
+from roundhouse.collection.controller_journal import restore, snapshot
+from roundhouse.collection.events import Block, Continue, Event
 from roundhouse.config.asynchrony import Asynchrony
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.loading import parse_config
 from roundhouse.health.alerts import KL, MISMATCH, REWARD, new_alerts
-from roundhouse.stages.watch import AlertWatch
+from roundhouse.stages.report import AlertWatch
 from roundhouse.store.run import open_run
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from roundhouse.collection import events as happened
-from roundhouse.collection.shard_spec import REPORT
-from roundhouse.collection.shards import split
+from roundhouse.collection.shards import REPORT, split
 from roundhouse.config.loading import parse_config
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest

@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.collection.shard_spec import REPORT
 from roundhouse.collection.shard_workers import ProcessWorkers
 from roundhouse.collection.sharded_collector import ShardedCollector
-from roundhouse.collection.shards import Shard, shares, split
+from roundhouse.collection.shards import REPORT, Shard, shares, split
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.activity import ACTIVITY
@@ -385,7 +384,7 @@ def rollouts(tmp_path: Path, engine: GuessingEngine) -> list[Rollout]:
 
 
 def test_an_outline_counts_as_its_rollout_and_holds_none_of_its_tokens(rollouts: list[Rollout]) -> None:
-    from roundhouse.collection.metrics import rollout_metrics
+    from roundhouse.collection.collector import rollout_metrics
 
     rollouts[3].turns.clear()
     outlines = summaries_from_tables(rollouts_table(rollouts), turns_table(rollouts))

@@ -21,11 +21,10 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.query.lineage import trained_on
 from roundhouse.stages.datasets import dataset_versions, retain_versions, users_of_datasets
-from roundhouse.stages.fork import fork_run
+from roundhouse.stages.fork import fork_run, offline_config
 from roundhouse.stages.freshness import StaleData, importance_of, kish
 from roundhouse.stages.offline import age_of, batch_of, with_iterations
 from roundhouse.stages.offline_batches import batch_at, batches_of_an_epoch
-from roundhouse.stages.offline_fork import offline_config
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference

@@ -23,9 +23,9 @@ from roundhouse.errors import ConfigError, DataError, DiskFull, InfraError
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, run_interruptible
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.stages.skip import skip_of
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.skipped import skip_of
 from tasks.health import heartbeat, reporter_of
 from tasks.options import stage_task
 from tests.stages.test_checkpoint import model_directory, trained

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.collection.metrics import rollout_metrics
+from roundhouse.collection.collector import rollout_metrics
 from roundhouse.stages.evaluate import evaluation_metrics
 from roundhouse.tracking.catalogue import CATALOGUE, meaning_of, page
 from roundhouse.trajectories.records import Rollout, Status, Turn

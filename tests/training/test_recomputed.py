@@ -11,9 +11,8 @@ import torch
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import OptimizerConfig, TrainConfig
-from roundhouse.stages.freshness import drift
+from roundhouse.stages.freshness import drift, staleness_metrics
 from roundhouse.stages.recomputed import mismatched
-from roundhouse.stages.staleness import staleness_metrics
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.sequences import tolerances

@@ -1,0 +1,225 @@
+"""What rolls out the plan of an overlapped run: the interface between the generation loop and its two runners.
+
+Invariants: a rollout begins only when the controller admits it and its iteration is open; its outcome is in the store before
+the controller's journal says that it finished; when the runner has ended, however it ended, nothing of it runs any more and
+what had finished is on disk.
+
+    open(1) ──┐                        ┌── rollouts of collect 1 ──> settle, commit
+    open(2) ──┼── admission ── slots ──┼── rollouts of collect 2
+              │   (oldest first)       └── …
+
+One thread admits. It begins rollouts itself (`InProcessRunner`) or gives whole shards to workers (`ShardRunner`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from roundhouse.collection.dispatch import Dispatch
+from roundhouse.collection.plan import Plan
+from roundhouse.errors import InfraError
+from roundhouse.health.activity import ACTIVITY
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
+from roundhouse.trajectories.records import Rollout
+
+END_SECONDS = 60.0
+"""For the runner to cancel its rollouts, close their sessions, and write down what had finished."""
+LOOK_SECONDS = 1.0
+"""How often a thread that waits checks whether the others are still there."""
+
+Progress = Callable[[int, int], None]
+"""Called with (finished, planned)."""
+
+
+class OpenIteration(Protocol):
+    """An iteration whose rollouts may begin: one attempt at the stage that they are written to."""
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def planned(self) -> int:
+        """Rollouts of the iteration."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether each of them has its outcome."""
+        ...
+
+    @property
+    def window_seconds(self) -> float:
+        """From the first begin to the last end of what was made in this attempt."""
+        ...
+
+    def made(self) -> list[Rollout]:
+        """The rollouts that have an outcome so far."""
+        ...
+
+    def settle(self) -> list[Rollout]:
+        """What is to be committed, in the plan's order; called once, after the iteration was closed."""
+        ...
+
+    def charge(self, cpu_seconds: float) -> None:
+        """Count CPU seconds of the runner's own thread, too (`roundhouse.store.cpu_accounting`)."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """How it went: interrupted rollouts, shards."""
+        ...
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference],
+        counts: dict[str, int],
+        metrics: dict[str, float],
+        details: dict[str, Any],
+    ) -> Reference:
+        """Make the stage complete."""
+        ...
+
+
+O = TypeVar("O", bound=OpenIteration)  # noqa: E741
+
+
+class RolloutRunner(ABC, Generic[O]):
+    """See the module's docstring. `open`, `wait` and `close` are called from the thread of the iteration's stage."""
+
+    def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
+        self.run = run
+        self.plan = plan
+        self.url = engine_url
+        self.error: BaseException | None = None
+        """What ended the runner."""
+        self.ended = threading.Event()
+        self.wanted: int | None = None
+        """An iteration that is to be opened, because its first rollout may begin."""
+        self._dispatch = dispatch
+        self._open: dict[int, O] = {}
+        self._stopped = threading.Event()
+        self._cpu_seconds = self._spent_seconds = 0.0
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=lambda: context.run(self._run), name="rollout runner", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the runner: rollouts are cancelled, what finished is written down.
+
+        Raises:
+            InfraError: it does not end.
+        """
+        self._stopped.set()
+        self._interrupt()
+        self._dispatch.wake()
+        limit = self._end_seconds()
+        if self._thread.is_alive():
+            self._thread.join(limit)
+        if self._thread.is_alive():
+            raise InfraError(f"The rollout runner has not ended within {limit:g} s.")
+
+    @abstractmethod
+    def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> O:
+        """Let an iteration's rollouts begin, in a new attempt at `stage`; what earlier attempts finished is kept, unless a
+        version before `oldest_version` made it.
+
+        Raises:
+            InfraError: the runner has ended, or what its workers run on does not answer.
+        """
+
+    def wait(self, opened: O) -> bool:
+        """Wait until all of its rollouts have an outcome; with a window, until steps were decided on for all of its groups.
+        False when the runner ends before.
+
+        Raises:
+            Exception: why this attempt cannot be completed.
+        """
+        while True:
+            with self._dispatch as dispatch:
+                self._refuse_failed(opened)
+                if (whole := self._is_whole(opened)) or self.ended.is_set():  # and has written down what had finished
+                    break
+                waits_for_others = not self._stopped.is_set() and not self._is_at_work(opened)
+                dispatch.wait(LOOK_SECONDS)
+            self._report_progress(opened)
+            if waits_for_others:
+                # For a step, weights, older rollouts, each with a watchdog of its own; or for a person between two iterations.
+                # That nothing works at all is noticed by training, while it waits (`Overlap.collected`).
+                ACTIVITY.advance()
+        self._report_progress(opened)
+        return whole
+
+    @abstractmethod
+    def close(self, iteration: int) -> None:
+        """Let no further rollout of an iteration begin; what runs is given up, to be begun again."""
+
+    @abstractmethod
+    def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
+        """Those of these groups whose rollouts are all in this process."""
+
+    @abstractmethod
+    def outlines(self, positions: Collection[int]) -> list[Rollout]:
+        """What was made of these groups since the runner began; perhaps without its tokens."""
+
+    @abstractmethod
+    def window_seconds(self, positions: Collection[int]) -> float:
+        """From the first begin to the last end of what was made of these groups since the runner began."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write down what finished, then the controller's events.
+
+        Raises:
+            InfraError: the runner does not answer.
+        """
+
+    def spend(self) -> float:
+        """CPU seconds of the runner's thread that no earlier call returned."""
+        with self._dispatch:
+            spent, self._spent_seconds = self._cpu_seconds - self._spent_seconds, self._cpu_seconds
+        return spent
+
+    @abstractmethod
+    def _run(self) -> None:
+        """The runner's thread. Its last act is to set `ended` and wake whoever waits."""
+
+    @abstractmethod
+    def _is_at_work(self, opened: O) -> bool: ...
+
+    def _interrupt(self) -> None:
+        """Wake the runner's thread where it does not wait for the dispatch."""
+
+    def _end_seconds(self) -> float:
+        return END_SECONDS
+
+    def _refuse_failed(self, opened: O) -> None:
+        """Raise why this attempt cannot be completed."""
+
+    def _report_progress(self, opened: O) -> None:
+        """Report how far it is, where nothing else does."""
+
+    def _is_whole(self, opened: O) -> bool:
+        controller = self._dispatch.controller
+        if controller.terms.chooses:
+            return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
+        return opened.complete
+
+    def _opened_for(self, iteration: int) -> O | None:
+        """The iteration where it is open; else `wanted` says that it is to be opened. Called with the dispatch held."""
+        if (opened := self._open.get(iteration)) is None and self.wanted != iteration:
+            self.wanted = iteration
+            self._dispatch.wake()
+        return opened
+
+
+def window_of(spans: Collection[tuple[float, float]]) -> float:
+    """From the first begin to the last end."""
+    return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
