@@ -9,6 +9,7 @@ from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from tasks.options import stage_task
 
 
@@ -17,7 +18,7 @@ def collect(run: Run, iteration: int, weights: Reference) -> Reference:
     def progress(finished: int, planned: int) -> None:
         announce("collect", iteration=iteration, finished=finished, planned=planned)
 
-    if (done := run.stage(iteration, "collect").reference()) is not None:
+    if (done := run.stage(iteration, StageKind.COLLECT).reference()) is not None:
         return done
     return collect_iteration(run, iteration, weights, engine_at(run, weights.policy_version), progress)
 

@@ -10,14 +10,14 @@ from roundhouse.stages.promotion import promote as promote_version
 from roundhouse.stages.refit import engine_at
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 from tasks.options import STAGE, stage_task
 
 
 @stage_task(name="evaluate", task_run_name="evaluate version {checkpoint.policy_version}")
 def evaluate(run: Run, checkpoint: Reference) -> Reference:
     version = checkpoint.policy_version
-    if (done := run.stage(version, "evaluate").reference()) is not None:
+    if (done := run.stage(version, StageKind.EVALUATE).reference()) is not None:
         return done
     engine_url = engine_at(run, version)
 

@@ -25,6 +25,7 @@ from roundhouse.stages.iteration_page import iteration_page
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from roundhouse.tracking.mlflow import PLOT
 from roundhouse.tracking.plot import plot_run
 from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
@@ -74,7 +75,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         markdown=iteration_page(run, iteration, manifests),
         description=f"Iteration {iteration}",
     )
-    if "evaluate" in manifests and run.config.tracking.enabled:
+    if StageKind.EVALUATE in manifests and run.config.tracking.enabled:
         _show_conversations(run, iteration)
     announce("iteration", iteration=iteration, metrics=stage.iteration_metrics(manifests))
     return reference
@@ -131,7 +132,7 @@ def _link(run: Run, tracker: Tracker) -> None:
 
 
 def _show_conversations(run: Run, iteration: int) -> None:
-    rollouts = read_rollouts(_complete(run, iteration, "evaluate"))[: run.config.tracking.conversations]
+    rollouts = read_rollouts(_complete(run, iteration, StageKind.EVALUATE))[: run.config.tracking.conversations]
     text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
     create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
 

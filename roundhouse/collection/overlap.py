@@ -30,6 +30,7 @@ from roundhouse.config.failures import stall_seconds
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.records import Rollout
 
 
@@ -161,7 +162,7 @@ class Overlap:
         """
         catch_up(self.run, self.dispatch, k - 1)
         self._pass_over_evaluations(k - 1)
-        stage, patience = self.run.stage(k, "collect"), stall_seconds(self.run.config)
+        stage, patience = self.run.stage(k, StageKind.COLLECT), stall_seconds(self.run.config)
         quiet_since = time.monotonic()
         while True:
             if (done := stage.reference()) is not None:

@@ -20,7 +20,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage
+from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.records import Rollout
 
 KEPT = 16
@@ -44,7 +44,7 @@ def bound_of(run: Run) -> StalenessBound:
 def generated_in(run: Run, iteration: int) -> Stage:
     """The stage where an iteration's own rollouts are written: `collect`, or with a window `generate`, from which the collect
     stage of a step takes the groups that it trains on."""
-    return run.stage(iteration, "generate" if run.config.asynchrony.window > 1 else "collect")
+    return run.stage(iteration, StageKind.GENERATE if run.config.asynchrony.window > 1 else StageKind.COLLECT)
 
 
 class Plan:

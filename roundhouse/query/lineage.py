@@ -19,6 +19,7 @@ from roundhouse.query.database import QueryError, run_query
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import no_such_run, run_exists
+from roundhouse.store.stage import StageKind
 
 _USED = """
 WITH used AS (
@@ -241,7 +242,7 @@ def _circumstances(iteration: int, stages: list[dict[str, Any]]) -> dict[str, An
     own = [stage for stage in stages if stage["iteration"] == iteration]
     return {
         "seed": own[0]["seed"] if own else None,
-        "base_version": next((stage["policy_version"] for stage in own if stage["stage"] == "train"), None),
+        "base_version": next((stage["policy_version"] for stage in own if stage["stage"] == StageKind.TRAIN), None),
         "dataset": next((dataset_label(stage["dataset"]) for stage in own if stage["dataset"] is not None), None),
         "code_versions": sorted({stage["code_version"] for stage in own}),
         "config_digests": sorted({stage["config_digest"] for stage in own}),

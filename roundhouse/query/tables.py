@@ -18,6 +18,7 @@ from roundhouse.query.files import DATASET_PLACE, columns_found, dataset_of
 from roundhouse.query.parts import StageFiles
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Manifest
+from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -132,14 +133,16 @@ class TableKind:
 
 
 TABLES: dict[str, TableKind] = {
-    "rollouts": TableKind("one row a rollout", ROLLOUTS, ("collect", "evaluate"), True),
-    "turns": TableKind("one row a model call", TURNS, ("collect", "evaluate"), True),
-    "sequences": TableKind("one row a training sequence", SEQUENCES, ("validate",), True),
-    "quarantine": TableKind("one row a rollout kept from training", QUARANTINE, ("validate",), True),
-    "columns": TableKind("one row a sequence, as the algorithm and the trainer saw it", COLUMNS, ("train",), True),
+    "rollouts": TableKind("one row a rollout", ROLLOUTS, (StageKind.COLLECT, StageKind.EVALUATE), True),
+    "turns": TableKind("one row a model call", TURNS, (StageKind.COLLECT, StageKind.EVALUATE), True),
+    "sequences": TableKind("one row a training sequence", SEQUENCES, (StageKind.VALIDATE,), True),
+    "quarantine": TableKind("one row a rollout kept from training", QUARANTINE, (StageKind.VALIDATE,), True),
+    "columns": TableKind(
+        "one row a sequence, as the algorithm and the trainer saw it", COLUMNS, (StageKind.TRAIN,), True
+    ),
     "iterations": TableKind("one row an iteration, with its metrics", ITERATIONS, None),
     "stages": TableKind("one row a complete stage", STAGES, None),
-    "checkpoints": TableKind("one row a checkpoint that is there", CHECKPOINTS, ("checkpoint",)),
+    "checkpoints": TableKind("one row a checkpoint that is there", CHECKPOINTS, (StageKind.CHECKPOINT,)),
     "runs": TableKind("one row a run, with its configuration", RUNS, ()),
     "datasets": TableKind("one row a version of a collected dataset", DATASETS, (), False, "manifests"),
     "dataset_rollouts": TableKind("one row a rollout of these", ROLLOUTS, (), True, "rollouts"),
@@ -268,7 +271,7 @@ def _checkpoint_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
             "metrics": list(stage.manifest.metrics.items()),
         }
         for stage in stages
-        if stage.stage == "checkpoint" and stage.manifest is not None
+        if stage.stage == StageKind.CHECKPOINT and stage.manifest is not None
     ]
 
 

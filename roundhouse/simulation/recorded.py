@@ -16,11 +16,11 @@ from roundhouse.errors import StoreError
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_table
+from roundhouse.store.stage import StageKind, read_table
 from roundhouse.trajectories.records import Status
 
-NEEDED = ("refit", "collect", "report")
-BESIDE = ("evaluate", "promote")
+NEEDED = (StageKind.REFIT, StageKind.COLLECT, StageKind.REPORT)
+BESIDE = (StageKind.EVALUATE, StageKind.PROMOTE)
 """Stages that a simulated iteration does not have."""
 
 
@@ -90,17 +90,17 @@ def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
 
 
 def _iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) -> RecordedIteration:
-    collect = run.stage(iteration, "collect").reference()
+    collect = run.stage(iteration, StageKind.COLLECT).reference()
     assert collect is not None, "it is among the manifests"
     rows = read_table(collect, "rollouts").select(["status", "seconds"]).to_pylist()
     lasted = {kind: manifest.finished_at - manifest.started_at for kind, manifest in manifests.items()}
-    wall = manifests["report"].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
+    wall = manifests[StageKind.REPORT].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
     rollouts = [row["seconds"] for row in rows if row["status"] != Status.FAILED]
     generating = makespan(rollouts, _slots(run) * run.config.generation.replicas)
     return RecordedIteration(
         wall=wall,
-        refit=lasted["refit"],
-        training=max(0.0, wall - lasted["refit"] - generating),
+        refit=lasted[StageKind.REFIT],
+        training=max(0.0, wall - lasted[StageKind.REFIT] - generating),
         rollouts=rollouts,
         failed=sum(row["status"] == Status.FAILED for row in rows),
     )

@@ -20,7 +20,7 @@ from roundhouse.errors import StoreError
 from roundhouse.store.location import AlreadyExists, NotFound
 from roundhouse.store.promoted import point_to_promoted
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 
 PLACE = "questions"
 STAGE = "approval"
@@ -107,7 +107,7 @@ def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | 
     Raises:
         StoreError: nobody asked about that version.
     """
-    decision = run.stage(version, "promote").reference()
+    decision = run.stage(version, StageKind.PROMOTE).reference()
     if decision is None or not read_manifest(decision).details.get("awaits_approval"):
         waiting = ", ".join(str(question.version) for question in open_questions(run)) or "none"
         raise StoreError(f"Version {version} of run {run.run_id} waits for no approval. Those that do: {waiting}.")

@@ -15,7 +15,7 @@ from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, read_table
+from roundhouse.store.stage import Stage, StageKind, read_table
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
@@ -25,7 +25,7 @@ def collect_iteration(
     run: Run, iteration: int, weights: Reference, engine_url: str, progress: Progress | None = None
 ) -> Reference:
     """Collect the training rollouts of an iteration with the policy version that `weights` refitted the engine to."""
-    return _collect(run, run.stage(iteration, "collect"), weights, engine_url, progress)
+    return _collect(run, run.stage(iteration, StageKind.COLLECT), weights, engine_url, progress)
 
 
 def collect_dataset(

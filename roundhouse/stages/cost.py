@@ -23,7 +23,7 @@ from roundhouse.config.train_service import ProcessService
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.metric_names import current_names
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 
 HOUR = 3600.0
@@ -71,7 +71,7 @@ def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds
         manifests: of its complete stages.
         seconds: wall time of the whole iteration.
     """
-    stages = [manifest for kind, manifest in manifests.items() if kind != "report"]
+    stages = [manifest for kind, manifest in manifests.items() if kind != StageKind.REPORT]
     gpu_seconds = _gpu_seconds(config, manifests, seconds)
     cpu_seconds = sum(manifest.resources.get("cpu_seconds", 0.0) for manifest in stages)
     prices = config.cost.prices
@@ -108,7 +108,7 @@ def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> 
 
 def run_totals(run: Run, iteration: int) -> dict[str, float]:
     """Totals of all iterations up to a reported one; all 0 before the first."""
-    reference = run.stage(iteration, "report").reference()
+    reference = run.stage(iteration, StageKind.REPORT).reference()
     recorded = {} if reference is None else read_manifest(reference).details.get("totals", {})
     return totals_after(current_names(recorded))
 
@@ -128,7 +128,7 @@ def _reason(rollout: Rollout, outcome: str | None) -> str | None:
 
 def _gpu_seconds(config: RunConfig, manifests: Mapping[str, Manifest], seconds: float) -> float:
     engine = config.generation.replicas * config.generation.gpus_per_replica
-    train = manifests.get("train")
+    train = manifests.get(StageKind.TRAIN)
     in_stage = 0.0 if train is None else train.finished_at - train.started_at
     held = in_stage if isinstance(config.train.service, ProcessService) else seconds
     return engine * seconds + config.cost.trainer_gpus * held

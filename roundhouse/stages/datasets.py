@@ -23,7 +23,7 @@ from roundhouse.store.lineage import FIXED_BY_CHECKPOINT
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
 from roundhouse.store.run import Run, load_run, open_run, run_exists
-from roundhouse.store.stage import Stage, read_manifest
+from roundhouse.store.stage import Stage, StageKind, read_manifest
 
 DAY = 86400.0
 _MOMENT = re.compile(r"(?P<stamp>\d{8}T\d{6}Z)-v(?P<version>\d{6,})")
@@ -82,7 +82,7 @@ def stamp(moment: datetime) -> str:
 def dataset_versions(store: str, name: str) -> list[Reference]:
     """The complete versions of a dataset, oldest first by the moment at which they were finished."""
     root = Location(store) / f"datasets/{name}"
-    found = [Stage(root / label, kind="collect", run_id="", iteration=0).reference() for label in root.names()]
+    found = [Stage(root / label, kind=StageKind.COLLECT, run_id="", iteration=0).reference() for label in root.names()]
     whole = [reference for reference in found if reference is not None]
     return sorted(whole, key=lambda reference: read_manifest(reference).finished_at)
 
@@ -114,7 +114,7 @@ def version_for(run: Run, name: str, draw: TaskDraw, wanted: int | None) -> int 
 def dataset_stage(run: Run, name: str, label: str, draw: TaskDraw) -> Stage:
     """The stage of a dataset's version."""
     place = Location(run.config.store) / f"datasets/{name}/{label}"
-    return Stage(place, kind="collect", run_id=run.run_id, iteration=draw.iteration)
+    return Stage(place, kind=StageKind.COLLECT, run_id=run.run_id, iteration=draw.iteration)
 
 
 def dataset_names(store: str) -> list[str]:
@@ -177,6 +177,8 @@ def _trained_from(run: Location) -> list[Reference]:
     if not identity["config"].get("offline"):
         return []
     first = 0 if identity.get("parent") is None else int(identity["parent"]["version"])
-    stage = Stage(run / f"iterations/{first:06d}/offline", kind="offline", run_id=identity["run_id"], iteration=first)
+    stage = Stage(
+        run / f"iterations/{first:06d}/offline", kind=StageKind.OFFLINE, run_id=identity["run_id"], iteration=first
+    )
     fixed = stage.reference()
     return [] if fixed is None else list(read_manifest(fixed).inputs.values())

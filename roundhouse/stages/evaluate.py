@@ -18,6 +18,7 @@ from roundhouse.stages.collect import Progress
 from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
 
@@ -33,7 +34,7 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
         TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed; the next attempt makes these again.
     """
     config = run.config
-    stage = run.stage(version, "evaluate")
+    stage = run.stage(version, StageKind.EVALUATE)
     if (done := stage.reference()) is not None:
         return done
     checkpoint = run.checkpoint(version).reference()

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from roundhouse.stages.report import LEDGER, stage_seconds
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_file
+from roundhouse.store.stage import StageKind, read_file
 from roundhouse.trajectories.records import Rollout, conversation_lines
 from roundhouse.trajectories.schemas import rollouts_from_tables
 
@@ -26,14 +26,14 @@ LONGEST_CELL = 400
 def iteration_page(run: Run, iteration: int, manifests: Mapping[str, Manifest], samples: int = 8) -> str:
     """Outcome, stages, quarantine and sample rollouts of an iteration."""
     parts = [f"# {run.run_id}: iteration {iteration}", _headline(manifests)]
-    if "validate" in manifests:
-        parts.append(_ledger(manifests["validate"]))
+    if StageKind.VALIDATE in manifests:
+        parts.append(_ledger(manifests[StageKind.VALIDATE]))
     parts.append(_stages(manifests))
-    if "validate" in manifests:
-        parts.append(_quarantine(manifests["validate"]))
-    collected = run.stage(iteration, "collect").reference() if "collect" in manifests else None
+    if StageKind.VALIDATE in manifests:
+        parts.append(_quarantine(manifests[StageKind.VALIDATE]))
+    collected = run.stage(iteration, StageKind.COLLECT).reference() if StageKind.COLLECT in manifests else None
     if collected is not None:
-        parts.append(_samples(first_rollouts(collected, manifests["collect"], samples)))
+        parts.append(_samples(first_rollouts(collected, manifests[StageKind.COLLECT], samples)))
     return "\n\n".join(part for part in parts if part)
 
 

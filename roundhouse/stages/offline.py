@@ -32,7 +32,7 @@ from roundhouse.stages.validate import rows_of_groups, validate_groups
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import Manifest, Reference, model_location
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, read_manifest, read_table
+from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.ledger import prove_counted
 from roundhouse.trajectories.proofs import CollectionLimits
@@ -40,7 +40,6 @@ from roundhouse.trajectories.schemas import rollouts_from_tables
 from roundhouse.trajectories.tokens import derive_seed
 from roundhouse.trajectories.validation import validate
 
-KIND = "offline"
 GROUPS = pa.schema([("dataset", pa.int32()), ("group_id", pa.string())])
 """The stage's dataset `groups`."""
 DAY = 86400.0
@@ -59,7 +58,7 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
         ConfigError: it cannot fit the run.
         StaleData: it is too old, and `offline.on_stale` is refuse.
     """
-    stage = run.stage(run.first_version, KIND)
+    stage = run.stage(run.first_version, StageKind.OFFLINE)
     if (done := stage.reference()) is not None:
         return done
     offline = _section(run.config)
@@ -107,7 +106,7 @@ def batch_of(run: Run, iteration: int) -> tuple[list[Reference], OfflineBatch]:
 def with_iterations(run: Run) -> Run:
     """The run with its number of iterations: as many as its epochs have batches, counted from where it starts."""
     offline = _section(run.config)
-    done = run.stage(run.first_version, KIND).reference()
+    done = run.stage(run.first_version, StageKind.OFFLINE).reference()
     if done is not None:
         batches = done.counts["batches"]
     else:
@@ -190,8 +189,8 @@ def _line(run: Run) -> list[tuple[str, int]]:
 
 def _versions_of(store: str, name: str) -> list[Reference]:
     if "/" in name:
-        reference = Stage(Location(name), kind="collect", run_id="", iteration=0).reference()
-        if reference is None or reference.kind != "collect":
+        reference = Stage(Location(name), kind=StageKind.COLLECT, run_id="", iteration=0).reference()
+        if reference is None or reference.kind != StageKind.COLLECT:
             raise ConfigError(
                 f"offline.datasets: {name!r} holds no complete collection. Give the directory of a dataset's version."
             )
@@ -276,9 +275,11 @@ def _sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> T
 
 
 def _prepared(run: Run) -> tuple[Manifest, list[list[str]]]:
-    reference = run.stage(run.first_version, KIND).reference()
+    reference = run.stage(run.first_version, StageKind.OFFLINE).reference()
     if reference is None:
-        raise StoreError(f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} has no stage {KIND}.")
+        raise StoreError(
+            f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} has no stage {StageKind.OFFLINE}."
+        )
     table = read_table(reference, "groups")
     groups: list[list[str]] = [[] for _ in range(reference.counts["datasets"])]
     for index, group in zip(table["dataset"].to_pylist(), table["group_id"].to_pylist(), strict=True):

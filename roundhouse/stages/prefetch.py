@@ -26,7 +26,7 @@ from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
@@ -73,7 +73,7 @@ def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: 
     Raises:
         StoreError: it is there and holds other groups, or rollouts of these are gone.
     """
-    stage = run.stage(iteration, "collect")
+    stage = run.stage(iteration, StageKind.COLLECT)
     if (done := stage.reference()) is not None:
         if batch.groups and (held := read_manifest(done).details["groups"]) != list(batch.groups):
             raise StoreError(
@@ -98,7 +98,7 @@ def transfer(run: Run, checkpoint: Reference) -> None:
     """Bring the engine to a version; the first time it stands as the refit stage of the iteration that trains from it."""
     iteration = checkpoint.policy_version + 1
     with attribute_to_this_stage():
-        if run.stage(iteration, "refit").reference() is None:
+        if run.stage(iteration, StageKind.REFIT).reference() is None:
             refit_iteration(run, iteration, checkpoint)
         else:
             ensure_version(run, checkpoint)

@@ -21,7 +21,7 @@ from roundhouse.stages.evaluate import rewards_by_task
 from roundhouse.store.manifest import Reference
 from roundhouse.store.promoted import point_to_promoted, promoted_version
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 
 
 def promote(run: Run, version: int) -> Reference | None:
@@ -33,7 +33,7 @@ def promote(run: Run, version: int) -> Reference | None:
     confidence = run.config.evaluation.promotion_confidence
     if confidence is None:
         return None
-    stage = run.stage(version, "promote")
+    stage = run.stage(version, StageKind.PROMOTE)
     if (done := stage.reference()) is None:
         done = _decide(run, version, confidence)
     details = read_manifest(done).details
@@ -45,10 +45,10 @@ def promote(run: Run, version: int) -> Reference | None:
 
 
 def _decide(run: Run, version: int, confidence: float) -> Reference:
-    evaluation = run.stage(version, "evaluate").reference()
+    evaluation = run.stage(version, StageKind.EVALUATE).reference()
     if evaluation is None:
         raise StoreError(f"Version {version} of run {run.run_id} has no evaluation: nothing says how good it is.")
-    attempt = run.begin(run.stage(version, "promote"), policy_version=version)
+    attempt = run.begin(run.stage(version, StageKind.PROMOTE), policy_version=version)
     against, rewards = _incumbent(run, version), _rewards(evaluation)
     before = _rewards(against) if against is not None else {}
     if against is None or not rewards.keys() & before.keys():
@@ -91,7 +91,7 @@ def _incumbent(run: Run, version: int) -> Reference | None:
     promoted = promoted_version(run)
     if promoted is None or promoted == version:
         return None
-    return run.stage(promoted, "evaluate").reference()
+    return run.stage(promoted, StageKind.EVALUATE).reference()
 
 
 def _rewards(evaluation: Reference) -> Rewards:

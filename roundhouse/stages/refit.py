@@ -33,7 +33,7 @@ from roundhouse.stages.policy import engine_files
 from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.weight_sync.proof import proof_of, require_agreement
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def _what_for(run: Run) -> str:
 
 def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:
     """What replicas said of this version when it was new; None before that, and where weights now travel in another format."""
-    reference = run.stage(version + 1, "refit").reference()
+    reference = run.stage(version + 1, StageKind.REFIT).reference()
     proof: dict[str, Any] | None = None if reference is None else read_manifest(reference).details.get("proof")
     if proof is None or proof.get("format") != _format(run):
         return None
@@ -232,9 +232,9 @@ def _format(run: Run) -> str:
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:
     """Refit for an iteration, and record what every replica said."""
-    stage = run.stage(iteration, "refit")
+    stage = run.stage(iteration, StageKind.REFIT)
     done = stage.reference()
-    if done is not None and run.stage(iteration, "collect").reference() is not None:
+    if done is not None and run.stage(iteration, StageKind.COLLECT).reference() is not None:
         return done
     attempt = run.begin(stage, policy_version=checkpoint.policy_version)
     engine = engine_service(run)

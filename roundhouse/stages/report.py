@@ -20,10 +20,10 @@ from roundhouse.health.alerts import MISMATCH, REMEMBERED, WATCHED, Alert, Metri
 from roundhouse.stages.cost import iteration_cost, run_totals, totals_after
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 
-STAGES = ("offline", "refit", "collect", "validate", "train", "checkpoint", "evaluate", "promote", "report")
-BESIDE_TRAINING = ("refit", "collect")
+STAGES: tuple[str, ...] = tuple(kind for kind in StageKind if kind is not StageKind.GENERATE)
+BESIDE_TRAINING = (StageKind.REFIT, StageKind.COLLECT)
 """Stages that an overlapped run makes beside the others."""
 _PROCESS = uuid.uuid4().hex
 """Tells whether two reports were written by one process without a restart in between."""
@@ -38,7 +38,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     The wall time runs from one report to the next, so that it holds everything in between: artifacts and the workflow
     engine's own work too. For the first iteration after a start it runs from the first stage.
     """
-    stage = run.stage(iteration, "report")
+    stage = run.stage(iteration, StageKind.REPORT)
     if (done := stage.reference()) is not None:
         return done
     manifests = iteration_manifests(run, iteration)
@@ -51,7 +51,9 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         wall = time.time() - began
         metrics = overhead_seconds(on_the_way, wall) | iteration_cost(run.config, manifests, wall)
         if overlapped:
-            waited = max(0.0, manifests["validate"].started_at - began) if "validate" in manifests else 0.0
+            waited = (
+                max(0.0, manifests[StageKind.VALIDATE].started_at - began) if StageKind.VALIDATE in manifests else 0.0
+            )
             metrics["overhead/total"] -= waited
             metrics["overhead/orchestration"] -= waited
             metrics["time/rollout_wait"] = waited
@@ -65,7 +67,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
 
 def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> float:
     """When the iteration began, in seconds since the epoch."""
-    before = _reference(run, iteration - 1, "report")
+    before = _reference(run, iteration - 1, StageKind.REPORT)
     if before is not None:
         previous = read_manifest(before)
         if previous.details.get("process") == _PROCESS:
@@ -75,15 +77,17 @@ def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> float:
 
 def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
     """Overhead of each stage and of the whole iteration, in seconds."""
-    productive = {
-        "collect": _metric(manifests, "collect", "time/rollouts"),
-        "train": _metric(manifests, "train", "time/compute"),
+    productive: dict[str, float] = {
+        StageKind.COLLECT: _metric(manifests, StageKind.COLLECT, "time/rollouts"),
+        StageKind.TRAIN: _metric(manifests, StageKind.TRAIN, "time/compute"),
     }
     metrics: dict[str, float] = {"time/iteration": wall}
-    stages = [kind for kind in manifests if kind not in ("evaluate", "promote", "report")]
+    stages = [kind for kind in manifests if kind not in (StageKind.EVALUATE, StageKind.PROMOTE, StageKind.REPORT)]
     for kind in stages:
         metrics[f"overhead/{kind}"] = max(0.0, stage_seconds(manifests[kind]) - productive.get(kind, 0.0))
-    evaluation = sum(stage_seconds(manifests[kind]) for kind in ("evaluate", "promote") if kind in manifests)
+    evaluation = sum(
+        stage_seconds(manifests[kind]) for kind in (StageKind.EVALUATE, StageKind.PROMOTE) if kind in manifests
+    )
     total = wall - sum(productive.values()) - evaluation
     metrics["overhead/orchestration"] = total - sum(metrics[f"overhead/{kind}"] for kind in stages)
     metrics["overhead/total"] = total
@@ -115,13 +119,13 @@ def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
     """All metrics of an iteration under their stable names, with seconds and CPU seconds of each stage."""
     metrics: dict[str, float] = {}
     for kind, manifest in manifests.items():
-        if kind != "checkpoint":  # it repeats the train stage's
+        if kind != StageKind.CHECKPOINT:  # it repeats the train stage's
             metrics |= manifest.metrics
-        if kind != "report":
+        if kind != StageKind.REPORT:
             metrics[f"time/{kind}"] = stage_seconds(manifest)
             metrics[f"cpu_time/{kind}"] = manifest.resources.get("cpu_seconds", 0.0)
-    if "validate" in manifests:
-        counts = manifests["validate"].counts
+    if StageKind.VALIDATE in manifests:
+        counts = manifests[StageKind.VALIDATE].counts
         metrics |= {f"ledger/{name}": float(counts.get(name, 0)) for name in LEDGER}
     return metrics
 
@@ -133,9 +137,11 @@ def summarize(run: Run) -> dict[str, Any]:
     newest = first if latest is None else latest.policy_version
     by_iteration = {k: iteration_manifests(run, k) for k in range(first, newest + 1)}
     evaluations = {
-        k: _evaluation(k, manifests["evaluate"]) for k, manifests in by_iteration.items() if "evaluate" in manifests
+        k: _evaluation(k, manifests[StageKind.EVALUATE])
+        for k, manifests in by_iteration.items()
+        if StageKind.EVALUATE in manifests
     }
-    trained = [k for k, manifests in by_iteration.items() if "train" in manifests]
+    trained = [k for k, manifests in by_iteration.items() if StageKind.TRAIN in manifests]
     finished = max((m.finished_at for manifests in by_iteration.values() for m in manifests.values()), default=None)
     return {
         "run_id": run.run_id,
@@ -151,14 +157,14 @@ def summarize(run: Run) -> dict[str, Any]:
             "all": list(evaluations.values()),
         },
         "reward_by_iteration": [_mean_reward(by_iteration[k]) for k in trained],
-        "skipped": [k for k in trained if "train/skipped" in by_iteration[k]["train"].metrics],
+        "skipped": [k for k in trained if "train/skipped" in by_iteration[k][StageKind.TRAIN].metrics],
         "wall_seconds": 0.0 if finished is None else finished - run.created_at,
         "seconds_before_first_stage": _start_seconds(run, by_iteration.values()),
         "stage_seconds": _stage_totals(by_iteration.values()),
         "overhead_seconds_per_iteration": _median_overhead(by_iteration.values()),
         "mismatch": {
             "max_abs_log_prob_difference": max(
-                (by_iteration[k]["train"].metrics.get("train/logprob_abs_diff_max", 0.0) for k in trained),
+                (by_iteration[k][StageKind.TRAIN].metrics.get("train/logprob_abs_diff_max", 0.0) for k in trained),
                 default=None,
             )
         },
@@ -169,7 +175,7 @@ def summarize(run: Run) -> dict[str, Any]:
 
 def _mean_reward(manifests: dict[str, Manifest]) -> float | None:
     """None where no rollout had a reward, or the iteration was skipped before its rollouts were complete."""
-    return manifests["collect"].metrics.get("reward/mean") if "collect" in manifests else None
+    return manifests[StageKind.COLLECT].metrics.get("reward/mean") if StageKind.COLLECT in manifests else None
 
 
 def stage_seconds(manifest: Manifest) -> float:
@@ -177,7 +183,7 @@ def stage_seconds(manifest: Manifest) -> float:
 
 
 def _reference(run: Run, iteration: int, kind: str) -> Reference | None:
-    stage = run.checkpoint(iteration) if kind == "checkpoint" else run.stage(iteration, kind)
+    stage = run.checkpoint(iteration) if kind == StageKind.CHECKPOINT else run.stage(iteration, kind)
     return stage.reference()
 
 
@@ -199,7 +205,9 @@ def _in_summary(metric: str) -> str:
 def _start_seconds(run: Run, iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
     """From the creation of the run to its first stage: in all, and of it the making of the starting policy (0 where it was
     copied from the cache). What is left is services, and the engine, which loads meanwhile."""
-    began = min((m.started_at for ms in iterations for kind, m in ms.items() if kind != "checkpoint"), default=None)
+    began = min(
+        (m.started_at for ms in iterations for kind, m in ms.items() if kind != StageKind.CHECKPOINT), default=None
+    )
     policy = run.checkpoint(0).reference() if run.parent is None else None
     made = {} if policy is None else read_manifest(policy).details.get("warm_start", {})
     return {
@@ -220,8 +228,8 @@ def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, flo
     """Median over the iterations, of each stage and in all."""
     values: dict[str, list[float]] = {}
     for manifests in iterations:
-        if "report" in manifests:
-            for name, value in manifests["report"].metrics.items():
+        if StageKind.REPORT in manifests:
+            for name, value in manifests[StageKind.REPORT].metrics.items():
                 if name.startswith(("overhead/", "time/")):
                     values.setdefault(name, []).append(value)
     return {name: round(statistics.median(found), 3) for name, found in values.items()}
@@ -230,9 +238,9 @@ def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, flo
 def _ledger_total(iterations: Iterable[dict[str, Manifest]]) -> dict[str, int]:
     totals = dict.fromkeys(LEDGER, 0)
     for manifests in iterations:
-        if "validate" in manifests:
+        if StageKind.VALIDATE in manifests:
             for name in LEDGER:
-                totals[name] += manifests["validate"].counts.get(name, 0)
+                totals[name] += manifests[StageKind.VALIDATE].counts.get(name, 0)
     return totals
 
 
@@ -264,7 +272,7 @@ def watched_metrics(run: Run, iteration: int) -> dict[str, float]:
     """
     config, found = run.config, dict[str, float]()
     judged = WATCHED if config.offline is None and config.asynchrony.staleness == 0 else set(WATCHED) - {MISMATCH}
-    for kind in ("collect", "train"):
+    for kind in (StageKind.COLLECT, StageKind.TRAIN):
         if (reference := run.stage(iteration, kind).reference()) is not None:
             metrics = read_manifest(reference).metrics
             found |= {name: metrics[name] for name in judged if name in metrics}

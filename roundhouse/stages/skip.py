@@ -14,7 +14,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.skipped import SKIPPED, Skip, skip_of
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 
 
 def skip_after(error: BaseException, reason: str) -> Skip:
@@ -28,7 +28,7 @@ def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
     Raises:
         StoreError: the version before is not complete.
     """
-    stage = run.stage(iteration, "train")
+    stage = run.stage(iteration, StageKind.TRAIN)
     update = stage.reference()
     if update is None:
         base = run.checkpoint(iteration - 1).reference()

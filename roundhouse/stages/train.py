@@ -43,7 +43,7 @@ from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sl
 from roundhouse.store.directories import local_directory, upload_model
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Attempt, read_manifest, read_table
+from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_trainable
 from roundhouse.trajectories.sequences import tolerances
 
@@ -72,7 +72,7 @@ def train_iteration(
     Args:
         say: given the log of a step that runs as a Job, line by line.
     """
-    stage = run.stage(iteration, "train")
+    stage = run.stage(iteration, StageKind.TRAIN)
     if (done := stage.reference()) is not None:
         return done
     prove_trainable(sequences.counts, read_table(sequences, "sequences"))

@@ -24,6 +24,7 @@ from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from roundhouse.training.service.job_entry import read_error
 from roundhouse.training.service.one_shot import StepSpec, TrainStepResult, read_result
 
@@ -89,5 +90,5 @@ def plan_of(run: Run, spec: StepSpec, infra: KubernetesInfra, service: ProcessSe
         stage="train",
         digest=hashlib.sha256(depends.encode()).hexdigest()[:32],
     )
-    reports = (run.stage(spec.iteration, "train").location / "jobs").uri
+    reports = (run.stage(spec.iteration, StageKind.TRAIN).location / "jobs").uri
     return TrainJob(identity, infra, service, reports=reports, store=Location(run.config.store).uri)

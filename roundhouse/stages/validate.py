@@ -19,7 +19,7 @@ from roundhouse.stages.policy import engine_files
 from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, read_manifest, read_table
+from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_counted
 from roundhouse.trajectories.proofs import CollectionLimits, Recorded
 from roundhouse.trajectories.records import Rollout
@@ -102,7 +102,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
         LedgerError: the rollouts are not those that the collect stage counted.
         TooFewSequences: more was refused than `validation.max_quarantine_fraction` allows, or too few groups are left.
     """
-    stage = run.stage(iteration, "validate")
+    stage = run.stage(iteration, StageKind.VALIDATE)
     if (done := stage.reference()) is not None:
         return done
     tables = read_table(rollouts, "rollouts"), read_table(rollouts, "turns")
@@ -126,7 +126,7 @@ def validate_groups(
     Raises:
         TooFewSequences: as of `validate_iteration`.
     """
-    stage = run.stage(iteration, "validate")
+    stage = run.stage(iteration, StageKind.VALIDATE)
     if (done := stage.reference()) is not None:
         return done
     tables = rows_of_groups(dataset, groups)

@@ -22,7 +22,7 @@ from roundhouse.store.directories import copy_object, own_place
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
-from roundhouse.store.stage import Stage, read_manifest
+from roundhouse.store.stage import Stage, StageKind, read_manifest
 
 if TYPE_CHECKING:
     from roundhouse.store.run import Run
@@ -59,7 +59,7 @@ def parent_at(path: str) -> Parent:
             f"from weights alone, set policy.kind=pretrained and policy.path={path} instead."
         )
     version = int(place["version"])
-    reference = Stage(location, kind="checkpoint", run_id=place["run_id"], iteration=version).reference()
+    reference = Stage(location, kind=StageKind.CHECKPOINT, run_id=place["run_id"], iteration=version).reference()
     if reference is None:
         whole = [name for name in _checkpoints(place["run"]).names() if _has_manifest(place["run"], name)]
         raise ConfigError(
@@ -121,7 +121,7 @@ def _parents_reference(parent: Parent, version: int) -> Reference:
         read_manifest(parent.checkpoint)  # raises when it is gone, or another than the one that was recorded
         return parent.checkpoint
     location = _checkpoints(_run_of(parent)) / f"{version:06d}"
-    reference = Stage(location, kind="checkpoint", run_id=parent.run_id, iteration=version).reference()
+    reference = Stage(location, kind=StageKind.CHECKPOINT, run_id=parent.run_id, iteration=version).reference()
     if reference is None:
         raise StoreError(f"{location.uri}/{MANIFEST} is missing: run {parent.run_id!r} has lost its starting policy.")
     return reference

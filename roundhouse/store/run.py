@@ -30,7 +30,7 @@ from roundhouse.store.lease import fence_of
 from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
-from roundhouse.store.stage import Attempt, Stage
+from roundhouse.store.stage import Attempt, Stage, StageKind
 
 OPERATIONAL = (
     "iterations",
@@ -110,7 +110,7 @@ class Run:
     def checkpoint(self, version: int) -> Stage:
         """The checkpoint of a policy version."""
         place = self.location / f"checkpoints/{version:06d}"
-        return Stage(place, kind="checkpoint", run_id=self.run_id, iteration=version)
+        return Stage(place, kind=StageKind.CHECKPOINT, run_id=self.run_id, iteration=version)
 
     def begin(self, stage: Stage, *, policy_version: int) -> Attempt:
         """Start an attempt at one of this run's stages."""
@@ -162,7 +162,7 @@ class Run:
 
     def is_reported(self, iteration: int) -> bool:
         """Whether an iteration is finished, its report included."""
-        return self.stage(iteration, "report").reference() is not None
+        return self.stage(iteration, StageKind.REPORT).reference() is not None
 
     def point_to(self, checkpoint: Reference) -> None:
         """Let `latest.json` name this checkpoint."""

@@ -24,6 +24,7 @@ import re
 import resource
 import time
 import uuid
+from enum import StrEnum
 from typing import Any
 
 import pyarrow as pa
@@ -49,12 +50,28 @@ MOST_WRITERS = 99
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.json")
 
 
+class StageKind(StrEnum):
+    """What a stage of an iteration does, in the order of an iteration. The values are stored: directory names, manifests."""
+
+    OFFLINE = "offline"
+    REFIT = "refit"
+    COLLECT = "collect"
+    GENERATE = "generate"
+    """With a window: the rollouts of an iteration, from which the collect stages of several steps take their groups."""
+    VALIDATE = "validate"
+    TRAIN = "train"
+    CHECKPOINT = "checkpoint"
+    EVALUATE = "evaluate"
+    PROMOTE = "promote"
+    REPORT = "report"
+
+
 class Stage:
     """A stage's directory, complete or not."""
 
     def __init__(self, location: Location, *, kind: str, run_id: str, iteration: int) -> None:
         self.location = location
-        self.kind = kind
+        self.kind = str(kind)
         self.run_id = run_id
         self.iteration = iteration
 

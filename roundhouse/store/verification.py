@@ -29,7 +29,7 @@ from roundhouse.store.disk import is_temporary
 from roundhouse.store.identity import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 
 Faults = Callable[[Location, Manifest], Iterable[str]]
 """What is wrong with a stage beyond its bytes, in words."""
@@ -139,7 +139,7 @@ def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Sto
             read_manifest(reference)
         except StoreError as error:
             gone = not Location(reference.uri).exists(MANIFEST)
-            if gone and reference.kind == "checkpoint":
+            if gone and reference.kind == StageKind.CHECKPOINT:
                 continue
             yield StoreProblem(location.uri, f"its {name} is not what it was made from: {error}", redo)
 

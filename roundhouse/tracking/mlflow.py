@@ -25,6 +25,7 @@ from roundhouse.stages.report import iteration_manifests, iteration_metrics
 from roundhouse.store.location import NotFound
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from roundhouse.tracking.registry import UID_TAG, follow_store, register_checkpoint
 from roundhouse.tracking.traces import TraceWriter
 from roundhouse.trajectories.records import as_markdown
@@ -117,7 +118,7 @@ class MlflowRun:
         values = iteration_metrics(manifests) | {ITERATION_METRIC: float(iteration)}
         stamp = int(max(manifest.finished_at for manifest in manifests.values()) * 1000)
         self._log_datasets(iteration, manifests)
-        if "evaluate" in manifests:
+        if StageKind.EVALUATE in manifests:
             self._log_evaluation(iteration)
         points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
         self._client.log_batch(
@@ -127,7 +128,7 @@ class MlflowRun:
 
     def _log_evaluation(self, iteration: int) -> None:
         """Sample conversations as traces and as text, and the evaluated checkpoint as a model version."""
-        evaluation = self._run.stage(iteration, "evaluate").reference()
+        evaluation = self._run.stage(iteration, StageKind.EVALUATE).reference()
         assert evaluation is not None, "its manifest was read a moment ago"
         rollouts = read_rollouts(evaluation)[: self._run.config.tracking.conversations]
         self._traces.write(rollouts, iteration)
@@ -143,7 +144,10 @@ class MlflowRun:
             reference = self._run.stage(iteration, kind).reference()
             if kind in manifests and reference is not None:
                 found.append((f"{context}-{iteration:06d}", reference, context))
-        if "validate" in manifests and (collected := manifests["validate"].inputs.get("dataset")) is not None:
+        if (
+            StageKind.VALIDATE in manifests
+            and (collected := manifests[StageKind.VALIDATE].inputs.get("dataset")) is not None
+        ):
             found.append(("-".join(collected.uri.split("/")[-2:]), collected, "offline rollouts"))
         inputs = [
             DatasetInput(

@@ -7,13 +7,14 @@ from typing import Any
 
 from roundhouse.stages.report import iteration_manifests, stage_seconds
 from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 
 _COLORS = {
-    "collect": "#4c78a8",
-    "train": "#f58518",
-    "refit": "#54a24b",
-    "validate": "#b279a2",
-    "checkpoint": "#9d755d",
+    StageKind.COLLECT: "#4c78a8",
+    StageKind.TRAIN: "#f58518",
+    StageKind.REFIT: "#54a24b",
+    StageKind.VALIDATE: "#b279a2",
+    StageKind.CHECKPOINT: "#9d755d",
     "orchestration": "#bab0ac",
 }
 
@@ -61,7 +62,8 @@ def _plot_seconds(axes: Any, run: Run, numbers: range) -> None:
     for kind, color in _COLORS.items():
         if kind == "orchestration":
             heights = [
-                m["report"].metrics.get("overhead/orchestration", 0.0) if "report" in m else 0.0 for m in manifests
+                m[StageKind.REPORT].metrics.get("overhead/orchestration", 0.0) if StageKind.REPORT in m else 0.0
+                for m in manifests
             ]
         else:
             heights = [stage_seconds(m[kind]) if kind in m else 0.0 for m in manifests]

@@ -13,7 +13,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 
 ALIAS = "promoted"
 VERSION_TAG = "roundhouse.policy_version"
@@ -102,11 +102,11 @@ def _lineage(run: Run, version: int, checkpoint: Reference) -> dict[str, str]:
         "roundhouse.checkpoint_digest": checkpoint.digest,
         "roundhouse.code_version": run.code_version,
     }
-    for kind in ("collect", "validate"):
+    for kind in (StageKind.COLLECT, StageKind.VALIDATE):
         stage = run.stage(version, kind).reference()
         if stage is not None:
             tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
-    evaluation = run.stage(version, "evaluate").reference()
+    evaluation = run.stage(version, StageKind.EVALUATE).reference()
     if evaluation is not None:
         tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
     return tags

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Manifest
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 
 
@@ -103,7 +103,7 @@ class Ledger(BaseModel):
         return {name: getattr(self, name) for name in ("requested", *(status.value for status in Status))}
 
 
-COUNTED = ("collect", "evaluate", "validate")
+COUNTED = (StageKind.COLLECT, StageKind.EVALUATE, StageKind.VALIDATE)
 """Stages whose manifest holds a ledger."""
 
 
@@ -154,7 +154,7 @@ def ledger_faults(location: Location, manifest: Manifest) -> Iterator[str]:
     except LedgerError as error:
         yield str(error)
         return
-    if manifest.kind == "validate":
+    if manifest.kind == StageKind.VALIDATE:
         yield from _validated_faults(location, manifest)
     else:
         yield from _collected_faults(location, manifest)

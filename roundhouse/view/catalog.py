@@ -16,12 +16,13 @@ from roundhouse.errors import StoreError
 from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest, model_location
+from roundhouse.store.stage import StageKind
 from roundhouse.view.dataset_versions import PREFIX, is_dataset, numbered
 from roundhouse.view.scope import Missing, Scope
 
 FRESH_SECONDS = 3.0
 """An unfinished stage is listed again after this time."""
-CURVE_STAGES = ("collect", "train", "evaluate")
+CURVE_STAGES = (StageKind.COLLECT, StageKind.TRAIN, StageKind.EVALUATE)
 
 
 class Catalog:
@@ -109,10 +110,10 @@ class Catalog:
                 continue
             row = rows[iteration]
             row["stages"].append(stage)
-            if stage == "collect":
+            if stage == StageKind.COLLECT:
                 row["reward"] = manifest.metrics.get("reward/mean")
                 row["requested"] = manifest.counts.get("requested")
-            if stage == "evaluate":
+            if stage == StageKind.EVALUATE:
                 row["evaluation"] = manifest.metrics.get("evaluation/reward/mean")
         return list(rows.values())
 

@@ -14,6 +14,7 @@ import pyarrow.dataset as ds
 from roundhouse.query.files import columns_found, dataset_of
 from roundhouse.query.parts import StageFiles
 from roundhouse.query.tables import COLUMNS
+from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 from roundhouse.view.catalog import Catalog
 from roundhouse.view.decoding import Decoder
@@ -86,7 +87,7 @@ class Details:
 
     def quarantined(self, scope: Scope, limit: int = 2000) -> list[dict[str, Any]]:
         """What validation kept from training, with the evidence."""
-        stages = [stage for stage in self._indexes.at(scope).stages if stage.stage == "validate"]
+        stages = [stage for stage in self._indexes.at(scope).stages if stage.stage == StageKind.VALIDATE]
         names = ["iteration", *QUARANTINE.names]
         return dataset_of(stages, "quarantine", QUARANTINE).head(limit, columns=names).to_pylist()
 
@@ -128,7 +129,7 @@ def _turns(stage: StageFiles, file: str, rollout_id: str) -> list[dict[str, Any]
 
 def _trained(stages: dict[str, StageFiles], rollout_id: str) -> tuple[list[Any], list[Any], list[Any]]:
     """The rollout's sequences, columns and quarantine rows, as far as their stages are complete."""
-    validate, train = stages.get("validate"), stages.get("train")
+    validate, train = stages.get(StageKind.VALIDATE), stages.get(StageKind.TRAIN)
     if validate is None or not validate.complete:
         return [], [], []
     refused = _rows_of(validate, "quarantine", QUARANTINE, rollout_id)

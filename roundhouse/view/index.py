@@ -18,6 +18,7 @@ import pyarrow as pa
 from roundhouse.query.files import dataset_of
 from roundhouse.query.parts import StageFiles
 from roundhouse.query.tables import COLUMNS
+from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS
 from roundhouse.view.catalog import Catalog
 from roundhouse.view.filters import Filters, spellings
@@ -65,8 +66,8 @@ class Index:
             numbers.append(files.setdefault(name, len(files)))
         self._files = list(files)
         read = read.drop(["__filename"]).append_column("part", pa.array(numbers, pa.int32()))
-        validated = [found for found in self.stages if found.stage == "validate"]
-        trained = [found for found in self.stages if found.stage == "train"]
+        validated = [found for found in self.stages if found.stage == StageKind.VALIDATE]
+        trained = [found for found in self.stages if found.stage == StageKind.TRAIN]
         tables = {
             "read": read,
             "refused": dataset_of(validated, "quarantine", QUARANTINE).to_table(

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from roundhouse.store.stage import StageKind
+
 Stream = dict[str, Any]
 Row = dict[str, Any]
 
@@ -122,18 +124,18 @@ def missing(
 
 
 def _no_mask(stage: str, complete: dict[str, bool], iteration: int, refused: Row | None) -> str:
-    if stage == "evaluate":
+    if stage == StageKind.EVALUATE:
         return "Held-out rollouts are not trained on."
     if stage == "dataset":
         return "It was collected into a dataset: what a run made of it, the run shows."
-    if not complete.get("validate"):
+    if not complete.get(StageKind.VALIDATE):
         return f"Stage validate of iteration {iteration} is not complete."
     return f"Kept from training: {refused['reason']}." if refused else "It became no training sequence."
 
 
 def _no_columns(what: str, stage: str, complete: dict[str, bool], iteration: int, refused: Row | None) -> str:
-    if stage in ("evaluate", "dataset") or not complete.get("validate") or refused:
+    if stage in (StageKind.EVALUATE, "dataset") or not complete.get(StageKind.VALIDATE) or refused:
         return _no_mask(stage, complete, iteration, refused)
-    if not complete.get("train"):
+    if not complete.get(StageKind.TRAIN):
         return f"Stage train of iteration {iteration} is not complete."
     return f"The train stage recorded no {what} for it."

@@ -18,7 +18,7 @@ from roundhouse.errors import StoreError
 from roundhouse.store.identity import code_version
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance, Reference
-from roundhouse.store.stage import Stage, read_manifest
+from roundhouse.store.stage import Stage, StageKind, read_manifest
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
@@ -38,7 +38,7 @@ def import_rollouts(
         DataError: a file cannot be read, or holds a (task, rollout) twice.
         StoreError: the version exists and was made of other files.
     """
-    stage = Stage(Location(store) / f"datasets/{name}/{version}", kind="collect", run_id=name, iteration=0)
+    stage = Stage(Location(store) / f"datasets/{name}/{version}", kind=StageKind.COLLECT, run_id=name, iteration=0)
     digest = _digest(files)
     if (done := stage.reference()) is not None:
         _refuse_other(done, digest)
