@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import singledispatchmethod
 
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import StalenessBound
@@ -129,6 +129,7 @@ class Controller:
 
     # Events
 
+    @singledispatchmethod
     def apply(self, event: Event) -> None:
         """Take in what happened.
 
@@ -136,9 +137,10 @@ class Controller:
             DataError: it cannot have happened in this state: told twice, or the word of an attempt that was given up. The state
                 is as before.
         """
-        _HANDLERS[type(event)](self, event)
+        raise TypeError(f"{event!r} is not an event of the controller.")
 
-    def _rollout_started(self, event: happened.RolloutStarted) -> None:
+    @apply.register
+    def _(self, event: happened.RolloutStarted) -> None:
         answer = self.admission(event.replica)
         if not isinstance(answer, Continue):
             raise DataError(
@@ -148,72 +150,86 @@ class Controller:
         self.rollouts.begin(key, event.attempt, event.replica, answer.version)
         self.replicas[event.replica].running.add(key)
 
-    def _rollout_finished(self, event: happened.RolloutFinished) -> None:
+    @apply.register
+    def _(self, event: happened.RolloutFinished) -> None:
         key = (event.position, event.sample)
         self._left(key, self.rollouts.finish(key, event.attempt).replica)
 
-    def _rollout_failed(self, event: happened.RolloutFailed) -> None:
+    @apply.register
+    def _(self, event: happened.RolloutFailed) -> None:
         key = (event.position, event.sample)
         self._left(key, self.rollouts.fail(key, event.attempt, event.final).replica)
 
-    def _rollout_evicted(self, event: happened.RolloutEvicted) -> None:
+    @apply.register
+    def _(self, event: happened.RolloutEvicted) -> None:
         key = (event.position, event.sample)
         if self.batch is not None and event.position in self.batch:
             raise DataError(f"Rollout {event.position}/{event.sample} is being trained on and cannot be evicted.")
         if (running := self.rollouts.evict(key)) is not None:
             self._left(key, running.replica)
 
-    def _training_started(self, event: happened.TrainingStarted) -> None:
+    @apply.register
+    def _(self, event: happened.TrainingStarted) -> None:
         if self.training() != Train(event.iteration, event.groups):
             raise DataError(f"Training of iteration {event.iteration} on {event.groups} was not decided on.")
         self.batch, self.in_training = event.groups, True
 
-    def _training_finished(self, event: happened.TrainingFinished) -> None:
+    @apply.register
+    def _(self, event: happened.TrainingFinished) -> None:
         self._check_training(event.iteration)
         self._trained()
 
-    def _training_failed(self, event: happened.TrainingFailed) -> None:
+    @apply.register
+    def _(self, event: happened.TrainingFailed) -> None:
         self._check_training(event.iteration)
         self.in_training = False
 
-    def _transfer_started(self, event: happened.TransferStarted) -> None:
+    @apply.register
+    def _(self, event: happened.TransferStarted) -> None:
         if self.transfer(event.replica) != Transfer(event.replica, event.version):
             raise DataError(f"The transfer of version {event.version} to {event.replica} was not decided on.")
         self.replicas[event.replica].incoming = event.version
 
-    def _transfer_finished(self, event: happened.TransferFinished) -> None:
+    @apply.register
+    def _(self, event: happened.TransferFinished) -> None:
         place = self._replica(event.replica)
         if place.incoming != event.version:
             raise DataError(f"{event.replica} was not being given version {event.version}.")
         place.version, place.incoming = event.version, None
 
-    def _transfer_failed(self, event: happened.TransferFailed) -> None:
+    @apply.register
+    def _(self, event: happened.TransferFailed) -> None:
         place = self._replica(event.replica)
         if place.incoming is None:
             raise DataError(f"{event.replica} was being given no version.")
         place.version, place.incoming = None, None
         self._abandon(place)
 
-    def _replica_joined(self, event: happened.ReplicaJoined) -> None:
+    @apply.register
+    def _(self, event: happened.ReplicaJoined) -> None:
         if event.replica in self.replicas:
             raise DataError(f"{event.replica} is there already; tell of its loss first.")
         self.replicas[event.replica] = self._joining(event.version)
 
-    def _replica_lost(self, event: happened.ReplicaLost) -> None:
+    @apply.register
+    def _(self, event: happened.ReplicaLost) -> None:
         self._abandon(self._replica(event.replica))
         del self.replicas[event.replica]
 
-    def _validation_started(self, event: happened.ValidationStarted) -> None:
+    @apply.register
+    def _(self, event: happened.ValidationStarted) -> None:
         if self.validation() != Validate(event.version):
             raise DataError(f"The evaluation of version {event.version} was not decided on.")
         self.evaluating = event.version
 
-    def _validation_ended(self, event: happened.ValidationEnded) -> None:
+    @apply.register
+    def _(self, event: happened.ValidationEnded) -> None:
         if self.evaluating != event.version:
             raise DataError(f"Version {event.version} was not being evaluated.")
         self.evaluated, self.evaluating = event.version, None
 
-    def _iteration_skipped(self, event: happened.IterationSkipped) -> None:
+    @apply.register
+    def _(self, event: happened.IterationSkipped) -> None:
         if event.iteration != self.version + 1 or self.finished:
             raise DataError(f"Iteration {event.iteration} was not next; the newest version is {self.version}.")
         positions = self.batch or self.rollouts.oldest()
@@ -222,7 +238,8 @@ class Controller:
         self.rollouts.drop(positions)
         self.batch, self.in_training, self.version = None, False, self.version + 1
 
-    def _restarted(self, event: happened.Restarted) -> None:
+    @apply.register
+    def _(self, event: happened.Restarted) -> None:
         if event.version not in (self.version, self.version + 1) or (event.version > self.version and not self.batch):
             raise DataError(
                 f"The newest checkpoint is of version {event.version}, the controller's state of {self.version}"
@@ -278,26 +295,6 @@ class Controller:
         for key in sorted(place.running):
             self.rollouts.abandon(key)
         place.running.clear()
-
-
-_HANDLERS: dict[type, Any] = {
-    happened.RolloutStarted: Controller._rollout_started,
-    happened.RolloutFinished: Controller._rollout_finished,
-    happened.RolloutFailed: Controller._rollout_failed,
-    happened.RolloutEvicted: Controller._rollout_evicted,
-    happened.TrainingStarted: Controller._training_started,
-    happened.TrainingFinished: Controller._training_finished,
-    happened.TrainingFailed: Controller._training_failed,
-    happened.TransferStarted: Controller._transfer_started,
-    happened.TransferFinished: Controller._transfer_finished,
-    happened.TransferFailed: Controller._transfer_failed,
-    happened.ReplicaJoined: Controller._replica_joined,
-    happened.ReplicaLost: Controller._replica_lost,
-    happened.ValidationStarted: Controller._validation_started,
-    happened.ValidationEnded: Controller._validation_ended,
-    happened.IterationSkipped: Controller._iteration_skipped,
-    happened.Restarted: Controller._restarted,
-}
 
 
 def replay(terms: StalenessBound, replicas: Iterable[str], journal: Iterable[Event]) -> Controller:

@@ -161,7 +161,11 @@ class Overlap:
             Exception: what this stage has failed with, or what has ended the generation loop.
         """
         catch_up(self.run, self.dispatch, k - 1)
-        self._pass_over_evaluations(k - 1)
+        controller = self.dispatch.controller
+        # Evaluations that were due and will not come any more, as of a skipped iteration, hold nothing up.
+        while (due := controller.terms.due(controller.evaluated, k - 1)) is not None:
+            with self.validating(due):
+                pass
         stage, patience = self.run.stage(k, StageKind.COLLECT), stall_seconds(self.run.config)
         quiet_since = time.monotonic()
         while True:
@@ -247,13 +251,6 @@ class Overlap:
         if held:
             self.dispatch.tell(happened.ValidationEnded(version))
             self.dispatch.record()
-
-    def _pass_over_evaluations(self, version: int) -> None:
-        """Evaluations that were due and will not come any more, as of a skipped iteration, hold nobody up."""
-        controller = self.dispatch.controller
-        while (due := controller.terms.due(controller.evaluated, version)) is not None:
-            with self.validating(due):
-                pass
 
     def _refuse_ended(self) -> None:
         if self.ended:

@@ -84,7 +84,9 @@ class Parts:
             self.attempt.write_table("turns", turns_table(waiting))
             self.attempt.write_table("rollouts", rollouts_table(waiting))
         if (calls := self.journal.take()) is not None:
-            self._write_journal(calls)
+            name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
+            self._own_journal.append(name)
+            self._location.write(name, journal_parquet(calls))
         self._flushed_at = time.monotonic()
 
     def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
@@ -123,18 +125,19 @@ class Parts:
     @asynccontextmanager
     async def flushing(self) -> AsyncIterator[None]:
         """Flush every `FLUSH_SECONDS` in this event loop. What the store refuses ends the work inside."""
+
+        async def again_and_again() -> None:
+            while True:
+                await asyncio.sleep(max(FLUSH_SECONDS, SHORTEST_SECONDS))
+                self.flush()
+
         try:
             async with asyncio.TaskGroup() as group:
-                clock = group.create_task(self._flush_again_and_again())
+                clock = group.create_task(again_and_again())
                 yield
                 clock.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-    async def _flush_again_and_again(self) -> None:
-        while True:
-            await asyncio.sleep(max(FLUSH_SECONDS, SHORTEST_SECONDS))
-            self.flush()
 
     def _write_journal(self, calls: pa.Table) -> None:
         name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
@@ -142,7 +145,7 @@ class Parts:
         self._location.write(name, journal_parquet(calls))
 
     def _read(self) -> None:
-        shard = self._shard
+        shard, oldest = self._shard, self._oldest_version
         names = [name for name in self._location.names() if name.endswith(".parquet")]
         if shard is not None:
             names = [name for name in names if shard.may_be_in(name)]
@@ -151,7 +154,7 @@ class Parts:
             for rollout in self._rollouts_in(name):
                 if shard is not None and rollout.rollout_id not in shard.rollout_ids:
                     continue
-                if self._is_too_old(rollout):
+                if oldest is not None and any(turn.policy_version < oldest for turn in rollout.turns):
                     continue
                 if rollout.status is not Status.FAILED:
                     self._earlier[rollout.rollout_id] = rollout
@@ -160,12 +163,10 @@ class Parts:
         self._journal_names = _of("journal", names)
         for name in self._journal_names:
             if (part := read_part(self._location, name, JOURNAL)) is not None:
-                own = part if shard is None else _rows_of(part, shard.rollout_ids)
-                self.journal.read(own, leave_out=spent | self._earlier.keys())
-
-    def _is_too_old(self, rollout: Rollout) -> bool:
-        oldest = self._oldest_version
-        return oldest is not None and any(turn.policy_version < oldest for turn in rollout.turns)
+                if shard is not None:
+                    own = pa.array(sorted(shard.rollout_ids), pa.string())
+                    part = part.filter(pc.is_in(part["rollout_id"], value_set=own))
+                self.journal.read(part, leave_out=spent | self._earlier.keys())
 
     def _rollouts_in(self, name: str) -> list[Rollout]:
         """The rollouts of a part and its turns; none when either cannot be trusted."""
@@ -177,10 +178,6 @@ class Parts:
 def _of(dataset: str, names: Iterable[str]) -> list[str]:
     """The parts of a dataset, in the order in which they were written."""
     return sorted(name for name in names if name.startswith(f"{dataset}-"))
-
-
-def _rows_of(part: pa.Table, rollout_ids: Iterable[str]) -> pa.Table:
-    return part.filter(pc.is_in(part["rollout_id"], value_set=pa.array(sorted(rollout_ids), pa.string())))
 
 
 def journal_parquet(calls: pa.Table) -> bytes:

@@ -389,11 +389,7 @@ def fill_from_stages(
     """
     put: dict[int, list[Rollout]] = {}
     for iteration, stage in sorted(stages.items()):
-        rollouts = _usable(written_rollouts(stage))
+        rollouts = [r for r in written_rollouts(stage) if r.status is not Status.FAILED and r.turns]
         kept = [r for r in rollouts if pool.put(Trajectory(r, iteration, model_tag)).word == "success"]
         put[iteration] = kept
     return put
-
-
-def _usable(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    return [rollout for rollout in rollouts if rollout.status is not Status.FAILED and rollout.turns]

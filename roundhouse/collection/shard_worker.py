@@ -83,13 +83,15 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
             on_policy=spec.on_policy,
             engine_version=spec.began_on,
         )
+    # of this process since its start, and of those that it has waited for, such as sandboxes
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return ShardReport(
         attempt=spec.attempt,
         files=parts.settle(collected.rollouts),
         ledger=Ledger.from_rollouts(collected.rollouts, requested=len(shard.specs)),
         resumptions=parts.journal.resumptions.details(),
         seconds=collected.window_seconds,
-        cpu_seconds=round(_cpu_seconds(), 3),
+        cpu_seconds=round(sum(usage.ru_utime + usage.ru_stime for usage in used), 3),
         max_rss_mib=round(_max_rss_mib(), 1),
     )
 
@@ -115,12 +117,6 @@ def _telling(tell: Callable[[], None]) -> Iterator[None]:
             tell()
 
 
-def _cpu_seconds() -> float:
-    """Of this process since its start, and of those that it has waited for, such as sandboxes."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
 def _max_rss_mib() -> float:
     """Of this process. Linux hands `ru_maxrss` on to a child, so what the parent had would count."""
     try:
@@ -138,7 +134,7 @@ def _end(*_: object) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{line}\n")  # in one piece, whatever else is written
     sys.stdout.flush()
 
 

@@ -117,7 +117,7 @@ class _Work:
         futures = [pool.submit(contextvars.copy_context().run, self._collect, shard, task) for shard, task in tasks]
         pool.shutdown(wait=False)
         try:
-            while (left := wait(futures, LOOK_SECONDS, FIRST_EXCEPTION).not_done) and not _failed(futures):
+            while (left := wait(futures, LOOK_SECONDS, FIRST_EXCEPTION).not_done) and not any(map(_error, futures)):
                 self._tell()
             if not left:
                 self._tell()
@@ -125,7 +125,9 @@ class _Work:
         finally:
             self._stopped.set()
             self._until_ended(futures)
-        raise _cause([error for future in futures if (error := _error(future)) is not None])
+        errors = [error for future in futures if (error := _error(future)) is not None]
+        # Not that of a worker that was told to end, and rather one that repeating cannot help.
+        raise min(errors, key=lambda error: (isinstance(error, Stopped), isinstance(error, InfraError)))
 
     def _collect(self, shard: Shard, task: ShardTask) -> ShardOutcome:
         """Have one worker after another work on a shard, until it is whole or may not be tried again."""
@@ -171,17 +173,8 @@ class _Work:
         log.error("%d workers have not ended in time.", sum(not future.done() for future in futures))
 
 
-def _failed(futures: Sequence[Future[ShardOutcome]]) -> bool:
-    return any(_error(future) is not None for future in futures)
-
-
 def _error(future: Future[ShardOutcome]) -> BaseException | None:
     return future.exception() if future.done() else None
-
-
-def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """The one to raise: not of a worker that was told to end, and rather one that repeating cannot help."""
-    return min(errors, key=lambda error: (isinstance(error, Stopped), isinstance(error, InfraError)))
 
 
 def open_collector(run: Run, stage: Stage, policy_version: int) -> RolloutCollector:

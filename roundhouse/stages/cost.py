@@ -47,9 +47,11 @@ def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str
     for rollout in rollouts:
         tokens = sum(len(turn.generation_token_ids) for turn in rollout.turns)
         generated += tokens
-        reason = _reason(rollout, outcomes.get(rollout.rollout_id))
-        if reason is not None:
-            wasted[reason] += tokens
+        outcome = outcomes.get(rollout.rollout_id)
+        if rollout.status is Status.FAILED:
+            wasted["failed"] += tokens
+        elif outcome is not None:
+            wasted["omitted" if outcome == Status.OMITTED else "quarantined"] += tokens
     return {
         "cost/generated_tokens": float(generated),
         "cost/repeated_rollouts": float(sum(rollout.attempt > 1 for rollout in rollouts)),
@@ -116,14 +118,6 @@ def run_totals(run: Run, iteration: int) -> dict[str, float]:
 def is_waste(name: str) -> bool:
     """Whether a metric or a total counts tokens wasted for one reason."""
     return name.startswith("waste/") and name.endswith("_tokens")
-
-
-def _reason(rollout: Rollout, outcome: str | None) -> str | None:
-    if rollout.status is Status.FAILED:
-        return "failed"
-    if outcome is None:
-        return None
-    return "omitted" if outcome == Status.OMITTED else "quarantined"
 
 
 def _gpu_seconds(config: RunConfig, manifests: Mapping[str, Manifest], seconds: float) -> float:

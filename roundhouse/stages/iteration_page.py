@@ -27,7 +27,8 @@ def iteration_page(run: Run, iteration: int, manifests: Mapping[str, Manifest], 
     """Outcome, stages, quarantine and sample rollouts of an iteration."""
     parts = [f"# {run.run_id}: iteration {iteration}", _headline(manifests)]
     if StageKind.VALIDATE in manifests:
-        parts.append(_ledger(manifests[StageKind.VALIDATE]))
+        counts = [(name, manifests[StageKind.VALIDATE].counts.get(name, 0)) for name in LEDGER]
+        parts.append(_table(["", *(name for name, _ in counts)], [["rollouts", *(str(count) for _, count in counts)]]))
     parts.append(_stages(manifests))
     if StageKind.VALIDATE in manifests:
         parts.append(_quarantine(manifests[StageKind.VALIDATE]))
@@ -56,11 +57,6 @@ def _headline(manifests: Mapping[str, Manifest]) -> str:
         "clip fraction": found.get("train/clip_fraction"),
     }
     return " · ".join(f"{name} **{value:.4g}**" for name, value in shown.items() if value is not None)
-
-
-def _ledger(validated: Manifest) -> str:
-    counts = [(name, validated.counts.get(name, 0)) for name in LEDGER]
-    return _table(["", *(name for name, _ in counts)], [["rollouts", *(str(count) for _, count in counts)]])
 
 
 def _stages(manifests: Mapping[str, Manifest]) -> str:

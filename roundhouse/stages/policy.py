@@ -70,10 +70,14 @@ def engine_files(run: Run) -> Path:
         if start is None:
             _write_untrained(run, staging)
         else:
-            _copy_without_weights(start, staging)
+            for name, entry in read_manifest(start).model_files.by_name().items():
+                if "/" not in name and not name.endswith(".safetensors"):
+                    (staging / name).write_bytes(read_file(start, entry))
         staging.rename(target)
     if start is not None:
-        _require_same_tokenizer(start, target)
+        theirs = read_manifest(start).model_files.by_name().get("tokenizer.json")
+        if theirs is not None and sha256((target / "tokenizer.json").read_bytes()) != theirs.sha256:
+            raise StoreError(f"{target}/tokenizer.json is not the one of {start.uri}. Delete {target} and start again.")
     return target.resolve()
 
 
@@ -87,20 +91,6 @@ def _write_untrained(run: Run, directory: Path) -> None:
     from roundhouse.policy.warm_start import write_engine_files
 
     write_engine_files(policy, load_any(run.config.environment), _policy_seed(run, policy), directory)
-
-
-def _copy_without_weights(start: Reference, directory: Path) -> None:
-    for name, entry in read_manifest(start).model_files.by_name().items():
-        if "/" not in name and not name.endswith(".safetensors"):
-            (directory / name).write_bytes(read_file(start, entry))
-
-
-def _require_same_tokenizer(start: Reference, directory: Path) -> None:
-    theirs = read_manifest(start).model_files.by_name().get("tokenizer.json")
-    if theirs is not None and sha256((directory / "tokenizer.json").read_bytes()) != theirs.sha256:
-        raise StoreError(
-            f"{directory}/tokenizer.json is not the one of {start.uri}. Delete {directory} and start again."
-        )
 
 
 def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:

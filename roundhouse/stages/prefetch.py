@@ -81,7 +81,11 @@ def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: 
             )
         return done
     attempt = run.begin(stage, policy_version=iteration - 1)
-    rollouts = _rollouts_of(run, runner.plan, batch)
+    groups, plan = dict(batch.at_hand), runner.plan
+    missing = {position for position in batch.groups if position not in groups}
+    for origin in {plan.iteration_of(position) for position in missing}:
+        groups |= _written(run, plan, origin, missing & set(plan.groups(origin)))
+    rollouts = [rollout for position in batch.groups for rollout in groups[position]]
     attempt.write_table("turns", turns_table(rollouts))
     attempt.write_table("rollouts", rollouts_table(rollouts))
     attempt.charge(runner.spend())
@@ -102,15 +106,6 @@ def transfer(run: Run, checkpoint: Reference) -> None:
             refit_iteration(run, iteration, checkpoint)
         else:
             ensure_version(run, checkpoint)
-
-
-def _rollouts_of(run: Run, plan: Plan, batch: StepBatch) -> list[Rollout]:
-    """In the order of the groups."""
-    found = dict(batch.at_hand)
-    missing = [position for position in batch.groups if position not in found]
-    for iteration in {plan.iteration_of(position) for position in missing}:
-        found |= _written(run, plan, iteration, set(missing) & set(plan.groups(iteration)))
-    return [rollout for position in batch.groups for rollout in found[position]]
 
 
 def _written(run: Run, plan: Plan, iteration: int, positions: set[int]) -> dict[int, list[Rollout]]:

@@ -7,7 +7,6 @@ with the key or option at fault; what only a service can know is left to it.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
 from roundhouse.config.models import PretrainedPolicy, RunConfig
@@ -34,8 +33,14 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
         ConfigError: names the key and the remedy.
     """
     if Location(config.store).is_local:
-        _writable(Location(config.store).local_path)
-    if not _has_tasks(config, remote) and _evaluates(config):
+        directory = Location(config.store).local_path
+        there = next(place for place in (directory, *directory.parents) if place.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "cannot be written to" if there.is_dir() else "is no directory"
+            raise ConfigError(f"store is {directory}, but {there} {why}. Set store to a place that can be written to.")
+    evaluation, offline = config.evaluation, config.offline
+    evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
+    if not _has_tasks(config, remote) and evaluates:
         raise no_heldout_task(config)
     reachable = remote or Location(config.store).is_local
     if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
@@ -71,18 +76,6 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
     begins = version == run.first_version and run.latest_checkpoint() is None
     if version is not None and not begins and run.checkpoint(version).reference() is None:
         raise no_such_version(run, version)
-
-
-def _writable(directory: Path) -> None:
-    there = next(place for place in (directory, *directory.parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is no directory"
-        raise ConfigError(f"store is {directory}, but {there} {why}. Set store to a place that can be written to.")
-
-
-def _evaluates(config: RunConfig) -> bool:
-    evaluation, offline = config.evaluation, config.offline
-    return (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
 
 
 def _has_tasks(config: RunConfig, remote: bool) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from roundhouse.errors import StoreError
 from roundhouse.stages.approval import answer_to, ask
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.stages.estimates import Interval, Rewards, paired_difference
+from roundhouse.stages.estimates import Rewards, paired_difference
 from roundhouse.stages.evaluate import rewards_by_task
 from roundhouse.store.manifest import Reference
 from roundhouse.store.promoted import point_to_promoted, promoted_version
@@ -49,14 +49,18 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
     if evaluation is None:
         raise StoreError(f"Version {version} of run {run.run_id} has no evaluation: nothing says how good it is.")
     attempt = run.begin(run.stage(version, StageKind.PROMOTE), policy_version=version)
-    against, rewards = _incumbent(run, version), _rewards(evaluation)
+    incumbent, rewards = promoted_version(run), _rewards(evaluation)
+    against = None if incumbent in (None, version) else run.stage(incumbent, StageKind.EVALUATE).reference()
     before = _rewards(against) if against is not None else {}
     if against is None or not rewards.keys() & before.keys():
         verdict = _without_comparison(run, version, rewards, against)
         metrics = {"promotion/promoted": float(verdict["promoted"])}
         return attempt.commit(inputs={"evaluation": evaluation}, metrics=metrics, details=verdict)
     difference = paired_difference(rewards, before, confidence)
-    why = _why(difference, against.policy_version, confidence)
+    why = (
+        f"{difference.value:+.3f} against version {against.policy_version}, {confidence:.0%} interval "
+        f"{difference.low:+.3f} to {difference.high:+.3f}"
+    )
     verdict = _verdict(run, version, why, better=difference.low > 0)
     return attempt.commit(
         inputs={"evaluation": evaluation, "against": against},
@@ -86,20 +90,5 @@ def _verdict(run: Run, version: int, why: str, *, better: bool) -> dict[str, Any
     return {"promoted": better and not asks, "why": why} | ({"awaits_approval": True} if asks else {})
 
 
-def _incumbent(run: Run, version: int) -> Reference | None:
-    """Evaluation of the promoted version; None when there is none, or the version itself is it."""
-    promoted = promoted_version(run)
-    if promoted is None or promoted == version:
-        return None
-    return run.stage(promoted, StageKind.EVALUATE).reference()
-
-
 def _rewards(evaluation: Reference) -> Rewards:
     return rewards_by_task(read_rollouts(evaluation))
-
-
-def _why(difference: Interval, against: int, confidence: float) -> str:
-    return (
-        f"{difference.value:+.3f} against version {against}, {confidence:.0%} interval "
-        f"{difference.low:+.3f} to {difference.high:+.3f}"
-    )

@@ -156,7 +156,12 @@ def summarize(run: Run) -> dict[str, Any]:
             "after": evaluations[max(evaluations)] if len(evaluations) > 1 else None,
             "all": list(evaluations.values()),
         },
-        "reward_by_iteration": [_mean_reward(by_iteration[k]) for k in trained],
+        "reward_by_iteration": [
+            by_iteration[k][StageKind.COLLECT].metrics.get("reward/mean")
+            if StageKind.COLLECT in by_iteration[k]
+            else None
+            for k in trained  # none where no rollout had a reward, or the iteration was skipped before they were complete
+        ],
         "skipped": [k for k in trained if "train/skipped" in by_iteration[k][StageKind.TRAIN].metrics],
         "wall_seconds": 0.0 if finished is None else finished - run.created_at,
         "seconds_before_first_stage": _start_seconds(run, by_iteration.values()),
@@ -171,11 +176,6 @@ def summarize(run: Run) -> dict[str, Any]:
         "ledger": _ledger_total(by_iteration.values()),
         "latest_checkpoint": None if latest is None else latest.uri,
     }
-
-
-def _mean_reward(manifests: dict[str, Manifest]) -> float | None:
-    """None where no rollout had a reward, or the iteration was skipped before its rollouts were complete."""
-    return manifests[StageKind.COLLECT].metrics.get("reward/mean") if StageKind.COLLECT in manifests else None
 
 
 def stage_seconds(manifest: Manifest) -> float:

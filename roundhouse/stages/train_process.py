@@ -33,9 +33,10 @@ def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[TrainStepRe
         scratch = Path(directory)
         report = Location((scratch / "report").as_uri())
         (scratch / "spec.json").write_text(spec.model_copy(update={"report": report.uri}).model_dump_json())
+        ranks = torchrun(service.processes, scratch / "meeting") if service.processes > 1 else []
         process = ChildProcess(
             "The training step",
-            _arguments(scratch, service.processes),
+            [*ranks, "-m", MODULE, "--spec", str(scratch / "spec.json")],
             scratch / "log",
             service.timeout_seconds,
             "train.service.timeout_seconds",
@@ -44,11 +45,6 @@ def run_in_process(spec: StepSpec, service: ProcessService) -> tuple[TrainStepRe
         if (code := process.run("train")) != 0:
             raise read_error(report) or process.error_of(code)
         return read_result(report)
-
-
-def _arguments(scratch: Path, processes: int) -> list[str]:
-    step = ["-m", MODULE, "--spec", str(scratch / "spec.json")]
-    return [*(torchrun(processes, scratch / "meeting") if processes > 1 else []), *step]
 
 
 def torchrun(processes: int, meeting: Path) -> list[str]:

@@ -48,7 +48,7 @@ def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) ->
     return {group: SURPLUS if group in surplus else NO_SPREAD for group in groups}
 
 
-def terms_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> CollectionLimits:
+def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> CollectionLimits:
     """What the iteration was collected under. Limits of a model call are known only where our loops made the calls."""
     ours = config.environment.kind not in OWN_RECORD
     return CollectionLimits(
@@ -109,7 +109,7 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     collected = in_plan_order(rollouts_from_tables(*tables))
     prove_counted(rollouts.counts, collected)
     left_out = groups_left_out(collected, read_manifest(rollouts).details.get("dynamic_sampling"))
-    terms = terms_of(run.config, vocabulary_size, rollouts.policy_version)
+    terms = limits_of(run.config, vocabulary_size, rollouts.policy_version)
     return _validated(run, stage, {"rollouts": rollouts}, collected, tables, terms, left_out, {})
 
 
@@ -176,7 +176,9 @@ def _validated(
             "validate/filtered": _filtered(result),
             "validate/text_proved": result.text_proved,
             "validate/tokens": pc.sum(pc.list_value_length(result.sequences.column("token_ids"))).as_py(),
-            "validate/trained_tokens": _ones(result.sequences.column("loss_mask")),
+            "validate/trained_tokens": pc.sum(
+                pc.list_flatten(result.sequences.column("loss_mask")).cast(pa.int64())
+            ).as_py(),
             **rollout_waste(collected, result.quarantine),
         },
         details={"reasons": result.reasons, "failures": result.ledger.failures} | details,
@@ -205,7 +207,3 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
 def _filtered(result: Validated) -> int:
     """Rollouts that nothing is wrong with, which are not wanted."""
     return sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
-
-
-def _ones(masks: pa.ChunkedArray) -> int:
-    return pc.sum(pc.list_flatten(masks).cast(pa.int64())).as_py()

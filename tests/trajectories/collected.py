@@ -24,7 +24,7 @@ from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.text_proof import DecodedText
-from roundhouse.stages.validate import recorded_counts, terms_of
+from roundhouse.stages.validate import limits_of, recorded_counts
 from roundhouse.trajectories.proofs import Recorded
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
@@ -92,7 +92,7 @@ class Batch:
             self.config.validation,
             vocabulary_size=self.vocabulary,
             policy_version=VERSION,
-            terms=terms_of(self.config, self.vocabulary, VERSION),
+            terms=limits_of(self.config, self.vocabulary, VERSION),
             recorded=self.recorded,
             text=self.text,
         )
