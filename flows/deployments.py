@@ -27,7 +27,7 @@ from flows.prefect_log import reports_to_prefect
 from flows.train_offline import training_flow
 from roundhouse.config.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
 from roundhouse.config.models import ResumeConfig, RunConfig
-from roundhouse.infra.for_run import services_of
+from roundhouse.infra.services import services_of
 from roundhouse.stages.fork import fork_run
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import load_run, open_run

@@ -65,8 +65,7 @@ def start(
     """
     from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
     from roundhouse.errors import ConfigError
-    from roundhouse.infra.gym_servers import StartOptions
-    from roundhouse.infra.gym_start import run
+    from roundhouse.infra.gym_servers import StartOptions, run
 
     roots = _roots(search_dirs, root)
     told = [] if head_port is None else [f"++head_server.port={head_port or _free_port()}"]

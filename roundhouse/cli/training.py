@@ -200,7 +200,7 @@ def _watched(config: RunConfig, work: Callable[[], T]) -> T:
 
 def _with_services(config: RunConfig, work: Callable[[], T]) -> T:
     """Run `work` with the local services up; the pages stay, the engine's memory is given back."""
-    from roundhouse.infra.for_run import services_of
+    from roundhouse.infra.services import services_of
 
     with services_of(config):
         import flows._prefect.tuning  # noqa: F401 - before all else of Prefect

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ from roundhouse.infra import processes
 
 GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL."""
+REAPER_GRACE_SECONDS = 5.0
+"""The same after this process has ended without `close`."""
 TAIL_LINES = 30
 TAIL_BYTES = 20_000
 
@@ -58,7 +61,7 @@ class Children:
         self._mark = f"children-{uuid.uuid4().hex}"
         self._children: dict[str, Child] = {}
         self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "roundhouse.infra.reaper", self._mark],
+            [sys.executable, "-m", "roundhouse.infra.children", self._mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -114,3 +117,17 @@ class Children:
 
     async def _end(self, mark: str) -> list[int]:
         return await asyncio.to_thread(processes.end, lambda: processes.carrying(mark), grace_seconds=self._grace)
+
+
+def reap(mark: str) -> None:
+    """The reaper, `python -m roundhouse.infra.children <mark>` with a pipe from its parent as stdin: when the pipe closes,
+    however the parent ended, end each process that carries the mark. Ctrl-C does not reach it: its session is its own."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    while os.read(sys.stdin.fileno(), 1024):
+        continue
+    processes.end(lambda: processes.carrying(mark), grace_seconds=REAPER_GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    reap(sys.argv[1])

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from roundhouse.config.models import KubernetesInfra, RunConfig
-from roundhouse.infra.checks import machine, packages, reachability, storage
-from roundhouse.infra.checks.finding import Finding, fail
+from roundhouse.infra.checks import Finding, fail, machine, reachability
 
 __all__ = ["Finding", "diagnose", "diagnose_cluster"]
 
@@ -30,9 +29,9 @@ def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse")
     store = config.store if config else str(state / "store")
     local_store = [] if store.startswith("s3://") else [Path(store.removeprefix("file://"))]
     checks: list[Check] = [
-        packages.python,
-        packages.packages,
-        packages.engine,
+        machine.python,
+        machine.packages,
+        machine.engine,
         machine.processor,
         machine.gpu,
         machine.memory,
@@ -40,8 +39,8 @@ def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse")
         partial(machine.disk, state, *local_store),
         machine.temporary_directory,
         machine.variables,
-        partial(storage.state, state),
-        partial(storage.store, store),
+        partial(reachability.state, state),
+        partial(reachability.store, store),
         partial(reachability.services, state / "services"),
         reachability.foreign,
     ]
@@ -58,7 +57,7 @@ def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:
     infra = config.infra if config is not None and isinstance(config.infra, KubernetesInfra) else KubernetesInfra()
     checks: list[Check] = [partial(kubernetes.cluster, infra)]
     if config is not None and config.store.startswith("s3://"):
-        checks.append(partial(storage.store, config.store))
+        checks.append(partial(reachability.store, config.store))
     return [finding for check in checks for finding in _guarded(check)]
 
 

@@ -7,11 +7,16 @@ waiting has a limit.
     async with GymServers(resolution, commands, options) as servers:
         await servers.start()
         await servers.until(stop)
+
+`run` is the life of `roundhouse gym start`: SIGINT and SIGTERM end it in order, also while it is still starting; a second one
+does not cut the ending short. It returns after a signal, and raises InfraError if a server ended by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,3 +273,51 @@ def _reachable(host: str) -> str:
 
 def _reachable_url(url: str) -> str:
     return url.replace("//0.0.0.0:", f"//{LOOPBACK}:", 1)
+
+
+def run(
+    resolution: Resolution, commands: Sequence[Command], options: StartOptions, ready: Callable[[dict[str, Any]], None]
+) -> None:
+    """Start the servers and keep them until a signal.
+
+    Args:
+        ready: told once, when every server has answered.
+
+    Raises:
+        InfraError: a server could not be started, did not answer in time, or ended by itself.
+    """
+    asyncio.run(_live(resolution, commands, options, ready))
+
+
+async def _live(
+    resolution: Resolution, commands: Sequence[Command], options: StartOptions, ready: Callable[[dict[str, Any]], None]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(signum, stop.set)
+    async with GymServers(resolution, commands, options) as servers:
+        starting = asyncio.create_task(servers.start())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        else:
+            starting.result()
+            ready(_readiness(servers))
+            await servers.until(stop)
+        stopped.cancel()
+        options.announce("ending the servers")
+
+
+def _readiness(servers: GymServers) -> dict[str, Any]:
+    return {
+        "status": "ready",
+        "head": servers.head_url,
+        "pid": os.getpid(),
+        "servers": [
+            {"name": one.process_name, "type": one.server_type, "url": one.url, "pid": one.pid}
+            for one in servers.running()
+        ],
+    }

@@ -7,19 +7,23 @@ without an owner, ended by `down`), or a process (`owner`), which loses it by en
     with local_services(".roundhouse/services", keep=("prefect", "mlflow")) as services:
         os.environ.update(services.environment())
         ...                       # Ray ends here; the pages stay. On an exception or Ctrl-C, everything ends.
+
+`services_of` is that for one run: its engine is then this run's alone, and the start of MLflow, a view, is not waited for.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundhouse.config.models import KubernetesInfra, RunConfig
 from roundhouse.errors import InfraError
 from roundhouse.infra import lease_client
+from roundhouse.infra.engine_lock import engine_lock
 from roundhouse.infra.lease_client import LeaseRequest, Progress
 from roundhouse.infra.ports import LOOPBACK
 from roundhouse.infra.service_specs import (
@@ -31,6 +35,11 @@ from roundhouse.infra.service_specs import (
     with_no_proxy,
 )
 from roundhouse.infra.state import PREFECT_SIGN_IN_FILE, ServiceHolder, ServiceRecord, StateDirectory
+from roundhouse.logs import about
+from roundhouse.observability import set_up_observability
+from roundhouse.progress import announce
+
+log = logging.getLogger(__name__)
 
 DEFAULT_STATE_DIRECTORY = Path(".roundhouse/services")
 DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
@@ -248,3 +257,47 @@ def _by_service(ports: Mapping[str, int]) -> dict[str, dict[str, int]]:
             raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(SERVICE_SPECS[name].ports)}.")
         found.setdefault(name, {})[port_name] = port
     return found
+
+
+@contextmanager
+def services_of(config: RunConfig) -> Iterator[Services]:
+    """Start what the run needs and is not up, and set the environment of this process for it."""
+    set_up_observability()
+    states: dict[str, str] = {}
+
+    def on_progress(record: ServiceRecord) -> None:
+        states[record.name] = record.status
+        announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
+
+    wanted = needed_services(config)
+    kept = ("prefect", "mlflow")
+    with (
+        about(run=config.run_id),
+        local_services(
+            state_directory(config), wanted, keep=kept, unawaited=("mlflow",), on_progress=on_progress
+        ) as services,
+        engine_lock(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
+    ):
+        if "mlflow" in wanted and "KUBERNETES_SERVICE_HOST" in os.environ:
+            log.warning(
+                "MLflow runs in this pod and is lost with it. Set tracking.uri or MLFLOW_TRACKING_URI to a server that stays; "
+                "`roundhouse runs track %s` writes a run to another one later.",
+                config.run_id,
+            )
+        own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
+        os.environ.update(services.environment() | own_tracking)
+        _quiet_libraries()
+        pages: dict[str, str] = {}
+        if "prefect" in wanted:
+            pages = {"prefect": services.prefect_ui_url, "prefect_sign_in": services.prefect_sign_in_url}
+        pages |= {"mlflow": services.mlflow_url} if services.is_coming("mlflow") else {}
+        announce("pages", **pages)
+        yield services
+
+
+def _quiet_libraries() -> None:
+    """Their logs go to Prefect and to files; the terminal shows the run."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")

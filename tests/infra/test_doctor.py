@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from roundhouse.config.loading import parse_config
 from roundhouse.infra import services
-from roundhouse.infra.checks import machine, packages, reachability, storage
+from roundhouse.infra.checks import machine, reachability
 from roundhouse.infra.doctor import Finding, diagnose
 from roundhouse.infra.service_specs import SERVICE_SPECS
 from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
@@ -51,17 +51,17 @@ def test_whatever_is_not_ok_has_a_remedy() -> None:
 def test_a_package_that_the_lock_names_and_is_not_there_is_found(tmp_path: Path) -> None:
     lock = tmp_path / "requirements.lock"
     lock.write_text("no-such-package==1.0 --hash=sha256:00\npsutil==0.0.1\nnot-here==1 ; sys_platform == 'never'\n")
-    (finding,) = packages.packages(lock)
+    (finding,) = machine.packages(lock)
     assert (finding.status, finding.detail) == ("fail", "not installed: no-such-package")
     lock.write_text("psutil==0.0.1\npydantic_core>=2\n")
-    (finding,) = packages.packages(lock)
+    (finding,) = machine.packages(lock)
     assert finding.status == "warn"
     assert finding.detail.endswith("instead of 0.0.1")
 
 
 def test_a_file_in_the_way_of_the_store_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (finding,) = storage.store(str(tmp_path / "file" / "store"))
+    (finding,) = reachability.store(str(tmp_path / "file" / "store"))
     assert finding.status == "fail"
     assert "a file is where a directory must be" in finding.detail
 
@@ -69,7 +69,7 @@ def test_a_file_in_the_way_of_the_store_is_found(tmp_path: Path) -> None:
 def test_a_store_that_keeps_its_promises_is_ok_and_nothing_stays_in_it(store_uri: str) -> None:
     from roundhouse.store.location import Location
 
-    (finding,) = storage.store(store_uri)
+    (finding,) = reachability.store(store_uri)
     assert finding.status == "ok", finding.detail
     assert Location(store_uri).tree() == []
 
@@ -84,8 +84,8 @@ def test_a_bucket_whose_host_does_not_answer_is_found_in_time() -> None:
             "AWS_SECRET_ACCESS_KEY": "test",
         }
         code = (
-            "from roundhouse.infra.checks import storage\n"
-            "(finding,) = storage.store('s3://bucket/store', time_limit=3)\n"
+            "from roundhouse.infra.checks import reachability\n"
+            "(finding,) = reachability.store('s3://bucket/store', time_limit=3)\n"
             "print(finding.model_dump_json())"
         )
         result = subprocess.run(

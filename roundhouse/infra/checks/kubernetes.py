@@ -11,7 +11,7 @@ from collections.abc import Callable
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService
 from roundhouse.errors import RoundhouseError
-from roundhouse.infra.checks.finding import Finding, fail, ok, warn
+from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, Object, connect
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob

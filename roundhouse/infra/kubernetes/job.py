@@ -29,10 +29,8 @@ from roundhouse.infra.kubernetes.job_deadlines import JobDeadlines
 from roundhouse.infra.kubernetes.job_status import INDEX, Failed, Succeeded, Waiting, judge
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.owned_resources import OwnedResources
-from roundhouse.infra.kubernetes.pod_keys import PodKeys
-from roundhouse.infra.kubernetes.pod_log import PodLog, last_lines
-from roundhouse.infra.kubernetes.stage_pod import PodSettings
-from roundhouse.infra.kubernetes.watching import Watched
+from roundhouse.infra.kubernetes.stage_pod import PodKeys, PodSettings
+from roundhouse.infra.kubernetes.watching import PodLog, Watched, last_lines
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from enum import IntEnum
 from typing import Any
 
 from roundhouse.errors import EXIT_CODES, ConfigError, InfraError, RoundhouseError
-from roundhouse.infra.kubernetes.pod_keys import TRAINER, PodKeys
+from roundhouse.infra.kubernetes.stage_pod import TRAINER, PodKeys
 
 Status = dict[str, Any]
 

@@ -14,7 +14,7 @@ from roundhouse.config.distribution import JobShards
 from roundhouse.config.kubernetes import CollectorPods, KubernetesInfra
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
-from roundhouse.infra.kubernetes.pod_keys import COLLECTOR, PodKeys
+from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, PodKeys
 
 Manifest = dict[str, Any]
 

@@ -1,22 +1,64 @@
 """What the Jobs of all stages have in common: pure.
 
 Invariant: the pods satisfy Pod Security `restricted`, hold no token of the cluster, and write nothing but their scratch volumes
-and the store; they belong to the run's ConfigMap, whose deletion ends them.
+and the store; they belong to the run's ConfigMap, whose deletion ends them. An error about a pod names configuration keys of
+that pod's own section (`PodKeys`), never another stage's.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from roundhouse.config.kubernetes import Toleration
-from roundhouse.errors import EXIT_CODES, ConfigError, DataError
+from roundhouse.errors import EXIT_CODES, ConfigError, DataError, InfraError
 from roundhouse.http.same_origin import is_loopback
 from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
 from roundhouse.logs import LABELS_VARIABLE
 from roundhouse.observability import METRICS_VARIABLE
 from roundhouse.store.location import Location
+
+
+@dataclass(frozen=True)
+class PodKeys:
+    """Of one kind of pods."""
+
+    section: str
+    """`<section>.image`, `.memory`, `.pending_seconds`, …"""
+    timeout: str
+    """The time limit of the work itself."""
+    secret: str
+    environment: str
+    less_memory: str
+    """What else to do when memory runs out, as the end of a sentence."""
+    out_of_memory: type[ConfigError | InfraError]
+    """Whether the same work needs the same memory again, or goes on from what it had written down."""
+
+    @property
+    def remedy_for_start(self) -> str:
+        """Where to look when a container cannot be made."""
+        return f"Check {self.secret}, infra.store_claim and {self.environment}."
+
+
+TRAINER = PodKeys(
+    section="infra.trainer",
+    timeout="train.service.timeout_seconds",
+    secret="infra.secret",
+    environment="infra.environment",
+    less_memory="lower train.tokens_per_microbatch or infra.trainer.shared_memory, which counts as memory",
+    out_of_memory=ConfigError,
+)
+COLLECTOR = PodKeys(
+    section="infra.collector",
+    timeout="rollout.distribution.timeout_seconds",
+    secret="infra.collector.secret",
+    environment="infra.collector.environment",
+    less_memory="raise rollout.distribution.shards, so that each has fewer rollouts in flight",
+    out_of_memory=InfraError,
+)
+
 
 Manifest = dict[str, Any]
 

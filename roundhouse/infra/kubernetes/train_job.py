@@ -15,7 +15,7 @@ from roundhouse.config.kubernetes import KubernetesInfra, TrainerPods
 from roundhouse.config.train_service import ProcessService
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, run_labels, run_object_name
-from roundhouse.infra.kubernetes.pod_keys import TRAINER, PodKeys
+from roundhouse.infra.kubernetes.stage_pod import TRAINER, PodKeys
 
 Manifest = dict[str, Any]
 

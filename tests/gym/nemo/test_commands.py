@@ -185,7 +185,7 @@ def test_validate_tells_all_problems_and_ends_with_1(checkout, monkeypatch):
 
 def test_a_dry_run_prints_the_configuration_and_starts_nothing(checkout, monkeypatch):
     monkeypatch.chdir(checkout)
-    monkeypatch.setattr("roundhouse.infra.gym_start.run", lambda *_, **__: pytest.fail("servers are started"))
+    monkeypatch.setattr("roundhouse.infra.gym_servers.run", lambda *_, **__: pytest.fail("servers are started"))
     told = CliRunner().invoke(app, ["start", "w.yaml", "--ours", "++dry_run=true"])
     assert told.exit_code == 0
     assert set(yaml.safe_load(told.stdout)) > {"weather", "weather_agent", "policy_model", "head_server"}
