@@ -12,6 +12,7 @@ tokens, where there is no padding to save; `as they fall` has log-normal lengths
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -31,7 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.service.verbs import LossBatch, TokenBatch
+from roundhouse.training.service.verbs import token_positions
 from roundhouse.training.step import TrainStep
 from roundhouse.training.trainer import Trainer
 
@@ -106,14 +107,8 @@ def loss_at(trainer: Trainer, batch: TrainingSequences, old: np.ndarray) -> floa
     """Our loss at given old log-probabilities; the trainer is spent afterwards."""
     step = TrainStep(trainer.learner, batch, 1)
     everything = list(range(len(batch)))
-    request = LossBatch(
-        tokens=TokenBatch.of(batch, everything, step.trained),
-        columns=step.signals.columns,
-        gen_logprobs=batch.gen_logprobs,
-        scale=step._scale(everything),
-        loss=trainer.learner.algorithm.loss,
-        old_logprobs=old,
-    )
+    request = step._loss_batch(everything, token_positions(batch, everything), first=True)
+    request = dataclasses.replace(request, old_logprobs=old)
     return trainer.learner.service.forward_backward(request).loss
 
 

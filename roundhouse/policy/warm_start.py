@@ -19,10 +19,9 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments.base import Environment
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
+MAX_POSITIONS = 4096
 MIN_DEMONSTRATIONS, MAX_DEMONSTRATIONS = 2048, 8192
 """As many demonstrations are made as training takes, within these bounds: the tokenizer needs the first, and longer training
 passes over the second again."""
@@ -147,6 +147,37 @@ def write_engine_files(
     tokenizer.save_pretrained(directory)
 
 
+def make_model(config: WarmStartPolicy, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """An untrained model for `tokenizer`'s vocabulary."""
+    import torch
+
+    with lean_transformers():
+        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        # 0.02 is meant for wide models. At 64 dimensions 0.1 learns to copy in half the steps, and 0.125 was less even.
+        initializer_range=0.8 * config.hidden_size**-0.5,
+        tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(shape)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:
     """Rendered conversations as tokens. Trained on: from behind `<|im_start|>assistant\\n` to `<|im_end|>`."""
     end = tokenizer.convert_tokens_to_ids(TURN_END)
@@ -167,19 +198,13 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Exa
 
 def _texts(config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int) -> list[str]:
     """The demonstrations as rendered text; the tokenizer is trained on the first of them."""
-    tools = chat_tools(environment.tool_schemas())
-    blank = blank_tokenizer()
-    return [render(blank, conversation, tools) for conversation in _demonstrations(config, environment, seed)]
-
-
-def _demonstrations(
-    config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int
-) -> list[list[dict[str, Any]]]:
     count = min(max(config.steps * config.batch_size, MIN_DEMONSTRATIONS), MAX_DEMONSTRATIONS)
     try:
-        return environment.demonstrations("train", count, config.good_fraction, derive_seed(seed, "demos"))
+        conversations = environment.demonstrations("train", count, config.good_fraction, derive_seed(seed, "demos"))
     except NotImplementedError as error:
         raise _without_demonstrations(environment.name) from error
+    tools, blank = chat_tools(environment.tool_schemas()), blank_tokenizer()
+    return [render(blank, conversation, tools) for conversation in conversations]
 
 
 def refuse_without_demonstrations(environment: type[Environment] | type[GymnasiumEnvironment]) -> None:
@@ -265,58 +290,17 @@ def _loss(model: Qwen3ForCausalLM, batch: list[Example]) -> tuple[torch.Tensor, 
 
 
 def _write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    from transformers.utils import logging
+
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with _no_progress_bars():
+    with_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # transformers draws one to write half a megabyte; the caller has its own display
+    try:
         model.save_pretrained(partial)
+    finally:
+        if with_bars:
+            logging.enable_progress_bar()
     tokenizer.save_pretrained(partial)
     partial.replace(directory)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws one to write half a megabyte; the caller has its own display."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-MAX_POSITIONS = 4096
-
-
-def make_model(config: WarmStartPolicy, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained model for `tokenizer`'s vocabulary."""
-    import torch
-
-    with lean_transformers():
-        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        # 0.02 is meant for wide models. At 64 dimensions 0.1 learns to copy in half the steps, and 0.125 was less even.
-        initializer_range=0.8 * config.hidden_size**-0.5,
-        tie_word_embeddings=config.tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(shape)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    return model

@@ -60,6 +60,8 @@ def answered(request: Callable[[float], Result]) -> Result:
         StoreUnavailable: it still fails when the time is over.
         OSError: what the bucket says no to, such as FileNotFoundError, or the client, such as a request without credentials.
     """
+    from botocore.exceptions import BotoCoreError, NoCredentialsError
+
     patience, limit = _limit("RETRY", RETRY_SECONDS), _limit("ATTEMPT", ATTEMPT_SECONDS)
     begun = time.monotonic()
     for attempts, pause in enumerate(pauses(random.Random()), 1):
@@ -67,13 +69,16 @@ def answered(request: Callable[[float], Result]) -> Result:
             return request(limit)
         except Exception as error:
             if not may_pass(error):
-                if (told := _as_os_error(error)) is error:
-                    raise  # with its own cause, which holds S3's answer
-                raise told from error
+                if isinstance(error, NoCredentialsError):
+                    raise PermissionError(str(error)) from error
+                if isinstance(error, BotoCoreError):
+                    raise OSError(f"{type(error).__name__}: {error}") from error
+                raise  # with its own cause, which holds S3's answer
             spent = time.monotonic() - begun
             if spent + pause > patience:
+                last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise StoreUnavailable(
-                    f"no answer after {attempts} attempts in {spent:.0f} s, the last with {_said(error)}. "
+                    f"no answer after {attempts} attempts in {spent:.0f} s, the last with {last}. "
                     "Is the endpoint (AWS_ENDPOINT_URL) right and up? Start again when it is: what was committed is kept"
                 ) from error
             time.sleep(pause)
@@ -114,18 +119,6 @@ def _response(error: BaseException) -> dict[str, Any] | None:
         if isinstance(found := getattr(each, "response", None), dict):
             return found
     return None
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _as_os_error(error: Exception) -> Exception:
-    from botocore.exceptions import BotoCoreError, NoCredentialsError
-
-    if isinstance(error, NoCredentialsError):
-        return PermissionError(str(error))
-    return OSError(f"{type(error).__name__}: {error}") if isinstance(error, BotoCoreError) else error
 
 
 def _limit(name: str, default: float) -> float:

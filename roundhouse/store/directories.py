@@ -24,6 +24,7 @@ from pathlib import Path
 import fsspec
 
 from roundhouse.errors import StoreError
+from roundhouse.store import disk
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, ModelFiles, Reference, model_location, sha256
 from roundhouse.store.stage import read_file, read_manifest
@@ -112,7 +113,13 @@ def copy_object(source: Location, target: Location, name: str) -> None:
     if source.is_local and target.is_local and _linked(source.local_path / name, target.local_path / name):
         return
     if not source.is_local and not target.is_local:
-        _copy_in_bucket(f"{source.uri}/{name}", f"{target.uri}/{name}")
+        origin, copy = f"{source.uri}/{name}", f"{target.uri}/{name}"
+        try:
+            fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False).cp_file(origin, copy)
+        except OSError as error:
+            raise StoreError(
+                f"cannot copy {origin} to {copy}: {error}. May these credentials read the one and write the other?"
+            ) from error
         return
     target.write(name, source.read(name))
 
@@ -127,18 +134,5 @@ def _linked(source: Path, target: Path) -> bool:
         return False
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # `replace` leaves it when both are one file already
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    disk.sync_directory(target.parent)
     return True
-
-
-def _copy_in_bucket(source: str, target: str) -> None:
-    try:
-        fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False).cp_file(source, target)
-    except OSError as error:
-        raise StoreError(
-            f"cannot copy {source} to {target}: {error}. May these credentials read the one and write the other?"
-        ) from error

@@ -50,7 +50,7 @@ def _place(put: Callable[[Path, Path], None], target: Path, data: bytes) -> None
                 raise
         finally:
             temporary.unlink(missing_ok=True)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
 
 
 def is_temporary(name: str) -> bool:
@@ -128,10 +128,11 @@ def _make_directory(directory: Path) -> None:
         return
     _make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
-    _sync_directory(directory.parent)
+    sync_directory(directory.parent)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Put the names in a directory on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

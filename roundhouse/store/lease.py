@@ -110,7 +110,13 @@ class Fence(BaseModel):
         place = Location(self.run) / DIRECTORY
         later, own = _read(place, self.token + 1), _read(place, self.token)
         if later is not None or own is None or own.nonce != self.nonce:
-            raise LeaseLost(_lost(self.run, _newest(place)))
+            if (newest := _newest(place)) is None:
+                raise LeaseLost(f"{self.run} was deleted while this process drove it; nothing more of it is written.")
+            raise LeaseLost(
+                f"Another process drives {self.run} now: {newest}. This one had not renewed its lease in time, since it was "
+                "suspended or the store was out of its reach; it stops, and publishes nothing more. The other goes on from "
+                "what was complete; to go on here, end that one and start this command again."
+            )
 
 
 class Lease:
@@ -191,7 +197,11 @@ class LeaseWatch:
         if self._seen is None or self._seen[0] != holder.nonce:
             self._seen, self._silent = mark, 0.0
         elif mark != self._seen:
-            raise RunDriven(_driven(holder))
+            raise RunDriven(
+                f"Another process drives this run and has just renewed its lease: {holder}. One driver a run: wait for its "
+                "end, end it there (Ctrl-C, or roundhouse runs cancel), or take another run_id. Should it be lost, the same "
+                f"command takes over {holder.seconds:.0f} s after its last renewal."
+            )
         else:
             self._silent += min(seconds, 2 * _pause(holder))
         return holder.is_over or self._silent > holder.seconds
@@ -326,24 +336,6 @@ def _name(token: int) -> str:
 
 def _pause(holder: LeaseRecord) -> float:
     return min(_LOOK_SECONDS, holder.seconds / _RENEWALS)
-
-
-def _driven(other: LeaseRecord) -> str:
-    return (
-        f"Another process drives this run and has just renewed its lease: {other}. One driver a run: wait for its end, end it "
-        "there (Ctrl-C, or roundhouse runs cancel), or take another run_id. Should it be lost, the same command takes over "
-        f"{other.seconds:.0f} s after its last renewal."
-    )
-
-
-def _lost(run: str, other: LeaseRecord | None) -> str:
-    if other is None:
-        return f"{run} was deleted while this process drove it; nothing more of it is written."
-    return (
-        f"Another process drives {run} now: {other}. This one had not renewed its lease in time, since it was suspended or the "
-        "store was out of its reach; it stops, and publishes nothing more. The other goes on from what was complete; to go on "
-        "here, end that one and start this command again."
-    )
 
 
 def _machine() -> str:

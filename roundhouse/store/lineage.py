@@ -61,7 +61,8 @@ def parent_at(path: str) -> Parent:
     version = int(place["version"])
     reference = Stage(location, kind=StageKind.CHECKPOINT, run_id=place["run_id"], iteration=version).reference()
     if reference is None:
-        whole = [name for name in _checkpoints(place["run"]).names() if _has_manifest(place["run"], name)]
+        checkpoints = _checkpoints(place["run"])
+        whole = [name for name in checkpoints.names() if (checkpoints / name).exists(MANIFEST)]
         raise ConfigError(
             f"resume.path: {location.uri} holds no complete checkpoint: it was not made, or retention deleted it "
             f"(checkpoint.keep_last, keep_every). Versions there: {', '.join(whole) or 'none'}."
@@ -135,10 +136,6 @@ def _run_of(parent: Parent) -> str:
 
 def _checkpoints(run: str) -> Location:
     return Location(run) / "checkpoints"
-
-
-def _has_manifest(run: str, name: str) -> bool:
-    return (_checkpoints(run) / name).exists(MANIFEST)
 
 
 def _identity(run: str) -> dict[str, Any]:

@@ -101,15 +101,12 @@ class Location:
             if self.is_local:
                 disk.create(self._file(name), data)
             else:
-                self._create_in_bucket(name, data)
-
-    def _create_in_bucket(self, name: str, data: bytes) -> None:
-        try:
-            self._request("pipe_file", self._key(name), data, mode="create", chunksize=bucket.CHUNK_BYTES)
-        except FileExistsError:
-            # A request whose reply was lost is repeated, and then finds the object that it made itself.
-            if self.read(name) != data:
-                raise
+                try:
+                    self._request("pipe_file", self._key(name), data, mode="create", chunksize=bucket.CHUNK_BYTES)
+                except FileExistsError:
+                    # A request whose reply was lost is repeated, and then finds the object that it made itself.
+                    if self.read(name) != data:
+                        raise
 
     def read(self, name: str) -> bytes:
         """The whole object.
@@ -243,19 +240,16 @@ class Location:
         except FileExistsError as error:
             raise AlreadyExists(f"cannot {verb} {place}: it exists already") from error
         except PermissionError as error:
-            raise StoreError(f"cannot {verb} {place}: permission denied. {_who_may(error)}") from error
+            remedy = "Check owner, credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), policy."
+            if bucket.code_of(error) == "RequestTimeTooSkewed":
+                remedy = "This machine's clock differs from the bucket's by more than it accepts: set the clock."
+            raise StoreError(f"cannot {verb} {place}: permission denied. {remedy}") from error
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise DiskFull(
                     f"cannot {verb} {place}: {error}. The disk is full: free space and start again."
                 ) from error
             raise StoreError(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
-
-
-def _who_may(error: PermissionError) -> str:
-    if bucket.code_of(error) == "RequestTimeTooSkewed":
-        return "This machine's clock differs from the bucket's by more than it accepts: set the clock."
-    return "Check owner, credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), policy."
 
 
 def _checked(name: str) -> str:

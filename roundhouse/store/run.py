@@ -14,6 +14,7 @@ only keys that steer how the run is carried out may change (`OPERATIONAL`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -140,17 +141,14 @@ class Run:
 
     def latest_checkpoint(self) -> Reference | None:
         """The newest complete checkpoint; None before the starting policy is there."""
-        newest = self._newest_from(self._pointed_version())
+        pointed = None
+        with contextlib.suppress(NotFound, ValidationError):
+            # Only the version counts: where a checkpoint lies, the run knows itself.
+            pointed = Reference.model_validate_json(self.location.read("latest.json")).policy_version
+        newest = self._newest_from(pointed)
         if newest is None:  # the pointer is lost, damaged, or so old that retention deleted what it names
             newest = self._newest_from(max(self.checkpoint_versions(), default=self.first_version))
         return newest
-
-    def _pointed_version(self) -> int | None:
-        """What `latest.json` names. Only the version counts: where a checkpoint lies, the run knows itself."""
-        try:
-            return Reference.model_validate_json(self.location.read("latest.json")).policy_version
-        except (NotFound, ValidationError):
-            return None
 
     def _newest_from(self, version: int | None) -> Reference | None:
         """The last of the complete versions that follow this one without a gap. The pointer is written after the manifest, and
@@ -202,7 +200,13 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
             _refuse_existing(config, first_start)
     _refuse_other_configuration(identity, config)
     run = _opened(location, config, identity)
-    _refuse_other_parent(run)
+    path = config.resume.path
+    if path is not None and (run.parent is None or Location(path).uri != run.parent.checkpoint.uri):
+        origin = "its own starting policy" if run.parent is None else run.parent.checkpoint.uri
+        raise ConfigError(
+            f"Run {run.run_id!r} exists and began from {origin}, not from resume.path={path!r}. Choose another run_id, or "
+            "continue it with --set resume.mode=auto and without resume.path."
+        )
     return run
 
 
@@ -281,17 +285,6 @@ def _refuse_existing(config: RunConfig, first_start: bool) -> None:
             f"Run {config.run_id!r} exists in {config.store}, and resume.mode is 'disable'. Choose another run_id, or continue "
             "it with --set resume.mode=auto."
         )
-
-
-def _refuse_other_parent(run: Run) -> None:
-    path = run.config.resume.path
-    if path is None or (run.parent is not None and Location(path).uri == run.parent.checkpoint.uri):
-        return
-    origin = "its own starting policy" if run.parent is None else run.parent.checkpoint.uri
-    raise ConfigError(
-        f"Run {run.run_id!r} exists and began from {origin}, not from resume.path={path!r}. Choose another run_id, or continue "
-        "it with --set resume.mode=auto and without resume.path."
-    )
 
 
 def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> None:

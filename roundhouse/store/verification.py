@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
 from roundhouse.store.disk import is_temporary
-from roundhouse.store.identity import read_identity
+from roundhouse.store.identity import IDENTITY, read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
 from roundhouse.store.stage import StageKind, read_manifest
@@ -79,10 +79,17 @@ def verify(store: str, run_id: str | None = None, also: Faults | None = None) ->
     begun = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
     found.unfinished = [f"{root.uri}/{directory.rstrip('/')}" for directory in sorted(begun - complete)]
     for name in names:
-        if name.rsplit("/", 1)[-1] == "run.json":
-            _check_identity(root, name, found)
-        if name.rsplit("/", 1)[-1] == "latest.json":
-            _check_pointer(root, name, found)
+        folder, _, file = name.rpartition("/")
+        try:
+            if file == IDENTITY:
+                remedy = "Restore it from a copy; the run cannot be opened without it."
+                read_identity(root / folder if folder else root)
+            elif file == "latest.json":
+                remedy = "Delete it: the newest complete checkpoint is found without it."
+                read_manifest(Reference.model_validate_json(root.read(name)))
+        except (StoreError, ValueError) as error:
+            what = str(error) if file == IDENTITY else f"points to no complete checkpoint: {error}"
+            found.problems.append(StoreProblem(f"{root.uri}/{name}", what, remedy))
     return found
 
 
@@ -144,23 +151,6 @@ def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Sto
             yield StoreProblem(location.uri, f"its {name} is not what it was made from: {error}", redo)
 
 
-def _check_identity(root: Location, name: str, found: Verification) -> None:
-    folder = name.rpartition("/")[0]
-    try:
-        read_identity(root / folder if folder else root)
-    except StoreError as error:
-        remedy = "Restore it from a copy; the run cannot be opened without it."
-        found.problems.append(StoreProblem(f"{root.uri}/{name}", str(error), remedy))
-
-
-def _check_pointer(root: Location, name: str, found: Verification) -> None:
-    try:
-        read_manifest(Reference.model_validate_json(root.read(name)))
-    except (StoreError, ValueError) as error:
-        remedy = "Delete it: the newest complete checkpoint is found without it."
-        found.problems.append(StoreProblem(f"{root.uri}/{name}", f"points to no complete checkpoint: {error}", remedy))
-
-
 _CHECKPOINT = re.compile(r"(?P<run>(?:runs/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")
 _KEPT_NAMES = re.compile(r"^(attempt-\d+\.json|manifest\.json)$")
 CUT_OFF_SECONDS = 86_400.0
@@ -220,21 +210,14 @@ def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
             ) from error
         kept[stage] = {entry.path for entry in manifest.files}
     for name in names:
-        owner = _stage_of(name, stages)
+        parts = name.split("/")
+        above = ("/".join(parts[:depth]) + "/" for depth in range(len(parts) - 1, 0, -1))
+        owner = next((directory for directory in above if directory in stages), None)  # at whatever depth the file lies
         if owner is None or owner not in kept:
             continue
         file = name.removeprefix(owner)
         if file not in kept[owner] and not _KEPT_NAMES.match(file):
             yield Garbage(name, "no manifest names it: an attempt that was interrupted or lost")
-
-
-def _stage_of(name: str, stages: set[str]) -> str | None:
-    """The complete stage that a file lies in, at whatever depth."""
-    parts = name.split("/")
-    for depth in range(len(parts) - 1, 0, -1):
-        if (directory := "/".join(parts[:depth]) + "/") in stages:
-            return directory
-    return None
 
 
 def _half_deleted_checkpoints(root: Location, names: list[str]) -> Iterator[Garbage]:

@@ -97,6 +97,9 @@ class TrainingSequences:
         ids = columns["sequence_id"].to_pylist()
         lengths = _equal_lengths(columns, ids)
         mask = _flat(columns["loss_mask"])
+        truncated = np.zeros(len(ids), dtype=bool)
+        if "truncated" in table.column_names:
+            truncated = np.array([bool(value) for value in table.column("truncated").to_pylist()], dtype=bool)
         sequences = cls(
             sequence_ids=ids,
             rollout_ids=columns["rollout_id"].to_pylist(),
@@ -107,12 +110,11 @@ class TrainingSequences:
             token_ids=_flat(columns["token_ids"]),
             loss_mask=mask == 1,
             gen_logprobs=np.where(mask == 1, _flat(columns["gen_logprobs"]), np.float32(0)),
-            truncated=_truncated(table),
+            truncated=truncated,
             generated_tokens=_generated_tokens(table, columns["rollout_id"].to_pylist(), mask == 1, lengths),
             reward_components=_reward_components(table),
         )
-        sequences._check_tokens(mask)
-        sequences._check_rewards_and_ids()
+        sequences._check(mask)
         return sequences
 
     @classmethod
@@ -120,7 +122,7 @@ class TrainingSequences:
         """The same from Python dictionaries, for small inputs."""
         return cls.from_table(pa.Table.from_pylist(list(records), schema=pa.schema([*SCHEMA, *OPTIONAL])))
 
-    def _check_tokens(self, mask: np.ndarray) -> None:
+    def _check(self, mask: np.ndarray) -> None:
         owner = self.sequence_of_token
         self._refuse(owner[(mask != 0) & (mask != 1)], "loss_mask holds a value other than 0 and 1")
         self._refuse(owner[self.token_ids < 0], "token_ids holds a negative id")
@@ -129,8 +131,6 @@ class TrainingSequences:
         trained = np.add.reduceat(self.loss_mask.astype(np.int64), first)
         self._refuse(np.flatnonzero(trained == 0), "loss_mask trains no token")
         self._refuse(owner[~np.isfinite(self.gen_logprobs)], "gen_logprobs of a trained token is not finite")
-
-    def _check_rewards_and_ids(self) -> None:
         self._refuse(np.flatnonzero(~np.isfinite(self.rewards)), "the reward is not finite")
         if len(set(self.sequence_ids)) < len(self):
             repeated = next(name for name in self.sequence_ids if self.sequence_ids.count(name) > 1)
@@ -167,12 +167,6 @@ def _column(table: pa.Table, field: pa.Field) -> pa.Array:
         return column.cast(field.type)
     except pa.ArrowInvalid as error:
         raise DataError(f"Column {field.name!r} of the sequences is no {field.type}: {error}") from error
-
-
-def _truncated(table: pa.Table) -> np.ndarray:
-    if "truncated" not in table.column_names:
-        return np.zeros(table.num_rows, dtype=bool)
-    return np.array([bool(value) for value in table.column("truncated").to_pylist()], dtype=bool)
 
 
 def _generated_tokens(table: pa.Table, rollouts: list[str], mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:

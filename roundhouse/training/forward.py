@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -70,13 +70,34 @@ class Scorer(torch.nn.Module):
         return Prediction(*self(microbatch, with_entropy))
 
     def forward(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities, and entropies or None; logits, [M, V], exist at the predicting positions alone."""
         device = microbatch.input_ids.device
+        inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+        inputs |= {"use_cache": False}
+        if microbatch.spans is None:
+            inputs |= {"attention_mask": microbatch.attention_mask}
+        else:
+            inputs |= {"spans": microbatch.spans}
         with torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16 and not self.sharded
         ):
             if self.logits_chunk:
-                return self._in_chunks(microbatch, with_entropy)
-            logits = self._logits(microbatch)
+                hidden = self.model.base_model(**inputs).last_hidden_state
+                output = self.model.get_output_embeddings()
+                return chunked_log_probs(
+                    hidden.flatten(0, 1).index_select(0, microbatch.predict),
+                    output.weight,
+                    output.bias,
+                    microbatch.targets,
+                    temperature=self.temperature,
+                    chunk=self.logits_chunk,
+                    dtype=self.dtype,
+                    with_entropy=with_entropy,
+                )
+            if microbatch.spans is None:
+                logits = self.model(**inputs).logits.flatten(0, 1)[microbatch.predict]
+            else:
+                logits = self.model(**inputs, logits_to_keep=microbatch.predict).logits[0]
         logits = logits.float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
@@ -86,35 +107,6 @@ class Scorer(torch.nn.Module):
             all_log_probs = torch.log_softmax(logits, dim=-1)
             entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
         return log_probs, entropy
-
-    def _in_chunks(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden = self.model.base_model(**_inputs(microbatch), use_cache=False).last_hidden_state
-        output = self.model.get_output_embeddings()
-        return chunked_log_probs(
-            hidden.flatten(0, 1).index_select(0, microbatch.predict),
-            output.weight,
-            output.bias,
-            microbatch.targets,
-            temperature=self.temperature,
-            chunk=self.logits_chunk,
-            dtype=self.dtype,
-            with_entropy=with_entropy,
-        )
-
-    def _logits(self, microbatch: Microbatch) -> torch.Tensor:
-        """[M, V] logits at the predicting positions."""
-        if microbatch.spans is None:
-            return self.model(**_inputs(microbatch), use_cache=False).logits.flatten(0, 1)[microbatch.predict]
-        output = self.model(**_inputs(microbatch), use_cache=False, logits_to_keep=microbatch.predict)
-        return output.logits[0]
-
-
-def _inputs(microbatch: Microbatch) -> dict[str, object]:
-    """What the model is called with."""
-    inputs: dict[str, object] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
-    if microbatch.spans is None:
-        return inputs | {"attention_mask": microbatch.attention_mask}
-    return inputs | {"spans": microbatch.spans}
 
 
 def recompute_log_probs(

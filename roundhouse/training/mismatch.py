@@ -54,7 +54,20 @@ def correction_weights(
     """
     weights = None
     if settings.mismatch_correction != "none":
-        weights = _bounded(old, gen, settings, sequence)
+        low, high = settings.mismatch_bounds
+        difference = old - gen
+        if settings.importance_ratio == "sequence":
+            difference = sequence_means(difference, _needed(sequence))[_needed(sequence)]
+        ratio = torch.exp(difference)
+        bounded = ratio.clamp(low, high)
+        if settings.mismatch_correction == "tis":
+            kept, weights = torch.isfinite(ratio), bounded
+        elif settings.mismatch_correction == "icepop":
+            kept, weights = ratio == bounded, bounded
+        else:
+            geometric = torch.exp(sequence_means(difference, _needed(sequence)))[_needed(sequence)]
+            kept, weights = (geometric >= low) & (geometric <= high) & torch.isfinite(ratio), ratio
+        weights = torch.where(kept, weights, torch.zeros_like(ratio))
     if settings.max_sequence_error is not None:
         error = sequence_means(torch.exp((old - gen).abs()), _needed(sequence))[_needed(sequence)]
         kept = (error <= settings.max_sequence_error).to(old.dtype)
@@ -94,25 +107,6 @@ def sequence_means(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor
     totals = torch.zeros(length, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
     counts = torch.zeros_like(totals).index_add(0, sequence, torch.ones_like(values))
     return totals / counts
-
-
-def _bounded(
-    old: torch.Tensor, gen: torch.Tensor, settings: LossSettings, sequence: torch.Tensor | None
-) -> torch.Tensor:
-    low, high = settings.mismatch_bounds
-    difference = old - gen
-    if settings.importance_ratio == "sequence":
-        difference = sequence_means(difference, _needed(sequence))[_needed(sequence)]
-    ratio = torch.exp(difference)
-    bounded = ratio.clamp(low, high)
-    if settings.mismatch_correction == "tis":
-        kept, weights = torch.isfinite(ratio), bounded
-    elif settings.mismatch_correction == "icepop":
-        kept, weights = ratio == bounded, bounded
-    else:
-        geometric = torch.exp(sequence_means(difference, _needed(sequence)))[_needed(sequence)]
-        kept, weights = (geometric >= low) & (geometric <= high) & torch.isfinite(ratio), ratio
-    return torch.where(kept, weights, torch.zeros_like(ratio))
 
 
 def _needed(sequence: torch.Tensor | None) -> torch.Tensor:

@@ -67,29 +67,19 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
     try:
         with safe_open(path, "pt") as saved:
             for key in saved.keys():  # noqa: SIM118 (no mapping)
-                _put_back(parameters, optimizer, path, key, saved.get_tensor(key))
+                (kind, _, name), value = key.partition("/"), saved.get_tensor(key)
+                parameter = parameters.get(name)
+                if parameter is None or (kind != "step" and value.shape != parameter.shape):
+                    present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+                    raise DataError(
+                        f"{path} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
+                        "another architecture. Use the trainer state that lies beside the model."
+                    )
+                whole = kind == "step"  # one number, the same on every rank
+                optimizer.state[parameter][kind] = (
+                    value.to(parameter.device, copy=True) if whole else sharded_like(value, parameter)
+                )
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"The optimizer state {path} cannot be read: {error}. Resume from an older checkpoint."
         ) from error
-
-
-def _put_back(
-    parameters: dict[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    path: Path,
-    key: str,
-    value: torch.Tensor,
-) -> None:
-    kind, _, name = key.partition("/")
-    parameter = parameters.get(name)
-    if parameter is None or (kind != "step" and value.shape != parameter.shape):
-        held = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
-        raise DataError(
-            f"{path} holds {key} of shape {tuple(value.shape)}; the model has {held}: the state belongs to another "
-            "architecture. Use the trainer state that lies beside the model."
-        )
-    one_each = kind == "step"
-    optimizer.state[parameter][kind] = (
-        value.to(parameter.device, copy=True) if one_each else sharded_like(value, parameter)
-    )

@@ -135,7 +135,8 @@ def build_microbatches(
         packed: rows with block-diagonal attention, else rectangles of sequences of similar length.
         dealer: narrows them to one rank's; all ranks get equally many, some of them perhaps idle.
     """
-    needed = np.array([_needed_length(sequences, index, trained) for index in indices], dtype=np.int64)
+    bounds = [slice(sequences.offsets[index], sequences.offsets[index + 1]) for index in indices]
+    needed = np.array([np.flatnonzero(trained[tokens])[-1] for tokens in bounds], dtype=np.int64)
     bins = pack(needed.tolist(), budget) if packed else _rectangles(needed, budget)
     # sequences of a rectangle spread anew would be padded beyond the budget
     turns = bins if dealer is None else dealer.turns(bins, needed, budget if packed else 0)
@@ -159,11 +160,6 @@ def _idle(packed: bool) -> Microbatch:
         source=nothing,
         real_tokens=0,
     )
-
-
-def _needed_length(sequences: FlatTokens, index: int, trained: np.ndarray) -> int:
-    start, stop = sequences.offsets[index], sequences.offsets[index + 1]
-    return int(np.flatnonzero(trained[start:stop])[-1])
 
 
 def _rectangles(needed: np.ndarray, budget: int) -> list[list[int]]:
@@ -235,20 +231,15 @@ def _spans(lengths: np.ndarray) -> list[Span]:
             last += 1
         inside = lengths[first:last]
         stop = start + int(inside.sum())
-        gather, scatter = _cells(inside)
+        gather, scatter = None, None
+        if (inside != longest).any():
+            real = np.arange(longest) < inside[:, None]
+            cells = np.zeros(real.shape, dtype=np.int64)
+            cells[real] = np.arange(int(inside.sum()))
+            gather, scatter = _long(cells.ravel()), _long(np.flatnonzero(real.ravel()))
         spans.append(Span(start, stop, last - first, longest, gather, scatter))
         first, start = last, stop
     return spans
-
-
-def _cells(lengths: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    longest = lengths[0]
-    if (lengths == longest).all():
-        return None, None
-    real = np.arange(longest) < lengths[:, None]
-    gather = np.zeros(real.shape, dtype=np.int64)
-    gather[real] = np.arange(int(lengths.sum()))
-    return _long(gather.ravel()), _long(np.flatnonzero(real.ravel()))
 
 
 def _long(values: np.ndarray) -> torch.Tensor:

@@ -125,7 +125,15 @@ def shape_rewards(sequences: TrainingSequences, shaping: RewardShaping) -> np.nd
     """
     rewards = sequences.rewards
     if shaping.scaling is not None:
-        _refuse_outside(sequences, shaping.scaling)
+        low, high = shaping.scaling.source
+        outside = np.flatnonzero((rewards < low) | (rewards > high))
+        if shaping.scaling.outside == "refuse" and len(outside):
+            first = outside[0]
+            raise DataError(
+                f"sequence {sequences.sequence_ids[first]!r} has the reward {rewards[first]:g}, outside of "
+                f"train.algorithm.reward.scaling.source [{low:g}, {high:g}] ({len(outside)} of {len(sequences)} sequences). "
+                "Set source to the range of the environment's rewards, outside to clamp, or leave scaling out."
+            )
         rewards = scale(rewards, shaping.scaling)
     if shaping.truncated_factor is not None:
         rewards = np.where(sequences.truncated, shaping.truncated_factor * rewards, rewards)
@@ -148,18 +156,6 @@ def overlong_penalties(generated_tokens: np.ndarray, shaping: OverlongShaping) -
     """
     beyond = generated_tokens - (shaping.max_generated_tokens - shaping.buffer_tokens)
     return -np.clip(beyond / shaping.buffer_tokens, 0.0, 1.0) * shaping.penalty
-
-
-def _refuse_outside(sequences: TrainingSequences, scaling: Scaling) -> None:
-    low, high = scaling.source
-    outside = np.flatnonzero((sequences.rewards < low) | (sequences.rewards > high))
-    if scaling.outside == "refuse" and len(outside):
-        first = outside[0]
-        raise DataError(
-            f"sequence {sequences.sequence_ids[first]!r} has the reward {sequences.rewards[first]:g}, outside of "
-            f"train.algorithm.reward.scaling.source [{low:g}, {high:g}] ({len(outside)} of {len(sequences)} sequences). Set "
-            "source to the range of the environment's rewards, outside to clamp, or leave scaling out."
-        )
 
 
 MAX_RELATIVE_ERROR = 0.2

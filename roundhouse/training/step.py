@@ -31,7 +31,7 @@ from roundhouse.training.metrics import MetricSums, StepReport, sequence_rows
 from roundhouse.training.mismatch import add_correction, add_mismatch, borne_out, sequence_means
 from roundhouse.training.optimizer import learning_rate
 from roundhouse.training.rewards import next_coefficient
-from roundhouse.training.service.verbs import Gradient, LossBatch, Role, TokenBatch, TrainService, token_positions
+from roundhouse.training.service.verbs import LossBatch, Role, TokenBatch, TrainService, token_positions
 from roundhouse.trajectories.tokens import derive_seed
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,9 @@ class TrainStep:
     def run(self) -> StepReport:
         begun = time.perf_counter()
         if not self.learner.algorithm.needs_log_probs:
-            self._compute_old()
+            # The first update computes its own sequences' log-probabilities itself, on the same weights.
+            first = self.batches[0] if self.batches else []
+            self.old = self._log_probs("old", self.measured & ~np.isin(self.sequences.sequence_of_token, first))
         if self.signals.columns.reference_kl_weights.any() and self.ref is None:
             self.ref = self._log_probs("reference", self.trained, Role.REFERENCE)
         with self._timed("updates"):
@@ -125,12 +127,6 @@ class TrainStep:
         self._require_finite(f"{name} log-probability", float(log_probs.sum()), 0)
         return log_probs
 
-    def _compute_old(self) -> None:
-        """`old` of all but the first update's sequences: those are computed by that update itself, on the same weights."""
-        first = self.batches[0] if self.batches else []
-        ahead = self.measured & ~np.isin(self.sequences.sequence_of_token, first)
-        self.old = self._log_probs("old", ahead)
-
     def _update(self, indices: list[int], number: int) -> None:
         """One optimizer step on the sequences with these indices."""
         log.info("iteration %d: update %d of %d", self.iteration, number + 1, len(self.batches))
@@ -147,35 +143,41 @@ class TrainStep:
         if norm is not None:
             self._require_finite("grad_norm", norm, number)
         learner.cursor = learner.cursor.model_copy(update={"optimizer_steps": learner.cursor.optimizer_steps + 1})
-        self._count(gradient, norm)
+        self.sums.merge(gradient.shares)
+        measured = {"loss": gradient.loss, "policy_loss": gradient.policy_loss}
+        if norm is not None:
+            measured |= {"grad_norm": norm, "grad_norm_max": norm}
+        for name, value in measured.items():
+            self.sums.add(name, torch.tensor(value, dtype=torch.float64))
+        self.computed["microbatches"] += gradient.microbatches
+        self.computed["real"] += gradient.real_tokens
+        self.computed["positions"] += gradient.positions
 
     def _loss_batch(self, indices: list[int], chosen: np.ndarray, *, first: bool) -> LossBatch:
         """The update's sequences, with what the token loss needs of them; `chosen` are their tokens.
 
         `first`: their old log-probabilities are those of the very pass that computes the gradient.
         """
-        sequences, columns = self.sequences, self.signals.columns
+        sequences, columns, loss = self.sequences, self.signals.columns, self.learner.algorithm.loss
+        counts = np.add.reduceat(self.trained.astype(np.int64), sequences.offsets[:-1])[indices]
+        scale = sequence_scale(
+            torch.from_numpy(counts),
+            loss.aggregation,
+            rollouts=torch.from_numpy(self.rollouts[indices]),
+            fixed_length=loss.fixed_length,
+        )
         return LossBatch(
             tokens=TokenBatch.of(sequences, indices, self.trained),
             columns=TokenColumns(
                 **{field.name: getattr(columns, field.name)[chosen] for field in fields(TokenColumns)}
             ),
             gen_logprobs=sequences.gen_logprobs[chosen],
-            scale=self._scale(indices),
-            loss=self.learner.algorithm.loss,
+            scale=np.repeat(scale.numpy(), sequences.lengths[indices]),
+            loss=loss,
             old_logprobs=None if first else self.old[chosen],
             ref_logprobs=None if self.ref is None else self.ref[chosen],
             tolerance=None if self.tolerance is None else self.tolerance[chosen],
         )
-
-    def _scale(self, indices: list[int]) -> np.ndarray:
-        """[T of the update] scale of each token."""
-        counts = np.add.reduceat(self.trained.astype(np.int64), self.sequences.offsets[:-1])[indices]
-        loss, rollouts = self.learner.algorithm.loss, torch.from_numpy(self.rollouts[indices])
-        scale = sequence_scale(
-            torch.from_numpy(counts), loss.aggregation, rollouts=rollouts, fixed_length=loss.fixed_length
-        )
-        return np.repeat(scale.numpy(), self.sequences.lengths[indices])
 
     def _measure_mismatch(self) -> None:
         """Over the trained tokens; over all generated ones when none is trained."""
@@ -210,17 +212,6 @@ class TrainStep:
             "train.optimizer.learning_rate."
         )
 
-    def _count(self, gradient: Gradient, norm: float | None) -> None:
-        self.sums.merge(gradient.shares)
-        found = {"loss": gradient.loss, "policy_loss": gradient.policy_loss}
-        if norm is not None:
-            found |= {"grad_norm": norm, "grad_norm_max": norm}
-        for name, value in found.items():
-            self.sums.add(name, torch.tensor(value, dtype=torch.float64))
-        self.computed["microbatches"] += gradient.microbatches
-        self.computed["real"] += gradient.real_tokens
-        self.computed["positions"] += gradient.positions
-
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         begun = time.perf_counter()
@@ -229,11 +220,24 @@ class TrainStep:
 
     def _report(self) -> StepReport:
         sequences, trained = self.sequences, int(self.trained.sum())
-        metrics = {**self.signals.metrics, **self.sums.values(), **self._counts(trained)}
+        trained_sequences, steps = len(sequences_with(sequences, self.trained)), self.learner.cursor.optimizer_steps
+        counts = {
+            "lr": learning_rate(self.config.optimizer, max(steps - 1, 0)),
+            "wd": self.config.optimizer.weight_decay,
+            "optimizer_steps": float(steps),
+            "num_updates": float(len(self.batches)),
+            "num_valid_samples": float(trained_sequences),
+            "global_valid_toks": float(trained),
+            "num_microbatches": float(self.computed["microbatches"]),
+        }
+        if self.batches:
+            counts["mean_trained_tokens"] = trained / trained_sequences
+            counts["tokens_per_second"] = self.computed["real"] / self.seconds["updates"]
+            counts["packing_efficiency"] = self.computed["real"] / self.computed["positions"]
         return StepReport(
             iteration=self.iteration,
             updates=len(self.batches),
-            metrics=metrics,
+            metrics={**self.signals.metrics, **self.sums.values(), **counts},
             seconds=self.seconds,
             tokens={
                 "received": len(sequences.token_ids),
@@ -242,24 +246,6 @@ class TrainStep:
             },
             columns=sequence_rows(sequences, self.signals, self.measured, self.old),
         )
-
-    def _counts(self, trained: int) -> dict[str, float]:
-        teaching = len(sequences_with(self.sequences, self.trained))
-        steps = self.learner.cursor.optimizer_steps
-        counts = {
-            "lr": learning_rate(self.config.optimizer, max(steps - 1, 0)),
-            "wd": self.config.optimizer.weight_decay,
-            "optimizer_steps": float(steps),
-            "num_updates": float(len(self.batches)),
-            "num_valid_samples": float(teaching),
-            "global_valid_toks": float(trained),
-            "num_microbatches": float(self.computed["microbatches"]),
-        }
-        if self.batches:
-            counts["mean_trained_tokens"] = trained / teaching
-            counts["tokens_per_second"] = self.computed["real"] / self.seconds["updates"]
-            counts["packing_efficiency"] = self.computed["real"] / self.computed["positions"]
-        return counts
 
 
 def plan_updates(sequences: Sequence[int], updates: int, epochs: int, seed: int, iteration: int) -> list[list[int]]:

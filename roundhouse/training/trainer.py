@@ -89,7 +89,16 @@ class Trainer:
         cursor = service.load_checkpoint(model_dir, trainer_state=trainer_state)
         if algorithm.needs_reference:
             if reference_dir is None:
-                raise ConfigError(_no_reference(config))
+                section = config.algorithm
+                if section.reference_source not in (None, "start"):
+                    raise ConfigError(
+                        f"train.algorithm.kind {section.kind} needs a teacher, but no reference_dir was given. Give "
+                        "its directory."
+                    )
+                raise ConfigError(
+                    f"train.algorithm.kl_coefficient is {section.kl_coefficient}, which needs a reference model, but no "
+                    "reference_dir was given. Give the starting policy's directory, or set the coefficient to 0."
+                )
             service.load_checkpoint(reference_dir, role=Role.REFERENCE)
         return cls(Learner(service, algorithm, config, cursor.model_copy(update={"seed": seed})))
 
@@ -129,7 +138,14 @@ class Trainer:
         After an error in or after the first update the weights may belong to no version, and the trainer refuses all further
         work: load it again. (A first update refused for not being finite changed nothing, and is no such error.)
         """
-        self._check(sequences, iteration)
+        self._refuse_after_failure()
+        done = self.cursor.iteration
+        if done is not None and iteration <= done:
+            raise DataError(
+                f"Iteration {iteration} cannot be trained on: these weights already include iteration {done}. "
+                f"Load the checkpoint from before iteration {iteration}."
+            )
+        check_fits(self.learner.service.facts(), sequences)
         step = TrainStep(self.learner, sequences, iteration, tolerances)
         try:
             report = step.run()
@@ -155,26 +171,6 @@ class Trainer:
         check_fits(self.learner.service.facts(), sequences)
         return self.learner.log_probs(sequences, sequences.loss_mask)
 
-    def _check(self, sequences: TrainingSequences, iteration: int) -> None:
-        self._refuse_after_failure()
-        done = self.cursor.iteration
-        if done is not None and iteration <= done:
-            raise DataError(
-                f"Iteration {iteration} cannot be trained on: these weights already include iteration {done}. "
-                f"Load the checkpoint from before iteration {iteration}."
-            )
-        check_fits(self.learner.service.facts(), sequences)
-
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
             raise DataError(f"This trainer stopped between two updates and has to be loaded again ({self._failure}).")
-
-
-def _no_reference(config: TrainConfig) -> str:
-    algorithm = config.algorithm
-    if algorithm.reference_source not in (None, "start"):
-        return f"train.algorithm.kind {algorithm.kind} needs a teacher, but no reference_dir was given. Give its directory."
-    return (
-        f"train.algorithm.kl_coefficient is {algorithm.kl_coefficient}, which needs a reference model, but no reference_dir "
-        "was given. Give the starting policy's directory, or set the coefficient to 0."
-    )

@@ -236,7 +236,12 @@ def _as_int32(token_ids: Sequence[int], turn: int) -> bytes:
 
 def batch_refusals(rollouts: Sequence[Rollout]) -> dict[str, Refusal]:
     """Refusals by rollout id; give only rollouts with a reward."""
-    return {**_strangers(rollouts), **_same_seeds(rollouts), **_copies(rollouts)}
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.seed != 0:
+            groups.setdefault(rollout.group_id, []).append(rollout)
+    strangers = dict(refused for members in groups.values() for refused in _strangers(members))
+    return {**strangers, **_same_seeds(rollouts), **_copies(rollouts)}
 
 
 def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
@@ -270,16 +275,7 @@ def _same_seeds(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
     return found
 
 
-def _strangers(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.seed == 0:
-            continue
-        groups.setdefault(rollout.group_id, []).append(rollout)
-    return {name: refusal for members in groups.values() for name, refusal in _strangers_of(members)}
-
-
-def _strangers_of(members: list[Rollout]) -> Iterable[tuple[str, Refusal]]:
+def _strangers(members: list[Rollout]) -> Iterable[tuple[str, Refusal]]:
     first = members[0]
     if all(each.task == first.task and each.environment == first.environment for each in members):
         return

@@ -102,20 +102,14 @@ def _append(chain: Chain, tokens: array[int], mask: bytearray, log_probs: array[
             log_probs.extend(turn.generation_log_probs)
         else:
             log_probs.frombytes(bytes(4 * generated))
-        for version, count in _versions(turn):
+        drawn = turn.version_spans or [{"version": turn.policy_version, "tokens": generated}]
+        for version, count in ((span["version"], span["tokens"]) for span in drawn):
             if spans and spans[-1]["version"] == version:
                 spans[-1]["end"] = start + count
             else:
                 spans.append({"version": version, "start": start, "end": start + count})
             start += count
     return spans
-
-
-def _versions(turn: Turn) -> list[tuple[int, int]]:
-    """(version, generated tokens) in order."""
-    if not turn.version_spans:
-        return [(turn.policy_version, len(turn.generation_token_ids))]
-    return [(span["version"], span["tokens"]) for span in turn.version_spans]
 
 
 def misaligned(table: pa.Table, accepted: Sequence[tuple[Rollout, list[Chain]]]) -> dict[str, str]:

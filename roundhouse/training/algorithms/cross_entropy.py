@@ -67,14 +67,12 @@ class CrossEntropy:
             allowed[groups.rollout_of_sequence[sequences.truncated]] = False
         if config.reward_threshold is not None:
             allowed &= rewards >= config.reward_threshold
-        return _first_best(rewards, allowed, groups) if config.select == "best_of_group" else allowed
-
-
-def _first_best(rewards: np.ndarray, allowed: np.ndarray, groups: Groups) -> np.ndarray:
-    """[R] bool: of each group the first of the allowed rollouts with the highest reward, if any is allowed."""
-    chosen = np.zeros(len(rewards), dtype=bool)
-    order = np.lexsort((np.arange(len(rewards)), -rewards))
-    candidates = order[allowed[order]]
-    _, first = np.unique(groups.group_of_rollout[candidates], return_index=True)
-    chosen[candidates[first]] = True
-    return chosen
+        if config.select != "best_of_group":
+            return allowed
+        # Of each group the first of the allowed rollouts with the highest reward, if any is allowed.
+        order = np.lexsort((np.arange(len(rewards)), -rewards))
+        candidates = order[allowed[order]]
+        _, first = np.unique(groups.group_of_rollout[candidates], return_index=True)
+        chosen = np.zeros(len(rewards), dtype=bool)
+        chosen[candidates[first]] = True
+        return chosen

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,9 @@ class HttpChannel:
         headers, path = self._session_header(), f"/v1/blobs/{file.sha256}"
 
         def attempt() -> httpx.Response:
-            return self.http.put(path, content=_chunks(source), params={"size": str(file.size)}, headers=headers)
+            with source.open("rb") as stream:
+                chunks = iter(lambda: stream.read(CHUNK), b"")
+                return self.http.put(path, content=chunks, params={"size": str(file.size)}, headers=headers)
 
         self._until_answered(file.path, attempt)
 
@@ -150,9 +152,3 @@ class HttpChannel:
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def _chunks(source: Path) -> Iterator[bytes]:
-    with source.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            yield chunk

@@ -59,7 +59,12 @@ class TrainEngine:
             raise ConfigError(f"The sampling temperature is {temperature}: training needs sequences sampled above 0.")
         self.config, self.temperature = config, temperature
         self.ranks = ranks or Ranks()
-        self.device = _device(config)
+        gpu = torch.cuda.is_available()
+        if config.device == "cuda" and not gpu:
+            raise ConfigError(
+                "train.device is cuda, but torch finds no GPU. Set it to auto or cpu, or install torch for CUDA."
+            )
+        self.device = torch.device("cuda" if config.device != "cpu" and gpu else "cpu")
         if self.device.type == "cuda" and (advice := unfit_for_gpu(config)):
             logger.warning("On a GPU: %s. See docs/training.md, On a GPU.", "; ".join(advice))
         self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -125,9 +130,14 @@ class TrainEngine:
     def load_checkpoint(
         self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        model = load_model(directory, packed=self.config.packing, device=self._loading_device())
+        # A model that is sharded afterwards need not fit one GPU.
+        loading_device = self.device if self.ranks.size == 1 else torch.device("cpu")
+        model = load_model(directory, packed=self.config.packing, device=loading_device)
         if role is not Role.POLICY:
-            self._require_same_vocabulary(model, directory)
+            if (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
+                raise ConfigError(
+                    f"The reference in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
+                )
             self._scorers[role] = self._prepared(model.requires_grad_(False))
             return Cursor()
         attach(model, self.config.lora, trainer_state, directory)
@@ -200,10 +210,6 @@ class TrainEngine:
             raise DataError(f"No {role} was loaded: call load_checkpoint first.")
         return self._scorers[role]
 
-    def _loading_device(self) -> torch.device:
-        """Where weights are read to: a model that is sharded afterwards need not fit one GPU."""
-        return self.device if self.ranks.size == 1 else torch.device("cpu")
-
     def _prepared(self, model: PreTrainedModel) -> Scorer:
         """The model ready to score, its parameters on the device or spread over the ranks."""
         chunk, sharded = self.config.logits_chunk_tokens, self.ranks.size > 1
@@ -216,13 +222,6 @@ class TrainEngine:
         if sharded:
             shard(scorer, decoder_layers(model), self.ranks, self.device.type, self.config.dtype)
         return scorer
-
-    def _require_same_vocabulary(self, model: PreTrainedModel, directory: Path) -> None:
-        ours, theirs = vocabulary_size(self.model), vocabulary_size(model)
-        if ours != theirs:
-            raise ConfigError(
-                f"The reference in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
-            )
 
     def _drop_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -293,12 +292,3 @@ def unfit_for_gpu(config: TrainConfig) -> list[str]:
     if not config.activation_checkpointing:
         found.append("train.activation_checkpointing is false, which long sequences need; set true")
     return found
-
-
-def _device(config: TrainConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ConfigError(
-            "train.device is cuda, but torch finds no GPU. Set it to auto or cpu, or install torch for CUDA."
-        )
-    return torch.device("cuda" if config.device != "cpu" and available else "cpu")

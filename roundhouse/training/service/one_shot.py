@@ -100,13 +100,18 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
     batch = TrainingSequences.from_table(read_table(spec.sequences, "sequences"))
     engine = TrainEngine(spec.train, temperature=spec.temperature, ranks=ranks)
     model = _checkpoint(spec.base, cache, kept)
+    reference = None
+    if isinstance(spec.reference, Reference):
+        reference = _checkpoint(spec.reference, cache, kept)
+    elif spec.reference is not None:
+        reference = plain_directory(Location(spec.reference), cache)
     state = model / TRAINER_DIRECTORY
     trainer = Trainer.over(
         engine,
         model,
         spec.train,
         trainer_state=state if state.is_dir() else None,
-        reference_dir=_reference(spec, cache, kept),
+        reference_dir=reference,
         seed=spec.seed,
     )
     judged = tolerances(batch.policy_versions, spec.base.policy_version, spec.recompute_tolerance)
@@ -140,12 +145,6 @@ def _checkpoint(reference: Reference, cache: Path, kept: CheckpointCache | None)
     return local_directory(reference, cache) if kept is None else kept.checkpoint(reference, cache)
 
 
-def _reference(spec: StepSpec, cache: Path, kept: CheckpointCache | None) -> Path | None:
-    if isinstance(spec.reference, Reference):
-        return _checkpoint(spec.reference, cache, kept)
-    return None if spec.reference is None else plain_directory(Location(spec.reference), cache)
-
-
 def _write(spec: StepSpec, sequences: int, report: StepReport, written: ModelFiles, more: Mapping[str, float]) -> None:
     result = TrainStepResult(
         sequences=sequences,
@@ -172,7 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         spec = read_spec(StepSpec, options.spec, "training step")
         report = spec.report
-        run_step(spec, join(_device_kind(spec.train)))
+        import torch
+
+        run_step(spec, join("cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"))
     except Exception as error:  # the process's border
         known = typed(error)
         if not isinstance(known, RoundhouseError):
@@ -182,12 +183,6 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         leave()
     return 0
-
-
-def _device_kind(config: TrainConfig) -> str:
-    import torch
-
-    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

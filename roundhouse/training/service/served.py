@@ -61,7 +61,7 @@ class ServedTrainEngine:
     def answer(self, verb: str, body: bytes) -> CallReply:
         """Do one verb of `protocol.VERBS`; its failure is its answer."""
         works = {
-            "facts": self._facts,
+            "facts": lambda body: _json(asdict(self._held().facts())),
             "forward/policy": lambda body: self._forward(body, Role.POLICY),
             "forward/reference": lambda body: self._forward(body, Role.REFERENCE),
             "forward_backward": self._forward_backward,
@@ -88,9 +88,6 @@ class ServedTrainEngine:
             self._engine.close()
             self._engine = None
 
-    def _facts(self, body: bytes) -> CallReply:
-        return _json(asdict(self._held().facts()))
-
     def _forward(self, body: bytes, role: Role) -> CallReply:
         batch = unpack(TokenBatch, body)
         self._require_fits(batch)
@@ -110,7 +107,13 @@ class ServedTrainEngine:
         shutil.rmtree(directory, ignore_errors=True)
         model = self._laid_out(asked.files, directory / "model")
         state = None if asked.trainer_state is None else self._laid_out(asked.trainer_state, directory / "state")
-        self._require_architecture(_architecture(model))
+        found, served = _architecture(model), self.architecture
+        if served is not None and found != served:
+            key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
+            raise DataError(
+                f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
+                f"{served.get(key)!r}. Start a service with that model."
+            )
         cursor = self._held().load_checkpoint(model, trainer_state=state, role=asked.role)
         shutil.rmtree(directory)
         self.shelf.keep_only(None)
@@ -123,14 +126,6 @@ class ServedTrainEngine:
         files = self.shelf.keep_only(directory)
         shutil.rmtree(directory)
         return _json(FileList(files=files).model_dump())
-
-    def _require_architecture(self, found: dict[str, Any]) -> None:
-        served = self.architecture
-        if served is not None and found != served:
-            raise DataError(
-                f"The checkpoint is of another architecture than the service: {_first_difference(found, served)}. Start a "
-                "service with that model."
-            )
 
     def _laid_out(self, files: Sequence[TransferredFile], target: Path) -> Path:
         self.shelf.lay_out(files, target)
@@ -164,11 +159,6 @@ def _architecture(model: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model} has no readable config.json: it is not a Hugging Face model directory.") from error
     return {key: value for key, value in held.items() if key not in _NO_ARCHITECTURE}
-
-
-def _first_difference(found: dict[str, Any], served: dict[str, Any]) -> str:
-    key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
-    return f"{key} is {found.get(key)!r}, the service's {served.get(key)!r}"
 
 
 class Shelf:

@@ -24,7 +24,6 @@ from typing import TypeVar
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
-from pydantic import BaseModel
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.secrets import read_secret
@@ -74,7 +73,8 @@ class Service:
             self.calls = CallLog()
             await self._on_thread(lambda: self.engine.begin(asked.config, asked.temperature))
         logger.info("session of %s", asked.owner)
-        return _json(protocol.SessionOpened(session=session.token, idle_seconds=self.lease.idle_seconds))
+        opened = protocol.SessionOpened(session=session.token, idle_seconds=self.lease.idle_seconds)
+        return Response(opened.model_dump_json(), media_type="application/json")
 
     async def close(self, request: Request) -> Response:
         async with self.turn:
@@ -96,13 +96,18 @@ class Service:
     async def change(self, request: Request, verb: str) -> Response:
         """A call that changes something: once, or its recorded answer."""
         self._require_session(request)
-        number, body = _number(request), await self._read(request)
+        number = request.headers.get(protocol.NUMBER_HEADER, "")
+        if not number.isdecimal() or len(number) > 18:
+            raise DataError(
+                f"The header {protocol.NUMBER_HEADER} is {number[:40]!r}; a call that changes something has a number."
+            )
+        body = await self._read(request)
         async with self.turn:
             self._require_session(request)
-            answer = self.calls.admit(number, verb, body)
+            answer = self.calls.admit(int(number), verb, body)
             if answer is None:
                 answer = await self._on_thread(lambda: self.engine.answer(verb, body))
-                self.calls.record(number, verb, body, answer)
+                self.calls.record(int(number), verb, body, answer)
             self._require_session(request)
             return _response(answer)
 
@@ -183,21 +188,8 @@ async def _health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-def _json(value: BaseModel) -> Response:
-    return Response(value.model_dump_json(), media_type="application/json")
-
-
 def _response(answer: CallReply) -> Response:
     return Response(answer.body, answer.status, media_type=answer.media_type)
-
-
-def _number(request: Request) -> int:
-    given = request.headers.get(protocol.NUMBER_HEADER, "")
-    if not given.isdecimal() or len(given) > 18:
-        raise DataError(
-            f"The header {protocol.NUMBER_HEADER} is {given[:40]!r}; a call that changes something has a number."
-        )
-    return int(given)
 
 
 def require_token_beyond_loopback(host: str, token: str | None) -> None:

@@ -27,7 +27,7 @@ from tinker import types
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY, Cursor, load_cursor, save_cursor
-from roundhouse.training.service.tinker_loss import PlainDatum, TinkerLoss, loss_value, scoring, translate
+from roundhouse.training.service.tinker_loss import PlainDatum, loss_value, scoring, translate
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
 
 POINTER_FILE = "tinker.json"
@@ -95,7 +95,16 @@ class TinkerTrainService:
         )
         log_probs = _log_probs(self._result("forward_backward", call), batch.tokens)
         self._has_gradient = True
-        return self._gradient(loss, log_probs, batch.tokens)
+        value, tokens = loss_value(loss, log_probs, batch.tokens), sum(len(datum.tokens) for datum in loss.datums)
+        return Gradient(
+            loss=value,
+            policy_loss=0.0 if loss.name == "cross_entropy" else value,
+            log_probs=log_probs,
+            shares={},
+            microbatches=1,
+            real_tokens=tokens,
+            positions=tokens,
+        )
 
     def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
         if not self._has_gradient:
@@ -157,19 +166,6 @@ class TinkerTrainService:
             future = service.create_training_client_from_state(pointer.weights)
         return future.result(self.timeout_seconds)
 
-    def _gradient(self, loss: TinkerLoss, log_probs: np.ndarray, batch: TokenBatch) -> Gradient:
-        value = loss_value(loss, log_probs, batch)
-        tokens = sum(len(datum.tokens) for datum in loss.datums)
-        return Gradient(
-            loss=value,
-            policy_loss=0.0 if loss.name == "cross_entropy" else value,
-            log_probs=log_probs,
-            shares={},
-            microbatches=1,
-            real_tokens=tokens,
-            positions=tokens,
-        )
-
     def _held(self) -> tinker.TrainingClient:
         if self._client is None:
             raise DataError("No policy was loaded: call load_checkpoint first.")
@@ -204,13 +200,12 @@ def _require_policy(role: Role) -> None:
 
 def _sdk(datums: list[PlainDatum]) -> list[types.Datum]:
     return [
-        types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=_tensors(datum))
+        types.Datum(
+            model_input=types.ModelInput.from_ints(datum.tokens.tolist()),
+            loss_fn_inputs={name: types.TensorData.from_numpy(values) for name, values in datum.loss_inputs.items()},
+        )
         for datum in datums
     ]
-
-
-def _tensors(datum: PlainDatum) -> dict[str, types.TensorData]:
-    return {name: types.TensorData.from_numpy(values) for name, values in datum.loss_inputs.items()}
 
 
 def _log_probs(output: types.ForwardBackwardOutput, batch: TokenBatch) -> np.ndarray:

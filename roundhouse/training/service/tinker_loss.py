@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import LossSettings, TokenColumns
+from roundhouse.training.algorithm import LossSettings
 from roundhouse.training.mismatch import borne_out
 from roundhouse.training.service.verbs import LossBatch, TokenBatch
 
@@ -60,9 +60,18 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
         DataError: a weight is negative.
     """
     columns = batch.columns
-    _refuse_unknown_parts(columns)
-    if batch.tolerance is not None:
-        batch = replace(batch, scale=_borne_out(batch, batch.tolerance, old_logprobs))
+    for name, key in (("reference_kl_weights", "kl_coefficient"), ("entropy_weights", "entropy_coefficient")):
+        if getattr(columns, name).any():
+            raise ConfigError(
+                f"The batch has {name}, for which the Tinker API has no term. Set train.algorithm.{key} to 0, or use another "
+                "train.service.kind."
+            )
+    if batch.tolerance is not None:  # scale 0 in the sequences that the weights do not bear out
+        scale, chosen = batch.scale.copy(), np.flatnonzero(batch.tokens.predicted)
+        owner = np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))
+        columns_T = (old_logprobs, batch.gen_logprobs, batch.tolerance, owner)
+        scale[chosen] *= borne_out(*(torch.from_numpy(values[chosen]) for values in columns_T)).numpy()
+        batch = replace(batch, scale=scale)
     if columns.cross_entropy_weights.any():
         if columns.policy_weights.any():
             raise ConfigError(
@@ -72,9 +81,9 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
         return TinkerLoss(
             "cross_entropy", {}, _datums(batch.tokens, weights=_product(batch, columns.cross_entropy_weights))
         )
-    name, config = _policy_loss(batch.loss, first=batch.old_logprobs is None)
+    loss, config = _policy_loss(batch.loss, first=batch.old_logprobs is None)
     advantages = _product(batch, columns.policy_weights) * columns.advantages
-    return TinkerLoss(name, config, _datums(batch.tokens, logprobs=old_logprobs, advantages=advantages))
+    return TinkerLoss(loss, config, _datums(batch.tokens, logprobs=old_logprobs, advantages=advantages))
 
 
 def loss_value(loss: TinkerLoss, log_probs: np.ndarray, batch: TokenBatch) -> float:
@@ -114,27 +123,6 @@ def _policy_loss(settings: LossSettings, *, first: bool) -> tuple[LossName, dict
     if settings.policy_loss == "cispo":
         return "cispo", bounds
     return ("importance_sampling", {}) if first else ("ppo", bounds)
-
-
-def _refuse_unknown_parts(columns: TokenColumns) -> None:
-    for name, key in (
-        ("reference_kl_weights", "kl_coefficient"),
-        ("entropy_weights", "entropy_coefficient"),
-    ):
-        if getattr(columns, name).any():
-            raise ConfigError(
-                f"The batch has {name}, for which the Tinker API has no term. Set train.algorithm.{key} to 0, or use another "
-                "train.service.kind."
-            )
-
-
-def _borne_out(batch: LossBatch, tolerance: np.ndarray, old_logprobs: np.ndarray) -> np.ndarray:
-    """The scale, 0 in sequences that the weights do not bear out."""
-    scale, chosen = batch.scale.copy(), np.flatnonzero(batch.tokens.predicted)
-    owner = np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))
-    given = (old_logprobs, batch.gen_logprobs, tolerance, owner)
-    scale[chosen] *= borne_out(*(torch.from_numpy(values[chosen]) for values in given)).numpy()
-    return scale
 
 
 def _product(batch: LossBatch, weights: np.ndarray) -> np.ndarray:

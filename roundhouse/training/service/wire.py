@@ -86,7 +86,12 @@ def _put_together(kind: type[T], prefix: str, arrays: dict[str, np.ndarray], hea
         if _has_arrays(hint):
             values[name] = _put_together(hint, f"{full}.", arrays, header)
         elif full in arrays:
-            values[name] = _array(full, arrays.pop(full), _DTYPES.get(name, np.float32))
+            array, dtype = arrays.pop(full), _DTYPES.get(name, np.float32)
+            if array.ndim != 1 or array.dtype != dtype:
+                raise DataError(
+                    f"{full} is {array.dtype} of shape {array.shape}, it has to be {np.dtype(dtype)} of one dimension."
+                )
+            values[name] = array
         elif full in header:
             values[name] = _json(full, hint, header.pop(full))
         elif type(None) in getattr(hint, "__args__", ()):
@@ -94,14 +99,6 @@ def _put_together(kind: type[T], prefix: str, arrays: dict[str, np.ndarray], hea
         else:
             raise DataError(f"The body has no {full}, which {kind.__name__} needs.")
     return kind(**values)
-
-
-def _array(name: str, values: np.ndarray, dtype: type) -> np.ndarray:
-    if values.ndim != 1 or values.dtype != dtype:
-        raise DataError(
-            f"{name} is {values.dtype} of shape {values.shape}, it has to be {np.dtype(dtype)} of one dimension."
-        )
-    return values
 
 
 def _json(name: str, hint: Any, value: Any) -> Any:
@@ -123,11 +120,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _has_arrays(kind: Any) -> bool:
-    return is_dataclass(kind) and isinstance(kind, type) and any(_is_array(hint) for hint in _hints(kind).values())
-
-
-def _is_array(hint: Any) -> bool:
-    return hint is np.ndarray or np.ndarray in getattr(hint, "__args__", ()) or _has_arrays(hint)
+    return (
+        is_dataclass(kind)
+        and isinstance(kind, type)
+        and any(
+            hint is np.ndarray or np.ndarray in getattr(hint, "__args__", ()) or _has_arrays(hint)
+            for hint in _hints(kind).values()
+        )
+    )
 
 
 def _check(value: Any) -> None:
