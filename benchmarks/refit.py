@@ -37,10 +37,11 @@ import torch
 from benchmarks.refit_load import load
 from benchmarks.weight_delta import make_model
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.served_policy import DesiredPolicy, ServedPolicy
+from roundhouse.generation.served_policy import ServedPolicy
 from roundhouse.generation.vllm_worker import RefitExtension, retie_head
-from roundhouse.generation.weights import digest_of
 from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.replica_state import DesiredPolicy
+from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender
 
 if TYPE_CHECKING:
@@ -146,17 +147,17 @@ async def _seconds(act: Callable[[], Any]) -> float:
 
 
 async def _refit_by(way: str, policy: ServedPolicy, directory: Path) -> None:
-    # Another version each time: a wish for what is held already is fulfilled without a refit.
+    # Another version each time: a desired state that is held already needs no refit.
     version = (policy.status()["policy_version"] or 0) + 1
     if way == "store":
         await policy.apply(DesiredPolicy(version, str(directory), request=time.time_ns()))
     else:
         digest = digest_of(directory)
         with Sender(directory, "gloo", [policy.replica_id], "127.0.0.1", 60) as sender:
-            offered = sender.way("float32").model_dump()
-            await policy.apply(DesiredPolicy(version, str(directory), digest, time.time_ns(), way=offered))
+            source = sender.source("float32").model_dump()
+            await policy.apply(DesiredPolicy(version, str(directory), digest, time.time_ns(), source=source))
     status = policy.status()
-    assert (status["ready"], status["way"]) == (True, way), (status["error"], status["transport_note"])
+    assert (status["ready"], status["transport"]) == (True, way), (status["error"], status["transport_note"])
 
 
 async def _copy_and_reload(on: Bench, directory: Path) -> None:

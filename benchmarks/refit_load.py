@@ -28,7 +28,7 @@ from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.terms import RefitOptions
+from roundhouse.weight_sync.replica_state import RefitOptions
 from tests.generation import tiny
 
 MODES: tuple[InflightRequests, ...] = ("continue", "drain", "restart")

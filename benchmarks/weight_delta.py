@@ -34,7 +34,7 @@ from roundhouse.store.location import Location
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.weight_sync.delta import apply_delta, write_delta
-from roundhouse.weight_sync.tensor_file import TensorFile, weight_files
+from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 
 VOCABULARY = 32_000
 T = TypeVar("T")

@@ -38,6 +38,10 @@ class ServiceUnreachable(InfraError):
     """A service that a stage needs (Ray, Prefect, a database) does not answer."""
 
 
+class DeploymentFailed(RoundhouseError):
+    """The policy cannot be brought up or refitted; the text has the cause."""
+
+
 class TooFewLeft(RoundhouseError):
     """Too little is left of an iteration to train on (`failures.on_too_few`)."""
 

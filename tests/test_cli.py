@@ -16,6 +16,7 @@ from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import (
     ConfigError,
     DataError,
+    DeploymentFailed,
     DiskFull,
     InfraError,
     RoundhouseError,
@@ -23,7 +24,6 @@ from roundhouse.errors import (
     TooFewRollouts,
     TooFewSequences,
 )
-from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.health.errors import ErrorReporter
 from roundhouse.health.heartbeat import Heartbeat
 from roundhouse.stages.budget import BudgetReached

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
+from roundhouse.config.weight_sync import WeightSync, check_transport, known_backend
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
@@ -17,7 +18,6 @@ TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
 
 
 InflightRequests = Literal["drain", "continue", "restart"]
-WeightSync = Literal["store", "shared-memory", "delta", "adapter", "transfer"]
 TransferBackend = Literal["gloo", "nccl"]
 _CODE_ARGUMENTS = frozenset(
     ("trust_remote_code", "model_class_overrides", "logits_processors", "kv_transfer_config", "ec_transfer_config",
@@ -25,7 +25,7 @@ _CODE_ARGUMENTS = frozenset(
 )  # fmt: skip
 _POLICY = "the engine serves the policy's checkpoint (section policy)."
 _WEIGHTS = (
-    "weights come from the store by the way that generation.weight_sync names, and pickled ones are never loaded."
+    "weights come from the store by the transport that generation.weight_sync names, and pickled ones are never loaded."
 )
 _OWN_ARGUMENTS = {
     **dict.fromkeys(
@@ -47,30 +47,6 @@ _OWN_ARGUMENTS = {
     "kv_cache_memory_bytes": "it is generation.kv_cache_gib.",
 }
 """Arguments of vLLM that are set here, and by what."""
-_REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
-
-
-def _no_backend(given: Any) -> Any:
-    if given in ("gloo", "nccl"):
-        raise ValueError(
-            f"{given} is a weight-transfer engine of vLLM, a backend of the way transfer. Set it to transfer, and "
-            f"generation.transfer_backend to {given}."
-        )
-    return _no_other_backend(given)
-
-
-def _no_other_backend(given: Any) -> Any:
-    if given in _REFUSED_BACKENDS:
-        why = (
-            "takes handles of memory on the engine's own GPU, pickled, from a process that holds it there"
-            if given == "ipc"
-            else "is not connected here"
-        )
-        raise ValueError(
-            f"{given} is a weight-transfer engine of vLLM that {why}. Set generation.weight_sync to transfer with "
-            "generation.transfer_backend gloo or nccl, or to store, shared-memory, delta or adapter."
-        )
-    return given
 
 
 class Sampling(Section):
@@ -112,12 +88,13 @@ class GenerationConfig(Section):
     """Time limit of one model call."""
     refit_timeout_seconds: PositiveFloat = 120
     """Time limit until all replicas answer with the new policy version."""
-    weight_sync: Annotated[WeightSync, BeforeValidator(_no_backend)] = "store"
-    """How new weights travel. store: every node reads the checkpoint. shared-memory: put once into this node's memory, as the
-    engine holds them; replicas must be on it. delta: what changed since the version that the replicas hold, exact. adapter: the
-    adapter of `train.lora` alone. transfer: from the flow's process straight into the engines. Where a way is barred (a replica
-    that has just started), the checkpoint is read."""
-    transfer_backend: Annotated[TransferBackend, BeforeValidator(_no_other_backend)] = "gloo"
+    weight_sync: WeightSync = "store"
+    """The weight transport: how new weights reach the engine's replicas. store: every node reads the checkpoint. shared-memory:
+    put once into this node's memory, as the engine holds them; replicas must be on it. delta: what changed since the version
+    that the replicas hold, exact. adapter: the adapter of `train.lora` alone. transfer: from the flow's process straight into
+    the engines. Or one of your own (`kind: custom`). Where it is unavailable (a replica that has just started), the checkpoint
+    is read."""
+    transfer_backend: Annotated[TransferBackend, BeforeValidator(known_backend)] = "gloo"
     """vLLM's weight-transfer engine for `weight_sync: transfer`. gloo: over TCP, from any process into any engine. nccl:
     between GPUs; the process that refits needs one, and so do the engines."""
     weights_cache_gib: PositiveFloat = 32
@@ -167,23 +144,13 @@ def inflight_requests(config: RunConfig) -> InflightRequests:
 
 
 def refuse_unfit_refits(config: RunConfig) -> None:
-    """Ways of the weights, and treatments of running generations, that cannot work in this run.
+    """Weight transports, and treatments of running generations, that cannot work in this run.
 
     Raises:
         ValueError: names key, value and remedy.
     """
     generation = config.generation
-    if generation.weight_sync == "adapter" and config.train.lora is None:
-        raise ValueError(
-            "generation.weight_sync is adapter, but train.lora is not set. Set it, or generation.weight_sync to store."
-        )
-    if generation.weight_sync == "shared-memory" and config.infra.kind == "kubernetes":
-        raise ValueError(
-            "generation.weight_sync is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their own. "
-            "Set it to store or delta."
-        )
-    if generation.weight_sync == "transfer":
-        _refuse_unfit_transfer(config)
+    check_transport(config)
     if generation.inflight_requests == "drain" and _in_flight(config):
         raise ValueError(
             "generation.inflight_requests is drain, but asynchrony.refit is in-flight. Set asynchrony.refit to drain, or "
@@ -193,25 +160,6 @@ def refuse_unfit_refits(config: RunConfig) -> None:
         raise ValueError(
             "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
             "and values of other weights than they say. Set it to false, or generation.inflight_requests to continue."
-        )
-
-
-def _refuse_unfit_transfer(config: RunConfig) -> None:
-    generation = config.generation
-    if generation.backend != "vllm":
-        raise ValueError(
-            f"generation.weight_sync is transfer, into vLLM, but generation.backend is {generation.backend}. Set "
-            "generation.backend to vllm, or generation.weight_sync to store."
-        )
-    if config.infra.kind == "kubernetes":
-        raise ValueError(
-            "generation.weight_sync is transfer, but with infra.kind kubernetes no engine may reach the flow's pod "
-            "(k8s/base/network.yaml). Set it to store or delta."
-        )
-    if generation.transfer_backend == "nccl" and generation.gpus_per_replica == 0:
-        raise ValueError(
-            "generation.transfer_backend is nccl, but generation.gpus_per_replica is 0: nccl is between GPUs. Set "
-            "generation.transfer_backend to gloo."
         )
 
 

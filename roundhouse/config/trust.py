@@ -14,7 +14,9 @@ from roundhouse.config.loading import flatten
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 
-_CODE = re.compile(r"environment\.(target|worker|evaluator|workspace)|train\.algorithm\.target|infra\..+\.image")
+_CODE = re.compile(
+    r"environment\.(target|worker|evaluator|workspace)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
+)
 _OURS = {
     None, "simple", "agent", "mock", TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 Invariant: the wanted state (application, `user_config` with version and weights) is written to Serve in one PUT; after that the
 cluster brings itself there, also when this process dies. A function here returns only when every replica that Serve counts has
-said itself that it answers with the wanted version; otherwise it raises, with the replicas' or Serve's own words.
+reported that it answers with the wanted version; otherwise it raises, with the replicas' or Serve's own words.
 
 Only `user_config` changes at a refit, so Serve calls `reconfigure` in the running replicas and restarts nothing.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +18,10 @@ import httpx
 
 from roundhouse.config.colocation import Reservation
 from roundhouse.config.models import GenerationConfig
-from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.errors import DeploymentFailed, InfraError
 from roundhouse.generation import serve_app
-from roundhouse.generation.terms import RefitOptions
+from roundhouse.weight_sync.base import load_transport
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,6 @@ POLL_SECONDS = 0.03
 SERVE_STATUS_SECONDS = 0.3
 """Serve's own status is asked for less often: it costs the dashboard some milliseconds."""
 CALL_TIMEOUT_SECONDS = 10.0
-
-
-class DeploymentFailed(RoundhouseError):
-    """The policy cannot be brought up or refitted; the text has the cause."""
 
 
 class ServeUnreachable(InfraError):
@@ -49,43 +45,6 @@ class ServeEndpoint:
     """Base URL where Serve answers, e.g. http://127.0.0.1:8000. Its port is used when the first deployment starts Serve."""
     token: str | None = None
     """Ray's authentication token (RAY_AUTH_TOKEN of the cluster); None where authentication is off."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """A replica's own words, from `/rh/replicas`."""
-
-    replica_id: str
-    pid: int
-    application: str
-    """`application_digest` of the arguments it was started with."""
-    ready: bool
-    policy_version: int | None
-    weights: str | None
-    refit_seconds: float
-    refits: int
-    error: str | None
-    failed_request: int | None
-    """`request` of the wish that `error` is about."""
-    desired: dict[str, Any] | None
-    digest: str | None
-    """Of the tensors that were handed to the engine."""
-    tensors: int | None
-    probe: list[float] | None
-    """Log-probabilities of a sequence that is the same for every replica of the model."""
-    way: str | None
-    """How the weights came."""
-    transport_note: str | None
-    """Why it was not the way that was wanted."""
-    asleep: str | None = None
-    """What it sleeps for, without weights."""
-    placement_group: str | None = None
-    """Id of Ray's, in which a trainer has a place near it."""
-
-    @classmethod
-    def parse(cls, status: dict[str, Any]) -> ReplicaStatus:
-        fields: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
-        return cls(**fields)
 
 
 def ensure_deployed(
@@ -125,7 +84,7 @@ def ensure_deployed(
         serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
         current = client.application()
-        user_config = desired_state(version, weights, options, current)
+        user_config = desired_state(version, weights, options, desired_in(current))
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
         application = wanted_application(config, model_dir, user_config, reserved)
@@ -154,7 +113,7 @@ def refit(
             raise DeploymentFailed(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
-        user_config = desired_state(version, weights, options, application)
+        user_config = desired_state(version, weights, options, desired_in(application))
         application["deployments"][0] |= {"user_config": user_config, **_pace(config)}
         client.put_application(application, config.refit_timeout_seconds)
         return client.wait(application, config.refit_timeout_seconds)
@@ -172,30 +131,16 @@ def remove(serve: ServeEndpoint) -> None:
         client.put_application(None)
 
 
-def desired_state(
-    version: int, weights: str | None, options: RefitOptions | None, current: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The `user_config` that asks for these weights, newer than what the current application wants."""
-    before = None if current is None else current["deployments"][0]["user_config"]
-    asked = {} if options is None else options.desired_state()
-    return {"policy_version": version, "weights": weights, "request": later_than([before]), **asked}
-
-
-def later_than(wishes: Iterable[dict[str, Any] | None]) -> int:
-    """The number (`request`) of a new wish, above that of every known one.
-
-    It is new each time: the same weights are tried again, and an older wish never overtakes a newer one. It is mostly the time,
-    so that wishes of several drivers differ; but a clock that was set back must not make a new wish an old one.
-    """
-    known = (wish.get("request") or 0 for wish in wishes if wish is not None)
-    return max(time.time_ns(), 1 + max(known, default=0))
+def desired_in(application: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+    """The desired states that an application has: none, or one."""
+    return [] if application is None else [application["deployments"][0]["user_config"]]
 
 
 def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     """What an engine is started with, as JSON. Another value of any of it means another engine."""
     # `replicas` and time limits are none of an engine's business: changing them must not restart engines.
     limits = {"start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"}
-    # These come with each wish.
+    # These come with each desired state.
     refits = {"weight_sync", "inflight_requests", "keep_prefix_cache"}
     return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits, *refits})
 
@@ -227,8 +172,8 @@ def digest_of(application: dict[str, Any]) -> str:
 
 
 def _pace(config: GenerationConfig) -> dict[str, Any]:
-    """Serve tells a fifth of the replicas at a time, or one; a transfer is to all at once."""
-    return {"rolling_update_percentage": 1.0} if config.weight_sync == "transfer" else {}
+    """Serve hands a change to a fifth of the replicas at a time, or to one, unless the transport needs all at once."""
+    return {"rolling_update_percentage": 1.0} if load_transport(config.weight_sync).all_replicas_at_once else {}
 
 
 class _Serve:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from roundhouse.config.generation import InflightRequests
-from roundhouse.errors import DataError, InfraError, RoundhouseError
-from roundhouse.weight_sync.base import TransferWay
+from roundhouse.errors import DataError, RoundhouseError
 
 AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
 
@@ -57,42 +56,6 @@ class WeightsRefused(DataError):
 
 class EnginePoisoned(RoundhouseError):
     """The engine holds a mixture of weights or has died. Only a restart helps."""
-
-
-class WeightTransferFailed(InfraError):
-    """Weights did not come by a transfer; the engine can still load others."""
-
-    def __init__(self, text: str, *, touched: bool) -> None:
-        super().__init__(text)
-        self.touched = touched
-        """Whether the engine holds a mixture, and no generation of before is running any more."""
-
-
-@runtime_checkable
-class TakesTransfers(Protocol):
-    """An engine into which weights come past every file."""
-
-    async def receive_weights(
-        self,
-        way: TransferWay,
-        replica_id: str,
-        digest: str | None,
-        version: int,
-        running: InflightRequests,
-        keep_prefix_cache: bool,
-    ) -> tuple[str, int]:
-        """Replace the weights by those that a sender gives, as `Engine.load_weights` does.
-
-        Args:
-            digest: of all tensors; anything else is refused.
-
-        Returns:
-            Digest and number of tensors.
-
-        Raises:
-            WeightTransferFailed: they did not come, or were not those that are wanted.
-        """
-        ...
 
 
 class Engine(Protocol):

@@ -15,10 +15,10 @@ from roundhouse.config.colocation import Reservation
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
-from roundhouse.errors import InfraError
+from roundhouse.errors import DeploymentFailed, InfraError
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus, ServeEndpoint, later_than
-from roundhouse.generation.terms import RefitOptions
+from roundhouse.generation.deployment import ServeEndpoint
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
 
 STATUS_SECONDS = 10.0
 """Time limit of a question that needs no work."""
@@ -135,12 +135,7 @@ class ProcessEngine:
         version: int,
         options: RefitOptions = RefitOptions(),
     ) -> list[ReplicaStatus]:
-        wanted = {
-            "policy_version": version,
-            "weights": weights,
-            "request": later_than(replica.desired for replica in self.replicas()),
-            **options.desired_state(),
-        }
+        wanted = desired_state(version, weights, options, [replica.desired for replica in self.replicas()])
         found = self._apply(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:
             there = replica.ready and (replica.policy_version, replica.weights) == (version, weights)

@@ -16,6 +16,8 @@ from pathlib import Path
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, model_location, sha256
+from roundhouse.weight_sync.cache import private_directory
+from roundhouse.weight_sync.checkpoint_files import local_path
 
 
 def local_model(uri: str, cache: Path | None = None) -> Path:
@@ -25,7 +27,7 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
         ConfigError: there is no committed model at `uri`.
         StoreError: the store cannot be read, or a file is not what its manifest says.
     """
-    path = path_of(uri)
+    path = local_path(uri)
     if path is not None:
         return model_location(Location(str(path))).local_path
     source = Location(uri)
@@ -35,28 +37,13 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
         raise ConfigError(
             f"There is no committed model at {uri}. Name the directory of a checkpoint: <store>/runs/<run>/checkpoints/…"
         ) from error
-    final = (cache or _own_cache()) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
+    final = (
+        cache or private_directory(Path(tempfile.gettempdir()), "roundhouse-models")
+    ) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
     if not final.is_dir():
         files = Manifest.model_validate_json(data).model_files.by_name()
         _place(source, {name: entry for name, entry in files.items() if _is_model_file(name)}, final)
     return final
-
-
-def path_of(uri: str) -> Path | None:
-    """The path of a directory of this node (plain or file://); None when it is elsewhere."""
-    if uri.startswith("file://"):
-        return Path(uri[len("file://") :])
-    return None if "://" in uri else Path(uri)
-
-
-def _own_cache() -> Path:
-    """A directory of this user's alone: in one that others can write to, they could place files of theirs."""
-    cache = Path(tempfile.gettempdir()) / f"roundhouse-models-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    if cache.is_symlink() or cache.stat().st_uid != os.getuid():
-        raise ConfigError(f"{cache} belongs to another user. Set TMPDIR to a directory of your own.")
-    cache.chmod(0o700)
-    return cache
 
 
 def _is_model_file(name: str) -> bool:

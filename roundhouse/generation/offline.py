@@ -9,9 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from roundhouse.generation import weights
+from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.engine import Draw, Generated
 from roundhouse.generation.interface import GenerationInterface
+from roundhouse.weight_sync.cache import node_cache
+from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 
 
 class TransformersGeneration(GenerationInterface):
@@ -33,7 +35,7 @@ class TransformersGeneration(GenerationInterface):
     def load_weights(self, directory: str) -> None:
         from roundhouse.generation.transformers_engine import load_into
 
-        load_into(self._model, str(weights.fetch(directory)))
+        load_into(self._model, _fetched(directory))
 
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
         from roundhouse.generation.transformers_engine import generate_batch
@@ -69,7 +71,7 @@ class VllmGeneration(GenerationInterface):
             self._ready = False
 
     def load_weights(self, directory: str) -> None:
-        self._llm.collective_rpc("roundhouse_load", args=(str(weights.fetch(directory)),))
+        self._llm.collective_rpc("roundhouse_load", args=(_fetched(directory),))
         self._llm.reset_prefix_cache()
 
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
@@ -81,3 +83,10 @@ class VllmGeneration(GenerationInterface):
             use_tqdm=False,
         )
         return [read_output(output.outputs[0]) for output in outputs]
+
+
+def _fetched(uri: str) -> str:
+    directory, entry = fetch_checkpoint(uri, node_cache(int(GenerationConfig().weights_cache_gib * 2**30)))
+    if entry is not None:
+        entry.release()
+    return str(directory)

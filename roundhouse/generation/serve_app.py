@@ -69,7 +69,7 @@ class PolicyReplica:
         self._deployment: Any = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        from roundhouse.generation.served_policy import DesiredPolicy
+        from roundhouse.weight_sync.replica_state import DesiredPolicy
 
         await self.policy.apply(DesiredPolicy.parse(user_config))
 

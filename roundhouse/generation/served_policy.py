@@ -2,7 +2,7 @@
 
 Invariant: every answer is labelled, token by token, with the versions whose weights drew them. The gate keeps requests that
 come during a refit until it is over. Those inside are waited for, go on with the new weights, or begin again (`running`).
-When the wanted weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
+When the desired weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
 
     wanted asleep  ──gate, sleep────────────> no weights; 503 with what for, until the next wish wakes it
     wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
@@ -22,31 +22,30 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from roundhouse.config.generation import InflightRequests
+from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError, InfraError, StoreError
-from roundhouse.generation import weights
-from roundhouse.generation.engine import (
-    Draw,
-    Engine,
-    EnginePoisoned,
-    Generated,
-    GenerationAborted,
-    TakesTransfers,
+from roundhouse.generation import weights_check
+from roundhouse.generation.engine import Draw, Engine, EnginePoisoned, Generated, GenerationAborted
+from roundhouse.weight_sync.base import (
+    DirectTransport,
+    FetchedWeights,
+    WeightChange,
+    WeightSource,
     WeightTransferFailed,
+    fetch_weights,
+    parse_source,
+    transport_class,
 )
-from roundhouse.weight_sync.base import FetchedWeights, StoreWay, TransferWay, Way, bring, parse_way
 from roundhouse.weight_sync.cache import NodeCache, node_cache
+from roundhouse.weight_sync.replica_state import SAMPLED, DesiredPolicy
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 2.0, 60.0
-
-SAMPLED = ("temperature", "top_p", "top_k")
-"""What decides the distribution that a token is drawn from."""
 
 PROBE_TOKENS = 32
 """Length of the sequence whose log-probabilities every replica tells after a refit."""
@@ -58,52 +57,6 @@ class PolicyUnavailable(InfraError):
 
 class SamplingRefused(DataError):
     """The request would draw from another distribution than the run's."""
-
-
-@dataclass(frozen=True, slots=True)
-class DesiredPolicy:
-    """The deployment's `user_config`."""
-
-    policy_version: int
-    weights: str | None = None
-    """Hugging Face directory: a path, file:// or s3:// URI. None: weights will come later."""
-    digest: str | None = None
-    """`roundhouse.generation.weights.digest_of` of what the engine is to load; checked when given."""
-    request: int | None = None
-    """Grows with each wish (nanoseconds since the epoch). A newer wish for the same weights tries them again; an older one that
-    arrives late is ignored."""
-    way: dict[str, Any] | None = None
-    """A shorter way to the same weights (`roundhouse.weight_sync.base`); None: the files at `weights`."""
-    running: InflightRequests = "drain"
-    """What becomes of generations that are running."""
-    keep_prefix_cache: bool = False
-    sampling: list[dict[str, Any]] | None = None
-    """Temperature, top_p and top_k that requests may ask for, each with all of `SAMPLED`; others are refused. None: any."""
-    asleep: str | None = None
-    """The engine is to give its memory back until the next wish; the text says what for, to whoever asks it meanwhile."""
-
-    @classmethod
-    def parse(cls, user_config: dict[str, Any]) -> DesiredPolicy:
-        unknown = sorted(set(user_config) - set(cls.__slots__))
-        if unknown or type(user_config.get("policy_version")) is not int:
-            raise ValueError(
-                f"user_config is {user_config!r}; it must hold policy_version (a whole number) and may hold "
-                f"{', '.join(name for name in cls.__slots__ if name != 'policy_version')}."
-            )
-        wanted = cls(**user_config)
-        parse_way(wanted.way)
-        if wanted.running not in get_args(InflightRequests):
-            raise ValueError(f"running is {wanted.running!r}; it is one of {', '.join(get_args(InflightRequests))}.")
-        allowed = wanted.sampling
-        if allowed is not None and not (isinstance(allowed, list) and all({*one} == {*SAMPLED} for one in allowed)):
-            raise ValueError(f"sampling is {allowed!r}; it is a list of objects with {', '.join(SAMPLED)}, or null.")
-        if wanted.asleep is not None and not (isinstance(wanted.asleep, str) and wanted.asleep):
-            raise ValueError(f"asleep is {wanted.asleep!r}; it is a text that says what for, or null.")
-        return wanted
-
-    def same_weights(self, other: DesiredPolicy | None) -> bool:
-        mine = (self.policy_version, self.weights, self.digest)
-        return other is not None and mine == (other.policy_version, other.weights, other.digest)
 
 
 class Gate:
@@ -172,7 +125,7 @@ class ServedPolicy:
         """Hold the weights still for one request; gives the version that answers.
 
         Raises:
-            PolicyUnavailable: the wanted weights are not in.
+            PolicyUnavailable: the desired weights are not in.
         """
         async with self._gate.entered():
             if self._error is not None or self._held is None:
@@ -183,7 +136,7 @@ class ServedPolicy:
         """The engine's answer, with the versions that drew it. What a refit broke off begins again, on the new weights.
 
         Raises:
-            PolicyUnavailable: the wanted weights are not in.
+            PolicyUnavailable: the desired weights are not in.
         """
         while True:
             async with self.answering() as version:
@@ -216,22 +169,22 @@ class ServedPolicy:
     def samples_as_wanted_only(self) -> bool:
         return self._desired is not None and self._desired.sampling is not None
 
-    async def apply(self, wanted: DesiredPolicy) -> None:
-        """Bring the engine to `wanted`. Never raises for weights that cannot be had: `status` and 503 tell."""
+    async def apply(self, desired: DesiredPolicy) -> None:
+        """Bring the engine to `desired`. Never raises for weights that cannot be had: `status` and 503 tell."""
         async with self._changing:
-            if self._desired is not None and (wanted.request or 0) < (self._desired.request or 0):
+            if self._desired is not None and (desired.request or 0) < (self._desired.request or 0):
                 return
             # Under the lock a retry is asleep or waits for the lock, so cancelling it cannot break off a refit.
             if self._retry is not None:
                 self._retry.cancel()
                 self._retry = None
-            self._desired = wanted
-            if wanted.asleep is not None:
-                await self._sleep(wanted, wanted.asleep)
+            self._desired = desired
+            if desired.asleep is not None:
+                await self._sleep(desired, desired.asleep)
             else:
-                await self._bring(wanted, FIRST_RETRY_SECONDS)
+                await self._reach(desired, FIRST_RETRY_SECONDS)
 
-    async def _sleep(self, wanted: DesiredPolicy, what_for: str) -> None:
+    async def _sleep(self, desired: DesiredPolicy, what_for: str) -> None:
         """Requests inside are waited for; those in front of the gate and later ones are refused until the engine is awake."""
         if self._poisoned:
             return
@@ -242,113 +195,110 @@ class ServedPolicy:
             self._asleep, self._error = what_for, f"The engine sleeps: {what_for}"
             self._failed_request = None
         except Exception as error:  # noqa: BLE001 (border of a change: the engine may be half asleep)
-            self._poison(wanted, error, "Going to sleep")
+            self._poison(desired, error, "Going to sleep")
         finally:
             self._gate.open()
 
-    async def _bring(self, wanted: DesiredPolicy, pause: float) -> None:
-        if wanted.weights is None or (wanted.same_weights(self._held) and self._error is None):
+    async def _reach(self, desired: DesiredPolicy, pause: float) -> None:
+        if desired.weights is None or (desired.same_weights(self._held) and self._error is None):
             return
         try:
-            await self._refit(wanted)
+            await self._refit(desired)
         except (DataError, StoreError, OSError) as error:
             if self._poisoned:
-                self._poison(wanted, error)
+                self._poison(desired, error)
                 return
-            self._refuse(wanted, error, pause)
+            self._refuse(desired, error, pause)
         except Exception as error:  # noqa: BLE001 (border of a refit: whatever broke, the engine may be half changed)
-            self._poison(wanted, error)
+            self._poison(desired, error)
 
-    async def _refit(self, wanted: DesiredPolicy) -> None:
-        assert wanted.weights is not None
+    async def _refit(self, desired: DesiredPolicy) -> None:
         started = time.perf_counter()
-        way, note = parse_way(wanted.way), None
-        if isinstance(way, TransferWay):
+        source, note = parse_source(desired.source), None
+        transport = None if source is None else transport_class(source.kind)
+        if source is not None and transport is not None and issubclass(transport, DirectTransport):
             try:
-                self._hold(await self._received(wanted, way), wanted, started)
+                self._hold(await self._received(desired, transport, source), desired, started)
                 return
             except WeightTransferFailed as error:
-                way, note = StoreWay(dtype=way.dtype), f"{way.kind}: {error}"
-                logger.warning("version %d comes from its checkpoint, not by %s", wanted.policy_version, note)
-        # Bringing, proving and checking go on beside the requests; only the change itself shuts them out.
-        brought = await asyncio.to_thread(self._bring_here, wanted, way)
-        brought.note = brought.note or note
+                note = f"{source.kind}: {error}"
+                logger.warning("version %d is read from its checkpoint, not by %s", desired.policy_version, note)
+        # Requests are answered while weights are fetched, proved and checked; only the change itself shuts them out.
+        fetched = await asyncio.to_thread(self._fetch, desired, source)
+        fetched.note = fetched.note or note
         ready = time.perf_counter()
         try:
-            async with self._changed(wanted):
+            async with self._changed(desired):
                 await self.engine.load_weights(
-                    str(brought.directory), wanted.policy_version, wanted.running, wanted.keep_prefix_cache
+                    str(fetched.directory), desired.policy_version, desired.running, desired.keep_prefix_cache
                 )
         except BaseException:
-            brought.release()
+            fetched.release()
             raise
-        brought.seconds["load"] = time.perf_counter() - ready
-        self._hold(brought, wanted, started)
+        fetched.seconds["load"] = time.perf_counter() - ready
+        self._hold(fetched, desired, started)
 
-    async def _received(self, wanted: DesiredPolicy, way: TransferWay) -> FetchedWeights:
+    async def _received(
+        self, desired: DesiredPolicy, transport: type[DirectTransport], source: WeightSource
+    ) -> FetchedWeights:
         """Weights that go straight into the engine; the requests are shut out meanwhile.
 
         Raises:
             WeightTransferFailed: they did not come.
         """
-        engine = self.engine
-        if not isinstance(engine, TakesTransfers):
-            raise WeightTransferFailed("this engine takes no transfers", touched=False)
-        if self.replica_id not in way.replicas:
-            raise WeightTransferFailed("this replica was not there when the weights were offered", touched=False)
+        transport.check_replica(self.engine, source, self.replica_id)
         started = time.perf_counter()
-        async with self._changed(wanted):
-            digest, tensors = await engine.receive_weights(
-                way, self.replica_id, wanted.digest, wanted.policy_version, wanted.running, wanted.keep_prefix_cache
-            )
-        return FetchedWeights(None, digest, tensors, way.kind, seconds={"transfer": time.perf_counter() - started})
+        change = WeightChange(desired.policy_version, desired.digest, desired.running, desired.keep_prefix_cache)
+        async with self._changed(desired):
+            digest, tensors = await transport.receive(self.engine, source, self.replica_id, change)
+        return FetchedWeights(None, digest, tensors, source.kind, seconds={"transfer": time.perf_counter() - started})
 
     @asynccontextmanager
-    async def _changed(self, wanted: DesiredPolicy) -> AsyncIterator[None]:
-        """Requests are shut out while the block changes the engine's weights to the wanted ones, and proved behind it."""
-        await self._gate.close(until_empty=wanted.running == "drain")
+    async def _changed(self, desired: DesiredPolicy) -> AsyncIterator[None]:
+        """Requests are shut out while the block changes the engine's weights to the desired ones, and proved behind it."""
+        await self._gate.close(until_empty=desired.running == "drain")
         try:
             if self._asleep is not None:
                 await self.engine.wake()
                 self._asleep = None
             yield
             self._probe = await self._probed()
-            self._held, self._error, self._failed_request = wanted, None, None
+            self._held, self._error, self._failed_request = desired, None, None
         except WeightTransferFailed as error:
             if error.touched:
                 self._error = (
-                    f"Version {wanted.policy_version} is read from its checkpoint: its transfer failed: {error}"
+                    f"Version {desired.policy_version} is read from its checkpoint: its transfer failed: {error}"
                 )
             raise
         except BaseException:
             self._poisoned = True
-            self._error = f"A refit to version {wanted.policy_version} broke off."
+            self._error = f"A refit to version {desired.policy_version} broke off."
             raise
         finally:
             self._gate.open()
 
-    def _hold(self, brought: FetchedWeights, wanted: DesiredPolicy, started: float) -> None:
+    def _hold(self, fetched: FetchedWeights, desired: DesiredPolicy, started: float) -> None:
         self._refits += 1
         self._refit_seconds = time.perf_counter() - started
         if self._weights is not None:
             self._weights.release()
-        self._weights = brought
-        logger.info("version %d from %s in %.3f s", wanted.policy_version, wanted.weights, self._refit_seconds)
+        self._weights = fetched
+        logger.info("version %d from %s in %.3f s", desired.policy_version, desired.weights, self._refit_seconds)
 
-    def _bring_here(self, wanted: DesiredPolicy, way: Way | None) -> FetchedWeights:
-        assert wanted.weights is not None
+    def _fetch(self, desired: DesiredPolicy, source: WeightSource | None) -> FetchedWeights:
+        assert desired.weights is not None
         if self._cache is None:
-            self._cache = node_cache(weights.DEFAULT_CACHE_BYTES)
-        brought = bring(wanted.weights, way, wanted.digest, self._cache, self._weights)
-        assert brought.directory is not None
+            self._cache = node_cache(int(GenerationConfig().weights_cache_gib * 2**30))
+        fetched = fetch_weights(desired.weights, source, desired.digest, self._cache, self._weights)
+        assert fetched.directory is not None
         try:
             if self._expected is None:
-                self._expected = weights.expected_shapes(self._model_dir)
-            weights.check(brought.directory, self._model_dir, self._expected)
+                self._expected = weights_check.expected_shapes(self._model_dir)
+            weights_check.check(fetched.directory, self._model_dir, self._expected)
         except BaseException:
-            brought.release()
+            fetched.release()
             raise
-        return brought
+        return fetched
 
     async def _probed(self) -> list[float]:
         """Log-probabilities of a sequence that is the same for every replica of the model.
@@ -363,23 +313,23 @@ class ServedPolicy:
             raise EnginePoisoned("The probe's log-probabilities are not finite: the weights hold NaN or infinity.")
         return scores
 
-    def _refuse(self, wanted: DesiredPolicy, error: Exception, pause: float) -> None:
-        self._error = f"Version {wanted.policy_version} cannot be loaded from {wanted.weights}: {error}"
-        self._failed_request = wanted.request
+    def _refuse(self, desired: DesiredPolicy, error: Exception, pause: float) -> None:
+        self._error = f"Version {desired.policy_version} cannot be loaded from {desired.weights}: {error}"
+        self._failed_request = desired.request
         logger.error("%s", self._error)
 
         async def again() -> None:
             await asyncio.sleep(pause)
             async with self._changing:
-                await self._bring(wanted, min(pause * 2, LAST_RETRY_SECONDS))
+                await self._reach(desired, min(pause * 2, LAST_RETRY_SECONDS))
 
         self._retry = asyncio.create_task(again())
 
-    def _poison(self, wanted: DesiredPolicy, error: Exception, doing: str | None = None) -> None:
+    def _poison(self, desired: DesiredPolicy, error: Exception, doing: str | None = None) -> None:
         self._poisoned = True
-        doing = doing or f"Loading version {wanted.policy_version} from {wanted.weights}"
+        doing = doing or f"Loading version {desired.policy_version} from {desired.weights}"
         self._error = f"{doing} failed: {type(error).__name__}: {error}"
-        self._failed_request = wanted.request
+        self._failed_request = desired.request
         logger.exception("%s", self._error)
 
     async def check_health(self) -> None:
@@ -401,7 +351,7 @@ class ServedPolicy:
             "digest": None if self._weights is None else self._weights.digest,
             "tensors": None if self._weights is None else self._weights.tensors,
             "probe": self._probe,
-            "way": None if self._weights is None else self._weights.way,
+            "transport": None if self._weights is None else self._weights.transport,
             "transport_note": None if self._weights is None else self._weights.note,
             "seconds": {} if self._weights is None else self._weights.seconds,
             "desired": None if self._desired is None else asdict(self._desired),

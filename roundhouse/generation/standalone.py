@@ -30,12 +30,13 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import RoundhouseError
 from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
-from roundhouse.generation.model_files import path_of
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
-from roundhouse.generation.served_policy import DesiredPolicy, ServedPolicy
+from roundhouse.generation.served_policy import ServedPolicy
 from roundhouse.http.body_limit import BodyLimit
 from roundhouse.http.same_origin import SameOrigin, is_loopback
 from roundhouse.logs import set_up_logs
+from roundhouse.weight_sync.checkpoint_files import local_path
+from roundhouse.weight_sync.replica_state import DesiredPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class StandaloneEngine:
             arguments = {"generation": body["generation"], "model_dir": body["model_dir"]}
             wanted = DesiredPolicy.parse(body["desired"])
             GenerationConfig.model_validate(arguments["generation"])
-            if (path := path_of(arguments["model_dir"])) is not None:
+            if (path := local_path(arguments["model_dir"])) is not None:
                 check_model_directory(str(path))
         except (ValueError, KeyError, TypeError, RoundhouseError) as error:
             await reply_error(send, 400, "bad_request", f"{type(error).__name__}: {error}")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.fast_imports import lean_transformers
-from roundhouse.generation import weights
 from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
+from roundhouse.weight_sync.tensor_files import iterate
 
 if TYPE_CHECKING:
     import torch
@@ -214,7 +214,7 @@ def load_into(model: Any, directory: str) -> None:
 
     import torch
 
-    tensors = dict(weights.iterate(Path(directory)))
+    tensors = dict(iterate(Path(directory)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in tensors:

@@ -31,12 +31,10 @@ from roundhouse.generation.engine import (
     EnginePoisoned,
     Generated,
     GenerationAborted,
-    WeightTransferFailed,
 )
 from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
-from roundhouse.weight_sync.base import TransferWay
-from roundhouse.weight_sync.tensor_digest import digest_of_tensors
-from roundhouse.weight_sync.transfer import NoSeat, Seat, take_seat
+from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
+from roundhouse.weight_sync.tensor_files import digest_of_tensors
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -64,7 +62,7 @@ def environment(config: GenerationConfig) -> dict[str, str]:
 
 
 TRANSFER_LIMITS = 3
-"""A transfer's meeting, its group and its broadcasts may each take a way's time limit, and all of them together this many."""
+"""The meeting, group and broadcasts of a transfer may each take its time limit, and all of them together this many."""
 
 
 def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]:
@@ -200,59 +198,50 @@ class VllmEngine:
             raise
         await engine.resume_generation()
 
+    def transfer_workers(self) -> int:
+        parallel = self.engine.vllm_config.parallel_config
+        return int(parallel.world_size * parallel.data_parallel_size)
+
     async def receive_weights(
-        self,
-        way: TransferWay,
-        replica_id: str,
-        digest: str | None,
-        version: int,
-        running: InflightRequests,
-        keep_prefix_cache: bool,
+        self, init: dict[str, Any], update: dict[str, Any], seconds: float, change: WeightChange
     ) -> tuple[str, int]:
-        engine, clear = self.engine, not keep_prefix_cache
-        parallel = engine.vllm_config.parallel_config
-        workers = parallel.world_size * parallel.data_parallel_size
-        try:
-            seat = await asyncio.to_thread(take_seat, way, replica_id, workers)
-        except NoSeat as error:
-            raise WeightTransferFailed(str(error), touched=False) from error
+        engine, running, clear = self.engine, change.running, not change.keep_prefix_cache
         try:
             # Gloo keeps the limits by itself. A worker that waits in NCCL can only be ended.
-            async with asyncio.timeout(way.seconds * TRANSFER_LIMITS):
-                await self._join(seat)
+            async with asyncio.timeout(seconds * TRANSFER_LIMITS):
+                await self._join(init)
                 await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
-                arrived = await self._receive(seat, digest, version)
+                arrived = await self._receive(update, change)
                 if clear:
                     await engine.reset_prefix_cache(reset_running_requests=running == "continue")
         except TimeoutError as error:
-            raise EnginePoisoned(f"A transfer did not end within {way.seconds * TRANSFER_LIMITS:g} s.") from error
+            raise EnginePoisoned(f"A transfer did not end within {seconds * TRANSFER_LIMITS:g} s.") from error
         await engine.resume_generation()
         return arrived
 
-    async def _join(self, seat: Seat) -> None:
+    async def _join(self, init: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         try:
-            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(seat.init))
+            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init))
         except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
             await self.engine.check_health()
             raise WeightTransferFailed(f"the group did not come together: {_cause(error)}", touched=False) from error
 
-    async def _receive(self, seat: Seat, digest: str | None, version: int) -> tuple[str, int]:
+    async def _receive(self, update: dict[str, Any], change: WeightChange) -> tuple[str, int]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self.engine
         try:
             await engine.start_weight_update()
             await engine.collective_rpc("roundhouse_watch")
-            await engine.update_weights(WeightTransferUpdateRequest(seat.update))
+            await engine.update_weights(WeightTransferUpdateRequest(update))
             digests = await engine.collective_rpc("roundhouse_arrived")
             for found in digests:
-                if digest is not None and digest_of_tensors(found) != digest:
-                    raise WeightTransferFailed(
-                        f"digest {digest_of_tensors(found)} came, wanted was {digest}", touched=True
-                    )
-            await engine.finish_weight_update(str(version))
+                arrived = digest_of_tensors(found)
+                if change.digest is not None and arrived != change.digest:
+                    raise WeightTransferFailed(f"digest {arrived} came, wanted was {change.digest}", touched=True)
+            await engine.finish_weight_update(str(change.version))
             await engine.collective_rpc("roundhouse_prove")
             await engine.shutdown_weight_transfer_engine()
         except asyncio.CancelledError:

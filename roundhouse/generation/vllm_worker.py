@@ -17,9 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from roundhouse.generation import weights
 from roundhouse.weight_sync import vllm_gloo
-from roundhouse.weight_sync.tensor_digest import THREADS, torch_digest
+from roundhouse.weight_sync.tensor_files import DIGEST_THREADS, iterate, torch_digest, weight_files
 
 PROBED_LAYERS = 2
 """Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
@@ -68,7 +67,7 @@ class RefitExtension:
             StaleWeights: at least one does not.
         """
         path = Path(directory)
-        self.reload_weights(weights_iterator=weights.iterate(path))  # type: ignore[attr-defined]
+        self.reload_weights(weights_iterator=iterate(path))  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         retie_head(model)
         return probe(model, _Checkpoint(path))
@@ -126,7 +125,7 @@ class Arrivals:
         self._layers = _probed_layers(model)
         self._kept: dict[str, Any] = {}
         self._digests: list[Future[tuple[str, str]]] = []
-        self._pool = ThreadPoolExecutor(THREADS)
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS)
         load: Callable[[Iterable[tuple[str, Any]]], Any] = model.load_weights
 
         def watched(tensors: Iterable[tuple[str, Any]]) -> Any:
@@ -197,7 +196,7 @@ class _Checkpoint:
         from safetensors import safe_open
 
         self._where: dict[str, Any] = {}
-        for shard in weights.shards(directory):
+        for shard in weight_files(directory):
             file = safe_open(shard, "pt", device="cpu")
             self._where.update(dict.fromkeys(file.keys(), file))
 

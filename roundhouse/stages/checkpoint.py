@@ -19,13 +19,11 @@ from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, ModelFiles,
 from roundhouse.store.promoted import promoted_version
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
-from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weight_sync.tensor_file import TensorFile
+from roundhouse.weight_sync.checkpoint import WEIGHTS_DIGEST
+from roundhouse.weight_sync.tensor_files import TensorFile, digest_of_tensors, tensor_digests
 
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""
-WEIGHTS_DIGEST = "weights_digest"
-"""In a checkpoint's details: the digest of its tensors, which replicas of the engine hold theirs against."""
 
 
 def publish_starting_policy(run: Run, directory: Path, details: dict[str, object]) -> Reference:

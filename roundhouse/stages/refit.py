@@ -15,31 +15,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
+from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
-from roundhouse.errors import InfraError, RoundhouseError, StoreError
-from roundhouse.generation.deployment import ReplicaStatus, ServeEndpoint
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
+from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, RayServeEngine
-from roundhouse.generation.served_policy import SAMPLED
-from roundhouse.generation.terms import RefitOptions
 from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
-from roundhouse.stages.checkpoint import WEIGHTS_DIGEST
-from roundhouse.stages.policy import engine_files
-from roundhouse.stages.travel import offered
+from roundhouse.stages.policy import checkpoint_cache, engine_files
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.weight_sync.base import RunCheckpoint, WeightTransport, load_transport
+from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.checkpoint import WEIGHTS_DIGEST
 from roundhouse.weight_sync.proof import proof_of, require_agreement
+from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaStatus
 
 logger = logging.getLogger(__name__)
-
-_TO_SOME = ("delta", "transfer")
-"""Ways that ask what replicas there are."""
 
 
 def engine_service(run: Run) -> EngineService:
@@ -139,17 +136,35 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     engine = engine or engine_service(run)
     generation, version = run.config.generation, checkpoint.policy_version
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
-    model = _model_to_start_from(run)
+    model, transport = _model_to_start_from(run), _transport(run)
+    cache = NodeCache(checkpoint_cache(run.config).resolve() / "weights", int(generation.weights_cache_gib * 2**30))
+    published_checkpoint = RunCheckpoint(run, checkpoint, cache, engine.url)
     with (
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
-        offered(
-            run, checkpoint, engine.replicas() if generation.weight_sync in _TO_SOME else [], engine.url
-        ) as options,
+        transport.publish(published_checkpoint, engine.replicas() if transport.asks_replicas else []) as published,
     ):
-        options = replace(options, sampling=_agents_draw_with(run))
+        options = RefitOptions(
+            published.digest,
+            None if published.source is None else published.source.model_dump(),
+            inflight_requests(run.config),
+            generation.keep_prefix_cache,
+            _agents_draw_with(run),
+        )
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, options)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     return replicas
+
+
+def _transport(run: Run) -> WeightTransport:
+    """Raises:
+    ConfigError: it cannot work in this run.
+    """
+    transport = load_transport(run.config.generation.weight_sync)
+    try:
+        transport.check(run.config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return transport
 
 
 def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
@@ -227,7 +242,7 @@ def _digest_to_hold(run: Run, checkpoint: Reference) -> str | None:
 def _format(run: Run) -> str:
     """What a proof's digest is of: the checkpoint's own tensors, or those that the engine holds."""
     generation = run.config.generation
-    return "checkpoint" if generation.weight_sync == "store" else generation.dtype
+    return generation.dtype if load_transport(generation.weight_sync).publishes_engine_format else "checkpoint"
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:
@@ -250,7 +265,8 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
         },
         details={
             "replicas": [
-                {"id": one.replica_id, "pid": one.pid, "way": one.way, "note": one.transport_note} for one in replicas
+                {"id": one.replica_id, "pid": one.pid, "way": one.transport, "note": one.transport_note}
+                for one in replicas
             ],
             "proof": {**proof_of(replicas), "format": _format(run)},
         },

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-    from roundhouse.generation.deployment import ReplicaStatus
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import TrainStepResult
     from roundhouse.training.trainer import Trainer
+    from roundhouse.weight_sync.replica_state import ReplicaStatus
 
 Say = Callable[[str], None]
 

@@ -1,10 +1,8 @@
-"""Ways for weights to travel from a checkpoint into an engine.
+"""From a checkpoint into the engine: weight transports, and the proof that replicas hold what was published.
 
-ways.py           what a wish says of the way; how a replica brings the weights to its node
-cache.py          a node's cache of weights
-ranged.py         objects read in ranges, in parallel
-retype.py         weights in the number format that the engine holds
-delta.py          what changed from one version to the next
-adapter.py        a base and an adapter, merged
-tensor_digest.py  the proof that two places hold the same tensors
+base.py               what a transport is; how a replica fetches weights
+checkpoint.py, delta.py, adapter.py, shared_memory.py, transfer.py      one transport each
+replica_state.py      what a replica is to hold, and what it reports
+proof.py              that all replicas hold the same
+cache.py, checkpoint_files.py, tensor_files.py      weights on a node
 """

@@ -1,22 +1,100 @@
-"""A base and an adapter (LoRA), merged on the node where the engine is, so that only the adapter travels.
+"""The transport `adapter`: an adapter (LoRA) travels alone, and is merged with its base on the node of the engine.
 
 Invariant: what is written is W + (alpha / rank) · B · A for every adapted matrix, computed as the trainer computes what it
-publishes (`roundhouse.training.lora.merged`), and the base's own bytes elsewhere. Whether both came to the same bits is told by
-the digest of the published checkpoint, not assumed.
+publishes (`roundhouse.training.lora.merged`), and the base's own bytes elsewhere. The digest of the published checkpoint
+shows whether both came to the same bits; another processor may round otherwise.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from roundhouse.config.models import RunConfig
 from roundhouse.errors import DataError
-from roundhouse.weight_sync.retype import copy_side_files
-from roundhouse.weight_sync.tensor_file import weight_files
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import model_location
+from roundhouse.store.stage import read_manifest
+from roundhouse.weight_sync.base import (
+    FetchRequest,
+    Published,
+    RunCheckpoint,
+    WeightSource,
+    WeightTransport,
+    checkpoint_source,
+)
+from roundhouse.weight_sync.cache import CacheEntry, entry_key
+from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
+from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.tensor_files import copy_side_files, digest_of, weight_files
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
+
+
+class AdapterSource(WeightSource):
+    kind: str = "adapter"
+    base: str
+    """URI of the checkpoint that the adapter is for."""
+    uri: str
+    """URI of the adapter's directory."""
+
+
+class AdapterTransport(WeightTransport):
+    """The adapter of `train.lora`; the base is read once a node."""
+
+    Source = AdapterSource
+
+    def check(self, run: RunConfig) -> None:
+        if run.train.lora is None:
+            raise ValueError(
+                "generation.weight_sync is adapter, but train.lora is not set. Set it, or generation.weight_sync to store."
+            )
+
+    @contextmanager
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+        with checkpoint.in_engine_format() as directory:
+            yield Published(digest_of(directory), _adapter_of(checkpoint) or checkpoint_source(checkpoint.dtype))
+
+    @classmethod
+    def fetch(cls, source: AdapterSource, request: FetchRequest) -> tuple[Path, CacheEntry | None]:
+        location = Location(source.uri)
+        names = (ADAPTER_FILE, ADAPTER_CONFIG)
+        contents = {name: location.read(name) for name in names}
+        marks = [hashlib.sha256(data).hexdigest() for data in contents.values()]
+
+        def fill(partial: Path) -> None:
+            base, held = fetch_checkpoint(source.base, request.cache)
+            try:
+                own = partial / "adapter"
+                own.mkdir()
+                for name, data in contents.items():
+                    (own / name).write_bytes(data)
+                merge(base, own, partial, source.dtype)
+                for name in names:
+                    (own / name).unlink()
+                own.rmdir()
+            finally:
+                if held is not None:
+                    held.release()
+
+        entry = request.cache.entry(entry_key("adapter", source.base, source.dtype, *marks), fill)
+        return entry.path, entry
+
+
+def _adapter_of(checkpoint: RunCheckpoint) -> AdapterSource | None:
+    """None: the checkpoint has none (it is the starting policy), or the run is a fork, whose base is its parent's."""
+    start = checkpoint.run.checkpoint(0).reference()
+    names = read_manifest(checkpoint.reference).model_files.by_name()
+    adapter = next((name for name in names if name.endswith(f"/{ADAPTER_FILE}")), None)
+    if start is None or checkpoint.run.parent is not None or adapter is None:
+        return None
+    directory = model_location(Location(checkpoint.reference.uri)) / adapter.removesuffix(f"/{ADAPTER_FILE}")
+    return AdapterSource(dtype=checkpoint.dtype, base=start.uri, uri=directory.uri)
 
 
 def merge(base: Path, adapter: Path, target: Path, dtype: str) -> None:

@@ -1,117 +1,129 @@
-"""How new weights come to a node: the checkpoint itself, or a shorter way to the same bytes.
+"""How new weights get from a checkpoint into the engine's replicas: what a weight transport is.
 
-Invariant: whatever the way, what is handed on is a local directory whose tensors have the wanted digest. The checkpoint is the
-truth and the way a shortcut: where a way is barred (a replica that has just started holds no base, shared memory is another
-node's, a delta was deleted or damaged), the checkpoint is read instead, and the note says why.
+Invariant: whatever the transport, what a replica loads has the digest that was published. The checkpoint is the truth and a
+transport a shortcut to the same tensors: where it is unavailable (a replica that has just started holds no base, shared memory
+is another node's, a delta was deleted or is damaged), the replica reads the checkpoint instead, and its note says why.
 
-    store          the files of the checkpoint; from a bucket in parallel ranges, once a node
-    shared-memory  files that were put into this node's memory, as the engine holds them
-    delta          what changed since the weights that this replica holds
-    adapter        the checkpoint of the base, once a node, and the adapter
-    transfer       from one process straight into the engine (`transfer`), past this module; here it is the checkpoint
+    process that refits   publish(checkpoint, replicas) -> digest and WeightSource     as long as replicas take it
+    desired state         the WeightSource as JSON
+    replica               fetch(source) -> a directory on its node                     or
+                          receive(engine, source), past every file (`DirectTransport`)
+
+A transport is one class, named in `roundhouse.config.weight_sync.TRANSPORTS` or by a run as `module:Class`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from roundhouse.errors import DataError, InfraError, StoreError
-from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest, model_location
-from roundhouse.weight_sync import adapter, ranged
-from roundhouse.weight_sync.cache import CacheEntry, NodeCache
-from roundhouse.weight_sync.delta import apply_delta
-from roundhouse.weight_sync.retype import needs_retyping, retype
-from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weight_sync.tensor_file import weight_files
+from roundhouse.config.section import Section
+from roundhouse.config.weight_sync import TRANSPORTS, CustomWeightSync
+from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
+from roundhouse.import_string import load_class
+
+if TYPE_CHECKING:
+    from roundhouse.config.generation import InflightRequests
+    from roundhouse.config.models import RunConfig
+    from roundhouse.store.manifest import Reference
+    from roundhouse.store.run import Run
+    from roundhouse.weight_sync.cache import CacheEntry, NodeCache
+    from roundhouse.weight_sync.replica_state import ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+CHECKPOINT = "store"
+"""What a replica reports as its transport when it read the checkpoint."""
 
 
-class _Way(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class WeightSource(BaseModel):
+    """Where a replica gets the weights of a checkpoint; a transport adds its fields."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    kind: str
+    """The transport: its name in `TRANSPORTS`, or `module:Class`."""
     dtype: Dtype
-    """What the engine holds, and what the digest is of."""
+    """Number format that the engine holds, and that the published digest is of."""
 
 
-class StoreWay(_Way):
-    """The checkpoint, in the engine's format: what later deltas start from."""
-
-    kind: Literal["store"] = "store"
-
-
-class SharedMemoryWay(_Way):
-    kind: Literal["shared-memory"] = "shared-memory"
-    path: str
-    """Directory in this node's memory."""
+def checkpoint_source(dtype: Dtype) -> WeightSource:
+    """The checkpoint itself, in the engine's format: what a transport publishes where it has no shortcut."""
+    return WeightSource(kind=CHECKPOINT, dtype=dtype)
 
 
-class DeltaWay(_Way):
-    kind: Literal["delta"] = "delta"
-    base: str
-    """Digest of the weights that it starts from."""
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What replicas are to hold, and where they get it."""
+
+    digest: str | None
+    """`digest_of_tensors`; None: the manifest of the checkpoint does not say."""
+    source: WeightSource | None = None
+    """None: the checkpoint's files as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """A checkpoint that is published, in the process that refits."""
+
+    run: Run
+    reference: Reference
+    cache: NodeCache
+    """Of this node."""
+    engine_url: str | None = None
+    """Where the replicas are."""
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.run.config.generation.dtype
+
+    @contextmanager
+    def in_engine_format(self, uri: str | None = None) -> Iterator[Path]:
+        """The weights of this checkpoint (or of the one at `uri`) as the engine holds them, on this node."""
+        from roundhouse.weight_sync.checkpoint_files import fetch_in_dtype
+
+        directory, entry = fetch_in_dtype(uri or self.reference.uri, self.dtype, self.cache)
+        try:
+            yield directory
+        finally:
+            if entry is not None:
+                entry.release()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """What a replica has to fetch, and what it has already."""
+
     uri: str
-
-
-class AdapterWay(_Way):
-    kind: Literal["adapter"] = "adapter"
-    base: str
-    """URI of the checkpoint that the adapter is for."""
-    uri: str
-    """URI of the adapter's directory."""
-
-
-class TransferWay(_Way):
-    kind: Literal["transfer"] = "transfer"
-    address: str
-    """Of the sender, as replicas reach it."""
-    port: int
-    key: str
-    """What the meeting's keys begin with."""
-    replicas: list[str]
-    """Ids of those that were there when the weights were offered; the sender expects no other."""
-    seconds: float
-    """Time limit of the meeting, and of each batch."""
-
-
-Way = Annotated[StoreWay | SharedMemoryWay | DeltaWay | AdapterWay | TransferWay, Field(discriminator="kind")]
-_WAYS: TypeAdapter[Way] = TypeAdapter(Way)
-
-
-def parse_way(given: dict[str, Any] | None) -> Way | None:
-    """A way as it stands in a wish; None is the checkpoint's files as they are.
-
-    Raises:
-        ValueError: it is none of those known here.
-    """
-    try:
-        return None if given is None else _WAYS.validate_python(given)
-    except ValidationError as error:
-        raise ValueError(f"way is {given!r}: {error}") from None
+    """Of the checkpoint."""
+    digest: str | None
+    cache: NodeCache
+    """Of the replica's node."""
+    current: FetchedWeights | None = None
+    """What the replica holds now."""
 
 
 @dataclass(slots=True)
 class FetchedWeights:
-    """Weights on this node, proved."""
+    """Weights that a replica has, proved by their digest."""
 
     directory: Path | None
     """None: they came past every file."""
     digest: str
     """`digest_of_tensors` of all of them."""
     tensors: int
-    way: str
+    transport: str
     note: str | None = None
-    """Why it is not the way that was wanted."""
+    """Why it is not the transport that was published."""
     seconds: dict[str, float] = field(default_factory=dict)
     entry: CacheEntry | None = None
 
@@ -121,187 +133,183 @@ class FetchedWeights:
             self.entry.release()
 
 
-def bring(
-    uri: str, way: Way | None, digest: str | None, cache: NodeCache, held: FetchedWeights | None = None
-) -> FetchedWeights:
-    """The weights of the checkpoint at `uri`, here.
+@dataclass(frozen=True, slots=True)
+class WeightChange:
+    """How an engine takes new weights; see `Engine.load_weights`."""
 
-    Args:
-        digest: of the tensors that are wanted; None takes what the checkpoint's manifest vouches for.
-        held: what this replica holds now.
+    version: int
+    digest: str | None
+    running: InflightRequests
+    keep_prefix_cache: bool
+
+
+class WeightTransferFailed(InfraError):
+    """Weights did not come by a direct transport; the engine can still load others."""
+
+    def __init__(self, text: str, *, touched: bool) -> None:
+        super().__init__(text)
+        self.touched = touched
+        """Whether the engine holds a mixture, and no generation of before is running any more."""
+
+
+class WeightTransport(ABC):
+    """One way for weights to reach replicas. Subclass it, and name the class in a run: docs/weights.md has an example.
+
+    An instance runs `check` and `publish` in the process that refits; `fetch` runs in a replica, which has only the source.
+    """
+
+    Config: ClassVar[type[Section]] = Section
+    """Its section of the configuration."""
+    Source: ClassVar[type[WeightSource]] = WeightSource
+    """What its replicas are given."""
+    asks_replicas: ClassVar[bool] = False
+    """Whether `publish` looks at what replicas hold; otherwise none is asked."""
+    all_replicas_at_once: ClassVar[bool] = False
+    """Whether replicas have to refit concurrently; Ray Serve otherwise hands on a change to a fifth of them at a time."""
+    publishes_engine_format: ClassVar[bool] = True
+    """Whether the published digest is of the weights in the engine's number format, or of the checkpoint's tensors."""
+
+    def __init__(self, config: Section, kind: str) -> None:
+        self.config = config
+        self.kind = kind
+
+    def check(self, run: RunConfig) -> None:
+        """Refuse a run in which the transport cannot work.
+
+        Raises:
+            ValueError: names key, value and remedy.
+        """
+
+    @abstractmethod
+    def publish(
+        self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]
+    ) -> AbstractContextManager[Published]:
+        """Make a checkpoint's weights available to replicas, until the context is left.
+
+        Args:
+            replicas: as they are now; empty unless `asks_replicas`.
+
+        Raises:
+            ConfigError: this process cannot publish as it was configured.
+            DataError, StoreError, OSError: the checkpoint cannot be read.
+        """
+
+    @classmethod
+    def fetch(cls, source: Any, request: FetchRequest) -> tuple[Path, CacheEntry | None] | None:
+        """A directory of this node with the weights, and its entry of the cache; None: the checkpoint is to be read.
+
+        Args:
+            source: a `Source` of this class.
+
+        Raises:
+            DataError, StoreError, OSError: it is unavailable here, and the checkpoint is read instead.
+        """
+        return None
+
+
+class DirectTransport(WeightTransport):
+    """A transport whose weights go straight into a replica's engine, past every file."""
+
+    @classmethod
+    @abstractmethod
+    def check_replica(cls, engine: object, source: Any, replica_id: str) -> None:
+        """Called while requests are still answered.
+
+        Raises:
+            WeightTransferFailed: this replica cannot receive.
+        """
+
+    @classmethod
+    @abstractmethod
+    async def receive(cls, engine: Any, source: Any, replica_id: str, change: WeightChange) -> tuple[str, int]:
+        """Replace the engine's weights, as `Engine.load_weights` does. No request is answered meanwhile.
+
+        Returns:
+            Digest and number of tensors.
+
+        Raises:
+            WeightTransferFailed: they did not come, or have another digest than `change` names.
+        """
+
+
+def transport_class(kind: str) -> type[WeightTransport]:
+    """The class of a transport: `kind` is a name in `TRANSPORTS`, or `module:Class`.
 
     Raises:
-        DataError: the checkpoint is missing, damaged, or has other tensors than wanted.
-        StoreError, OSError: the store cannot be reached; trying again may help.
+        ConfigError: there is no such class.
     """
-    note = None
-    if way is not None and not isinstance(way, StoreWay | TransferWay):
+    return load_class(TRANSPORTS.get(kind, kind), WeightTransport, "generation.weight_sync")
+
+
+def load_transport(chosen: str | CustomWeightSync) -> WeightTransport:
+    """The transport that a run has chosen.
+
+    Raises:
+        ConfigError: there is no such class, or its parameters are wrong.
+    """
+    kind, parameters = (chosen, {}) if isinstance(chosen, str) else (chosen.target, chosen.parameters)
+    found = transport_class(kind)
+    try:
+        return found(found.Config.model_validate(parameters), kind)
+    except ValidationError as error:
+        raise ConfigError(f"generation.weight_sync.parameters does not fit {kind}: {error}") from error
+
+
+def parse_source(tree: dict[str, Any] | None) -> WeightSource | None:
+    """A source as it is in the desired state; None is the checkpoint's files as they are.
+
+    Raises:
+        ValueError: there is no such transport, or the source is not one of its.
+    """
+    try:
+        return None if tree is None else transport_class(str(tree.get("kind"))).Source.model_validate(tree)
+    except (ConfigError, ValidationError, AttributeError) as error:
+        raise ValueError(f"source is {tree!r}: {error}") from None
+
+
+def fetch_weights(
+    uri: str, source: WeightSource | None, digest: str | None, cache: NodeCache, current: FetchedWeights | None = None
+) -> FetchedWeights:
+    """The weights of the checkpoint at `uri`, on this node.
+
+    Args:
+        digest: of the tensors; None takes what the checkpoint's manifest vouches for.
+        current: what this replica holds now.
+
+    Raises:
+        DataError: the checkpoint is missing, damaged, or has other tensors than `digest` names.
+        StoreError, OSError: the store cannot be reached; a retry may help.
+    """
+    from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint, fetch_in_dtype
+
+    note, started = None, time.perf_counter()
+    if source is not None:
         try:
-            return _proved(way.kind, digest, *_shortcut(way, digest, cache, held))
+            request = FetchRequest(uri, digest, cache, current)
+            if (found := transport_class(source.kind).fetch(source, request)) is not None:
+                return _proved(source.kind, digest, *found, started)
         except (DataError, StoreError, OSError) as error:
-            note = f"{way.kind}: {error}"
-            logger.warning("%s comes whole, not by %s", uri, note)
+            note = f"{source.kind}: {error}"
+            logger.warning("%s is read whole, not by %s", uri, note)
     started = time.perf_counter()
-    directory, entry = fetch(uri, cache)
-    if way is not None and needs_retyping(directory, way.dtype):
-        directory, entry = _retyped(directory, entry, way.dtype, cache)
-    weights = _proved("store", digest, directory, entry, started)
+    found = fetch_checkpoint(uri, cache) if source is None else fetch_in_dtype(uri, source.dtype, cache)
+    weights = _proved(CHECKPOINT, digest, *found, started)
     weights.note = note
     return weights
 
 
-def _proved(way: str, digest: str | None, directory: Path, entry: CacheEntry | None, started: float) -> FetchedWeights:
-    brought = time.perf_counter()
+def _proved(kind: str, digest: str | None, directory: Path, entry: CacheEntry | None, started: float) -> FetchedWeights:
+    from roundhouse.weight_sync.tensor_files import digest_of_tensors, tensor_digests, weight_files
+
+    fetched = time.perf_counter()
     try:
         digests = tensor_digests(weight_files(directory))
-        found = digest_of_tensors(digests)
-        if digest is not None and found != digest:
-            raise DataError(f"The weights in {directory} have digest {found}, wanted was {digest}.")
+        present = digest_of_tensors(digests)
+        if digest is not None and present != digest:
+            raise DataError(f"The weights in {directory} have digest {present}, wanted was {digest}.")
     except BaseException:
         if entry is not None:
             entry.release()
         raise
-    seconds = {"bring": brought - started, "digest": time.perf_counter() - brought}
-    return FetchedWeights(directory, found, len(digests), way, seconds=seconds, entry=entry)
-
-
-def _shortcut(
-    way: SharedMemoryWay | DeltaWay | AdapterWay, digest: str | None, cache: NodeCache, held: FetchedWeights | None
-) -> tuple[Path, CacheEntry | None, float]:
-    started = time.perf_counter()
-    if isinstance(way, SharedMemoryWay):
-        path = Path(way.path)
-        if not path.is_dir():
-            raise StoreError(f"{path} is not in this node's memory")
-        return path, None, started
-    entry = _by_delta(way, digest, cache, held) if isinstance(way, DeltaWay) else _by_adapter(way, cache)
-    return entry.path, entry, started
-
-
-def _by_delta(way: DeltaWay, digest: str | None, cache: NodeCache, held: FetchedWeights | None) -> CacheEntry:
-    if held is None or held.digest != way.base:
-        holds = "nothing" if held is None else held.digest
-        raise DataError(f"it starts from {way.base}, this replica holds {holds}")
-    if held.directory is None:
-        raise DataError("it starts from weights in a file, those of this replica came without")
-    base = held.directory
-
-    def fill(partial: Path) -> None:
-        apply_delta(base, Location(way.uri), partial / "whole")
-        for path in (partial / "whole").iterdir():
-            path.rename(partial / path.name)
-        (partial / "whole").rmdir()
-
-    return cache.entry(_key("delta", way.base, way.uri, digest), fill)
-
-
-def _by_adapter(way: AdapterWay, cache: NodeCache) -> CacheEntry:
-    location = Location(way.uri)
-    names = (adapter.ADAPTER_FILE, adapter.ADAPTER_CONFIG)
-    contents = {name: location.read(name) for name in names}
-    marks = [hashlib.sha256(data).hexdigest() for data in contents.values()]
-
-    def fill(partial: Path) -> None:
-        base, held = fetch(way.base, cache)
-        try:
-            own = partial / "adapter"
-            own.mkdir()
-            for name, data in contents.items():
-                (own / name).write_bytes(data)
-            adapter.merge(base, own, partial, way.dtype)
-            for name in names:
-                (own / name).unlink()
-            own.rmdir()
-        finally:
-            if held is not None:
-                held.release()
-
-    return cache.entry(_key("adapter", way.base, way.dtype, *marks), fill)
-
-
-def retyped(uri: str, dtype: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
-    """A checkpoint's weights as an engine of this dtype holds them."""
-    directory, entry = fetch(uri, cache)
-    return _retyped(directory, entry, dtype, cache) if needs_retyping(directory, dtype) else (directory, entry)
-
-
-def _retyped(directory: Path, entry: CacheEntry | None, dtype: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
-    try:
-        marks = [f"{path}:{path.stat().st_mtime_ns}:{path.stat().st_size}" for path in weight_files(directory)]
-        made = cache.entry(_key("retyped", dtype, *marks), lambda partial: retype(directory, partial, dtype))
-    finally:
-        if entry is not None:
-            entry.release()
-    return made.path, made
-
-
-def fetch(uri: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
-    """A local directory with the checkpoint's weights; of a remote one, held in the cache.
-
-    Raises:
-        DataError: there are no safetensors, or they are not what the manifest says.
-        OSError: the store cannot be reached.
-    """
-    path = local_path(uri)
-    if path is not None:
-        if not path.is_dir():
-            raise DataError(f"The weights directory {path} does not exist. Name a Hugging Face directory.")
-        return model_location(Location(str(path))).local_path, None
-    try:
-        entry = _downloaded(uri, cache)
-    except (StoreError, InfraError) as error:
-        raise OSError(str(error)) from error
-    return entry.path, entry
-
-
-def local_path(uri: str) -> Path | None:
-    """The path of a local directory (plain or file://), None when the URI is remote."""
-    if uri.startswith("file://"):
-        return Path(uri[len("file://") :])
-    return None if "://" in uri else Path(uri)
-
-
-def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:
-    """Where there is a manifest, it tells the files and their digests, since a bucket's listing may be late; and a run that was
-    deleted and begun again under the same id is another one. Elsewhere the listing has to do."""
-    source = Location(uri)
-    manifest = _manifest(source)
-    files: dict[str, tuple[int, str | None]]
-    if manifest is None:
-        files = {name: (source.size(name), None) for name in source.names() if _is_weights(name)}
-    else:
-        source = source / manifest.directory if manifest.directory else source
-        named = manifest.model_files.by_name()
-        files = {name: (entry.size, entry.sha256) for name, entry in named.items() if _is_weights(name)}
-    if not any(name.endswith(".safetensors") for name in files):
-        raise DataError(f"There are no safetensors files at {uri}.")
-
-    def fill(partial: Path) -> None:
-        ranged.download(source, {name: size for name, (size, _) in files.items()}, partial)
-        for name, (_, digest) in files.items():
-            if digest is not None and _sha256(partial / name) != digest:
-                raise DataError(f"{uri}/{name} is not what its manifest says. Restore it.")
-
-    return cache.entry(_key(uri, str(manifest)), fill)
-
-
-def _manifest(source: Location) -> Manifest | None:
-    try:
-        return Manifest.model_validate_json(source.read(MANIFEST))
-    except NotFound:
-        return None
-    except ValueError as error:
-        raise DataError(f"{source.uri}/{MANIFEST} is not a manifest: {error}") from error
-
-
-def _is_weights(name: str) -> bool:
-    return "/" not in name and name.endswith((".safetensors", ".json"))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _key(*parts: str | None) -> str:
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:24]
+    seconds = {"fetch": fetched - started, "digest": time.perf_counter() - fetched}
+    return FetchedWeights(directory, present, len(digests), kind, seconds=seconds, entry=entry)

@@ -12,6 +12,7 @@ unfinished directory, which the next one who makes that entry removes.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -198,3 +199,8 @@ def _size(path: Path) -> int:
         with suppress(FileNotFoundError):
             total += file.lstat().st_size
     return total
+
+
+def entry_key(*parts: str | None) -> str:
+    """The name of an entry that is made of these."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""The change between two checkpoints, exact, compressed and checksummed, so that a refit moves a fraction of the weights.
+"""The transport `delta`: what changed between two checkpoints, exact, compressed and checksummed.
 
     <delta>/delta-00000.bin …    what changed, piece after piece
     <delta>/delta.json           which tensor is made of which pieces, with digests
@@ -14,31 +14,123 @@ import hashlib
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import Location
-from roundhouse.weight_sync.ahead import in_order
-from roundhouse.weight_sync.codec import Codec, decode, decode_whole, encode, encode_whole
-from roundhouse.weight_sync.delta_index import (
+from roundhouse.weight_sync.base import (
+    FetchRequest,
+    Published,
+    RunCheckpoint,
+    WeightSource,
+    WeightTransport,
+    checkpoint_source,
+)
+from roundhouse.weight_sync.cache import CacheEntry, entry_key
+from roundhouse.weight_sync.delta_format import (
     DELTA,
+    Codec,
     Delta,
-    Part,
+    DeltaPart,
     Piece,
     SideFile,
     TensorDelta,
     WeightFileDelta,
+    decode,
+    decode_whole,
+    encode,
+    encode_whole,
     part_name,
     read_delta,
 )
-from roundhouse.weight_sync.tensor_file import Tensor, TensorFile, weight_files
+from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.tensor_files import Tensor, TensorFile, digest_of, parallel_map, weight_files
 
 PIECE_BYTES = 8 * 2**20
 PART_BYTES = 64 * 2**20
+KEPT_DELTAS = 2
+_NAME = re.compile(r"(\d{6})-from-[0-9a-f]{12}-[0-9a-f]{12}")
 _NOT_COPIED = re.compile(r"manifest\.json|delta\.json|attempt-\d+\.json|\..*|.*\.safetensors")
+
+
+class DeltaSource(WeightSource):
+    kind: str = "delta"
+    base: str
+    """Digest of the weights that it starts from."""
+    uri: str
+
+
+class DeltaTransport(WeightTransport):
+    """What changed since the weights that most replicas hold, in the engine's format.
+
+    <store>/runs/<run>/deltas/000012-from-1a2b…-3c4d…/     the two newest are kept
+    """
+
+    Source = DeltaSource
+    asks_replicas = True
+
+    @contextmanager
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+        with checkpoint.in_engine_format() as directory:
+            digest = digest_of(directory)
+            bases = Counter(
+                (one.digest, one.weights)
+                for one in replicas
+                if (one.ready or one.asleep) and one.digest and one.weights
+            )
+            delta = None
+            for (base_digest, base_uri), _ in bases.most_common(1):
+                if base_digest != digest:
+                    delta = _publish_delta(checkpoint, directory, digest, str(base_digest), str(base_uri))
+            yield Published(digest, delta or checkpoint_source(checkpoint.dtype))
+
+    @classmethod
+    def fetch(cls, source: DeltaSource, request: FetchRequest) -> tuple[Path, CacheEntry | None]:
+        current = request.current
+        if current is None or current.digest != source.base:
+            holds = "nothing" if current is None else current.digest
+            raise DataError(f"it starts from {source.base}, this replica holds {holds}")
+        if current.directory is None:
+            raise DataError("it starts from weights in a file, those of this replica came without")
+        base = current.directory
+
+        def fill(partial: Path) -> None:
+            apply_delta(base, Location(source.uri), partial / "whole")
+            for path in (partial / "whole").iterdir():
+                path.rename(partial / path.name)
+            (partial / "whole").rmdir()
+
+        entry = request.cache.entry(entry_key("delta", source.base, source.uri, request.digest), fill)
+        return entry.path, entry
+
+
+def _publish_delta(
+    checkpoint: RunCheckpoint, directory: Path, digest: str, base_digest: str, base_uri: str
+) -> DeltaSource | None:
+    """None: the base's checkpoint is not there any more, or is another."""
+    deltas = checkpoint.run.location / "deltas"
+    place = deltas / f"{checkpoint.reference.policy_version:06d}-from-{_short(base_digest)}-{_short(digest)}"
+    with ExitStack() as stack:
+        try:
+            base = stack.enter_context(checkpoint.in_engine_format(base_uri))
+        except (DataError, StoreError, OSError):
+            return None  # retention deleted it first
+        if digest_of(base) != base_digest:
+            return None
+        if not place.exists(DELTA):
+            write_delta(base, directory, place, side_files=False)
+    for old in sorted(name for name in deltas.names() if _NAME.fullmatch(name))[:-KEPT_DELTAS]:
+        (deltas / old).delete_tree()
+    return DeltaSource(dtype=checkpoint.dtype, base=base_digest, uri=place.uri)
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]
 
 
 def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1, side_files: bool = True) -> Delta:
@@ -107,7 +199,7 @@ def _tensor_delta(tensor: Tensor, old: Tensor | None, writer: _Parts, threads: i
         codec, change = encode(old.data[span], data, size)
         return codec, len(data), change
 
-    pieces = [writer.add(*found) for found in in_order(threads, encoded, _spans(len(tensor.data)))]
+    pieces = [writer.add(*found) for found in parallel_map(threads, encoded, _spans(len(tensor.data)))]
     return TensorDelta(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -134,7 +226,7 @@ class _Parts:
     def __init__(self, place: Location) -> None:
         self._place = place
         self._waiting = bytearray()
-        self._done: list[Part] = []
+        self._done: list[DeltaPart] = []
 
     def add(self, codec: Codec, size: int, data: bytes) -> Piece:
         if self._waiting and len(self._waiting) + len(data) > PART_BYTES:
@@ -143,7 +235,7 @@ class _Parts:
         self._waiting += data
         return piece
 
-    def close(self) -> list[Part]:
+    def close(self) -> list[DeltaPart]:
         if self._waiting or not self._done:
             self._flush()
         return self._done
@@ -151,7 +243,7 @@ class _Parts:
     def _flush(self) -> None:
         data = bytes(self._waiting)
         self._place.write(part_name(len(self._done)), data)
-        self._done.append(Part(size=len(data), sha256=hashlib.sha256(data).hexdigest()))
+        self._done.append(DeltaPart(size=len(data), sha256=hashlib.sha256(data).hexdigest()))
         self._waiting = bytearray()
 
 
@@ -176,7 +268,7 @@ def _tensors(file: WeightFileDelta, held: dict[str, Tensor], reader: _PartReader
             return decode(piece.codec, data, old.data[span], size)
 
         try:
-            for data in in_order(threads, decoded, _with_data(tensor, reader)):
+            for data in parallel_map(threads, decoded, _with_data(tensor, reader)):
                 digest.update(_buffer(data))
                 yield data
         except (ValueError, OSError) as error:
@@ -211,7 +303,7 @@ def _whole(pieces: Iterable[Piece], reader: _PartReader) -> np.ndarray:
 class _PartReader:
     """Pieces of parts, one part in memory at a time; they come in the order in which they were written."""
 
-    def __init__(self, place: Location, parts: list[Part]) -> None:
+    def __init__(self, place: Location, parts: list[DeltaPart]) -> None:
         self.uri = place.uri
         self._place, self._parts = place, parts
         self._number, self._data = -1, b""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
+from roundhouse.errors import DeploymentFailed
+from roundhouse.weight_sync.replica_state import ReplicaStatus
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
 """Nats by which replicas of one number format may differ on a token of the probe: batches, kernels and machines round
@@ -17,7 +18,7 @@ differently."""
 
 
 def proof_of(replicas: Sequence[ReplicaStatus]) -> dict[str, Any]:
-    """What is recorded of a refit: one replica's proof, which all were held against."""
+    """What is recorded of a refit: one replica's proof, which all were compared with."""
     first = replicas[0]
     return {"digest": first.digest, "tensors": first.tensors, "probe": first.probe}
 
@@ -26,7 +27,7 @@ def require_agreement(replicas: Sequence[ReplicaStatus], dtype: str, recorded: M
     """All against the first, and against what was recorded of this version before.
 
     Raises:
-        DeploymentFailed: names who differs, and in what.
+        DeploymentFailed: names the replica that differs, and in what.
     """
     if not replicas:
         raise DeploymentFailed("No replica answers after the refit. Look at the engine's log.")

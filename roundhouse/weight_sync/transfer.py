@@ -1,4 +1,4 @@
-"""Weights straight from one process into the engines of replicas: who comes, in which group, from whom.
+"""The transport `transfer`: weights straight from the process that refits into the engines of replicas, by vLLM's interface.
 
 Invariant: the checkpoint is read once, by the sender; a replica that comes to the meeting is given a seat in a group or is not,
 within the way's time limit, and can always read the checkpoint instead. Nobody waits for a replica that has died.
@@ -8,16 +8,17 @@ when all have that were there when the weights were offered, or GATHER_SECONDS a
 next group's.
 
     replica  joined += 1 -> n, member/n = {id, workers}      waits for seat/n
-    sender   seat/n = {"init": …, "update": …}               what vLLM's engine is to be told, in the words of its interface
+    sender   seat/n = {"init": …, "update": …}               arguments of vLLM's interface
     both     the group of the backend, one broadcast a batch
 
 The meeting is a key-value store of torch (TCPStore) in the sender's process, at the one address that it names to replicas. Like
-every group of torch it is neither encrypted nor closed to whoever reaches its port, who can list its keys, take a seat and read
-the weights: the key keeps meetings apart and is no secret. What came is proved by its digest.
+every group of torch it is neither encrypted nor closed: any process that reaches its port can list its keys, take a seat and
+read the weights. The key keeps meetings apart and is not a secret. What came is proved by its digest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
@@ -25,17 +26,29 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
-from roundhouse.errors import InfraError
-from roundhouse.weight_sync.base import Dtype, TransferWay
-from roundhouse.weight_sync.gloo import BATCH_BYTES, GlooGroup
-from roundhouse.weight_sync.packed import Described, describe
-from roundhouse.weight_sync.tensor_file import weight_files
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.weight_sync.base import (
+    DirectTransport,
+    Dtype,
+    Published,
+    RunCheckpoint,
+    WeightChange,
+    WeightSource,
+    WeightTransferFailed,
+    checkpoint_source,
+)
+from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, describe, own_address
+from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.tensor_files import digest_of, iterate
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +59,103 @@ GATHER_SECONDS = 5.0
 """How long replicas that have come wait for others: their engines are still meanwhile."""
 POLL_SECONDS = 0.01
 REACH_SECONDS = 5.0
+TRANSFER_SHARE = 0.25
+"""Of a refit's time limit: what a transfer's meeting may take, and each of its batches. Some is left for reading the checkpoint
+where it fails."""
+
+
+class TransferSource(WeightSource):
+    kind: str = "transfer"
+    address: str
+    """Of the sender, as replicas reach it."""
+    port: int
+    key: str
+    """Prefix of the meeting's keys."""
+    replicas: list[str]
+    """Ids of those that were present when the weights were published; the sender expects no other."""
+    seconds: float
+    """Time limit of the meeting, and of each batch."""
+
+
+@runtime_checkable
+class TransferEngine(Protocol):
+    """An engine that takes the steps of vLLM's weight-transfer interface."""
+
+    def transfer_workers(self) -> int:
+        """Ranks that the engine takes in a group."""
+        ...
+
+    async def receive_weights(
+        self, init: dict[str, Any], update: dict[str, Any], seconds: float, change: WeightChange
+    ) -> tuple[str, int]:
+        """Replace the weights by those of a group; `DirectTransport.receive` has the contract.
+
+        Args:
+            init, update: arguments of vLLM's `init_weight_transfer_engine` and `update_weights`.
+            seconds: time limit of the group, and of each batch.
+        """
+        ...
+
+
+class TransferTransport(DirectTransport):
+    """From the flow's process into the engines that hold weights, or sleep, when the refit begins."""
+
+    Source = TransferSource
+    asks_replicas = True
+    all_replicas_at_once = True
+
+    def check(self, run: RunConfig) -> None:
+        generation = run.generation
+        if generation.backend != "vllm":
+            raise ValueError(
+                f"generation.weight_sync is transfer, into vLLM, but generation.backend is {generation.backend}. Set "
+                "generation.backend to vllm, or generation.weight_sync to store."
+            )
+        if run.infra.kind == "kubernetes":
+            raise ValueError(
+                "generation.weight_sync is transfer, but with infra.kind kubernetes no engine may reach the flow's pod "
+                "(k8s/base/network.yaml). Set it to store or delta."
+            )
+        if generation.transfer_backend == "nccl" and generation.gpus_per_replica == 0:
+            raise ValueError(
+                "generation.transfer_backend is nccl, but generation.gpus_per_replica is 0: nccl is between GPUs. Set "
+                "generation.transfer_backend to gloo."
+            )
+
+    @contextmanager
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+        generation = checkpoint.run.config.generation
+        present = [one.replica_id for one in replicas if one.ready or one.asleep]
+        with checkpoint.in_engine_format() as directory:
+            digest = digest_of(directory)
+            if generation.transfer_backend == "nccl":
+                _require_gpu()
+            if not present or checkpoint.engine_url is None:
+                yield Published(digest, checkpoint_source(checkpoint.dtype))
+                return
+            parts = urlsplit(checkpoint.engine_url)
+            # This machine's address on the way to the engine.
+            address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
+            seconds = TRANSFER_SHARE * generation.refit_timeout_seconds
+            with Sender(directory, generation.transfer_backend, present, address, seconds) as sender:
+                yield Published(digest, sender.source(checkpoint.dtype))
+
+    @classmethod
+    def check_replica(cls, engine: object, source: TransferSource, replica_id: str) -> None:
+        if not isinstance(engine, TransferEngine):
+            raise WeightTransferFailed("this engine takes no transfers", touched=False)
+        if replica_id not in source.replicas:
+            raise WeightTransferFailed("this replica was not there when the weights were published", touched=False)
+
+    @classmethod
+    async def receive(
+        cls, engine: TransferEngine, source: TransferSource, replica_id: str, change: WeightChange
+    ) -> tuple[str, int]:
+        try:
+            seat = await asyncio.to_thread(take_seat, source, replica_id, engine.transfer_workers())
+        except NoSeat as error:
+            raise WeightTransferFailed(str(error), touched=False) from error
+        return await engine.receive_weights(seat.init, seat.update, source.seconds, change)
 
 
 class NoSeat(InfraError):
@@ -54,13 +164,13 @@ class NoSeat(InfraError):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A replica's place in a group, as vLLM's engine is told of it."""
+    """A replica's place in a group, as arguments of vLLM's interface."""
 
     init: dict[str, Any]
     update: dict[str, Any]
 
 
-def take_seat(way: TransferWay, replica_id: str, workers: int) -> Seat:
+def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
     """Come to the meeting and wait for the group.
 
     Raises:
@@ -70,25 +180,25 @@ def take_seat(way: TransferWay, replica_id: str, workers: int) -> Seat:
 
     try:
         # The store would try again and again until its limit.
-        socket.create_connection((way.address, way.port), timeout=min(REACH_SECONDS, way.seconds)).close()
-        limit = timedelta(seconds=way.seconds)
-        store = TCPStore(way.address, way.port, is_master=False, timeout=limit, wait_for_workers=False)
-        number = store.add(f"{way.key}/joined", 1)
-        store.set(f"{way.key}/member/{number}", json.dumps({"replica": replica_id, "workers": workers}))
-        seat = json.loads(store.get(f"{way.key}/seat/{number}"))
+        socket.create_connection((source.address, source.port), timeout=min(REACH_SECONDS, source.seconds)).close()
+        limit = timedelta(seconds=source.seconds)
+        store = TCPStore(source.address, source.port, is_master=False, timeout=limit, wait_for_workers=False)
+        number = store.add(f"{source.key}/joined", 1)
+        store.set(f"{source.key}/member/{number}", json.dumps({"replica": replica_id, "workers": workers}))
+        seat = json.loads(store.get(f"{source.key}/seat/{number}"))
     except OSError as error:
-        raise NoSeat(f"the sender at {way.address}:{way.port} is not there: {error}") from error
+        raise NoSeat(f"the sender at {source.address}:{source.port} is not there: {error}") from error
     except RuntimeError as error:  # torch's DistError: lost, or not in time
-        raise NoSeat(f"no seat was given within {way.seconds:g} s: {_first_line(error)}") from error
+        raise NoSeat(f"no seat was given within {source.seconds:g} s: {_first_line(error)}") from error
     return Seat(**seat)
 
 
 class Sender:
-    """Offers a directory of weights to replicas, until its context is left.
+    """Sends a directory of weights to replicas, until its context is left.
 
     Args:
         directory: safetensors in the engine's format.
-        expected: ids of the replicas that are there.
+        expected: ids of the replicas that are present.
         address: this process's, as replicas reach it.
         seconds: time limit of a meeting, and of each batch.
     """
@@ -106,8 +216,8 @@ class Sender:
 
         self.sent = 0
         """Groups that were sent to, whole."""
-        self._files = weight_files(directory)
-        self._described = list(_described(self._files))
+        self._directory = directory
+        self._described = [describe(name, tensor) for name, tensor in iterate(directory)]
         self._backend, self._expected, self._address = backend, list(expected), address
         self._seconds, self._batch_bytes = seconds, batch_bytes
         self._key = secrets.token_hex(16)
@@ -122,8 +232,9 @@ class Sender:
         # A daemon: one that is stuck in a broadcast must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
 
-    def way(self, dtype: Dtype) -> TransferWay:
-        return TransferWay(
+    def source(self, dtype: Dtype) -> TransferSource:
+        """Where replicas find the sender."""
+        return TransferSource(
             dtype=dtype,
             address=self._address,
             port=self._store.port,
@@ -187,9 +298,7 @@ class Sender:
         if self._backend == "gloo":
             self._send_by_gloo(group, size)
         else:
-            from roundhouse.weight_sync.nccl import send
-
-            send(init, self._described, _tensors(self._files))
+            _send_by_nccl(init, self._described, iterate(self._directory))
 
     def _send_by_gloo(self, group: str, size: int) -> None:
         from torch.distributed import PrefixStore, TCPStore
@@ -198,25 +307,52 @@ class Sender:
         # A connection of its own: a wait in it must not keep others from the meeting.
         own = TCPStore(self._address, self._store.port, is_master=False, timeout=limit, wait_for_workers=False)
         end = GlooGroup(PrefixStore(group, own), 0, size, self._address, self._seconds)
-        end.send(self._described, _tensors(self._files), self._batch_bytes)
+        end.send(self._described, iterate(self._directory), self._batch_bytes)
 
 
-def _described(files: Sequence[Path]) -> Iterator[Described]:
-    from safetensors import safe_open
+class _SelfDriven:
+    """vLLM's `VLLMWeightSyncClient`: each replica takes vLLM's steps by itself, so what the sender calls does nothing."""
 
-    for path in files:
-        with safe_open(path, "pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield describe(name, file.get_tensor(name))
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
+def _send_by_nccl(
+    init: dict[str, Any], described: Sequence[Described], tensors: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    """Broadcast from this process's GPU, by vLLM's own sender, to the group that `init` names."""
+    import torch
+    from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    for path in files:
-        with safe_open(path, "pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield name, file.get_tensor(name)
+    class Files(WeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(one.name, getattr(torch, one.dtype), one.shape) for one in described]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return ((name, tensor.cuda()) for name, tensor in tensors)
+
+    fields = ("master_address", "master_port", "world_size", "packed", "packed_buffer_size_bytes")
+    info = NCCLTrainerInitInfo(rank=0, **{name: init[name] for name in fields})
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=_SelfDriven(), source=Files())
+    try:
+        engine.send_weights()
+    finally:
+        engine.shutdown()
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "generation.transfer_backend is nccl, which sends from a GPU, and the process that refits has none. Set it to gloo."
+        )
 
 
 def _free_port(address: str) -> int:

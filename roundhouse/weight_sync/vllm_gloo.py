@@ -1,7 +1,7 @@
 """A weight-transfer engine for vLLM that needs no GPU: tensors come by Gloo, and are loaded as vLLM's `nccl` engine loads them.
 
-Invariant: whoever drives vLLM's worker cannot tell it from the `nccl` engine but by its name: the same steps (init, start,
-update, finish, shutdown) with the same names of what they are given, and time limits beside.
+Invariant: it differs from vLLM's `nccl` engine in name and time limits alone: the same steps (init, start, update, finish,
+shutdown) with the same names of their arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from roundhouse.weight_sync.gloo import BATCH_BYTES, GlooGroup, own_address
-from roundhouse.weight_sync.packed import Described
+from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, own_address
 
 NAME = "gloo"
 

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN_BY = {
     "Budget": "tests/config/test_every_key.py",
     "FailuresConfig.stall_seconds": "tests/health/test_policy.py",
-    "GenerationConfig.inflight_requests": "tests/stages/test_travel.py",
+    "GenerationConfig.inflight_requests": "tests/weight_sync/test_publish.py",
     "OfflineConfig.min_ess_fraction": "tests/stages/test_offline.py",
     "OfflineConfig.min_rollout_ess_fraction": "tests/stages/test_offline.py",
     "PlacementConfig": "tests/config/test_colocation.py",

@@ -14,7 +14,7 @@ import uvicorn
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.serve_app import start_policy
-from roundhouse.generation.served_policy import DesiredPolicy
+from roundhouse.weight_sync.replica_state import DesiredPolicy
 
 
 @contextlib.contextmanager

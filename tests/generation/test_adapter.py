@@ -16,17 +16,18 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig, OptimizerConfig, TrainConfig
 from roundhouse.config.training import LoraConfig
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import ReplicaStatus, ServeEndpoint
-from roundhouse.generation.weights import digest_of
+from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.stages.travel import offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from roundhouse.training.trainer import Trainer
 from roundhouse.weight_sync.proof import TOLERANCE, difference, proof_of, require_agreement
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus
+from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation.test_refit import assert_agrees, replies
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import sequences
+from tests.weight_sync.test_publish import published
 
 IDS = [5, 9, 33, 2, 7, 41, 8]
 
@@ -89,7 +90,9 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
         checkpoints.append(publish(run, trained(run, version, directories[-1])))
 
     def refitted(checkpoint: Reference) -> list[ReplicaStatus]:
-        with offered(run, checkpoint, []) as options:
+        with published(run, checkpoint) as found:
+            assert found.source is not None
+            options = RefitOptions(found.digest, found.source.model_dump())
             found = deployment.refit(
                 config, deployed, weights=checkpoint.uri, version=checkpoint.policy_version, options=options
             )
@@ -101,12 +104,12 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
     for checkpoint, directory in zip(checkpoints[1:], directories[1:], strict=True):
         before, replicas = proof_of(replicas)["probe"], refitted(checkpoint)
         assert {replica.pid for replica in replicas} == processes
-        assert [(replica.way, replica.transport_note) for replica in replicas] == [("adapter", None)] * 2
+        assert [(replica.transport, replica.transport_note) for replica in replicas] == [("adapter", None)] * 2
         assert {replica.digest for replica in replicas} == {digest_of(directory)}
         assert difference(before, proof_of(replicas)["probe"]) > 10 * TOLERANCE[config.dtype]
         for completion in replies(deployed, config, 4):
             assert completion.policy_version == checkpoint.policy_version
             assert_agrees(directory, completion)
     read = deployment.refit(config, deployed, weights=str(directories[-1]), version=3)
-    assert {replica.way for replica in read} == {"store"}
+    assert {replica.transport for replica in read} == {"store"}
     require_agreement(read, config.dtype, proof_of(replicas))

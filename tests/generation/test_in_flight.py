@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
-from roundhouse.generation.served_policy import DesiredPolicy, PolicyUnavailable, ServedPolicy
+from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.replica_state import DesiredPolicy
 from tests.generation import tiny
 
 PROMPT = list(range(10, 60))
@@ -123,13 +124,13 @@ async def test_weights_that_compute_no_numbers_are_never_in_service(policy, poli
 
 
 async def test_a_replica_tells_the_digest_of_what_it_loaded_and_what_it_computes(policy, policies):
-    from roundhouse.generation.weights import digest_of
+    from roundhouse.weight_sync.tensor_files import digest_of
 
     first = policy.status()
     assert first["digest"] == digest_of(policies["first"])
     await policy.apply(DesiredPolicy(2, str(policies["second"]), digest=digest_of(policies["second"]), request=2))
     second = policy.status()
-    assert (second["digest"], second["way"], second["tensors"]) == (digest_of(policies["second"]), "store", 24)
+    assert (second["digest"], second["transport"], second["tensors"]) == (digest_of(policies["second"]), "store", 24)
     ids = [(7919 * place + 13) % 512 for place in range(32)]
     expected = tiny.reference_logprobs(policies["second"], ids[:1], ids[1:])
     assert second["probe"] == pytest.approx(expected, abs=1e-4)

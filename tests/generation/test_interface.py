@@ -76,8 +76,8 @@ def test_weights_that_did_not_get_in_are_noticed(backend, policies, monkeypatch)
     """Planted: vLLM is handed the old tensors under the new name, as its own reload does with a tied head."""
     if not isinstance(backend, VllmGeneration):
         pytest.skip("transformers copies tensor by tensor; there is nothing to go stale")
-    iterate = vllm_worker.weights.iterate
-    monkeypatch.setattr(vllm_worker.weights, "iterate", lambda _: iterate(policies["untied"]))
+    iterate = vllm_worker.iterate
+    monkeypatch.setattr(vllm_worker, "iterate", lambda _: iterate(policies["untied"]))
     with pytest.raises(vllm_worker.StaleWeights):
         backend.load_weights(str(policies["untied-second"]))
     monkeypatch.undo()

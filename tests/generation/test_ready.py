@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.engine_services import ProcessEngine
 from tests.generation.test_standalone import CONFIG, engine_process
 

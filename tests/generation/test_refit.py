@@ -17,13 +17,14 @@ import psutil
 import pytest
 
 from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.errors import DeploymentFailed
 from roundhouse.generation import deployment
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint
+from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.terms import RefitOptions
-from roundhouse.generation.weights import digest_of
 from roundhouse.weight_sync.proof import require_agreement
+from roundhouse.weight_sync.replica_state import RefitOptions
+from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender
 from tests.generation import tiny
 
@@ -252,9 +253,9 @@ def test_replicas_take_a_transfer_as_ranks_of_one_group(
     ids = [replica.replica_id for replica in deployment.replicas(deployed)]
     second = policies["second"]
     with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:
-        options = RefitOptions(digest_of(second), sending.way("float32").model_dump())
+        options = RefitOptions(digest_of(second), sending.source("float32").model_dump())
         found = deployment.refit(sending_config, deployed, weights=str(second), version=300, options=options)
-    assert [(one.way, one.transport_note) for one in found] == [("transfer", None)] * 2
+    assert [(one.transport, one.transport_note) for one in found] == [("transfer", None)] * 2
     assert {one.replica_id for one in found} == set(ids)
     assert sending.sent == 1
     require_agreement(found, "float32")

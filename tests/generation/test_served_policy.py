@@ -13,7 +13,8 @@ from roundhouse.generation import served_policy
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import ChatServer
 from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
-from roundhouse.generation.served_policy import DesiredPolicy, PolicyUnavailable, SamplingRefused, ServedPolicy
+from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
+from roundhouse.weight_sync.replica_state import DesiredPolicy
 
 
 class FaultyEngine:

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
+from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.engine import Draw, Generated
 from roundhouse.generation.engine_services import ProcessEngine
-from roundhouse.generation.served_policy import DesiredPolicy, PolicyUnavailable, ServedPolicy
-from roundhouse.generation.terms import RefitOptions
+from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
+from roundhouse.weight_sync.replica_state import DesiredPolicy, RefitOptions, ReplicaStatus
 from tests.generation import tiny
 from tests.generation.test_served_policy import FaultyEngine
 from tests.generation.test_standalone import CONFIG, draw, engine_process

@@ -17,8 +17,8 @@ import pytest
 
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.generation.engine_services import EngineGone, ProcessEngine
 from tests.generation import tiny
 

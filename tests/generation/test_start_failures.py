@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, DeploymentFailed
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import DeploymentFailed, ServeEndpoint, ServeUnreachable
+from roundhouse.generation.deployment import ServeEndpoint, ServeUnreachable
 
 
 def test_a_missing_model_directory_is_refused_before_the_running_one_is_touched(deployed, config, tmp_path):

@@ -18,20 +18,19 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.backends import environment
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.deployment import DeploymentFailed
 from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.terms import RefitOptions
-from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.weight_sync.base import TransferWay
 from roundhouse.weight_sync.proof import require_agreement
-from roundhouse.weight_sync.transfer import Sender
+from roundhouse.weight_sync.replica_state import RefitOptions
+from roundhouse.weight_sync.tensor_files import digest_of
+from roundhouse.weight_sync.transfer import Sender, TransferSource
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
@@ -59,7 +58,7 @@ def sender(directory: Path, engine: ProcessEngine) -> Sender:
     return Sender(directory, "gloo", ids, "127.0.0.1", SECONDS, BATCH_BYTES)
 
 
-def by(way: TransferWay, directory: Path, **more: Any) -> RefitOptions:
+def by(way: TransferSource, directory: Path, **more: Any) -> RefitOptions:
     return RefitOptions(digest_of(directory), way.model_dump(), **more)
 
 
@@ -87,7 +86,7 @@ def test_a_run_sends_each_version_to_the_replicas_that_are_there_and_records_the
         assert details["proof"]["digest"] == digest_of(tmp_path / f"v{checkpoint.policy_version}")
         probes.append(details["proof"]["probe"])
     (read,) = ensure_version(run_by("store"), checkpoints[1])
-    assert (read.way, read.probe) == ("store", probes[1]), "what was sent computes as what was read"
+    assert (read.transport, read.probe) == ("store", probes[1]), "what was sent computes as what was read"
     assert probes[0] != probes[1] != probes[2]
 
 
@@ -138,9 +137,9 @@ def test_kept_generations_go_on_with_the_weights_that_were_sent(
             asked = len(callers.answers) + callers.count
             directory = directories[version % 2]
             with sender(directory, engine) as sending:
-                options = by(sending.way("float32"), directory, running="continue")
+                options = by(sending.source("float32"), directory, running="continue")
                 (replica,) = engine.ensure(CONFIG, str(directories[0]), str(directory), version, options)
-            assert (replica.way, replica.transport_note, sending.sent) == ("transfer", None, 1)
+            assert (replica.transport, replica.transport_note, sending.sent) == ("transfer", None, 1)
             # Every caller was in the middle of an answer; those are to come to their end.
             while len(callers.answers) < asked and not callers.failures:
                 assert time.monotonic() < deadline, "no refit met a running generation"
@@ -164,21 +163,21 @@ def test_what_bars_a_transfer_is_told_and_the_checkpoint_is_read(
     model, second = str(policies["first"]), policies["second"]
     engine.ensure(CONFIG, model, model, 100)
     with sender(second, engine) as sending:
-        late = sending.way("float32").model_copy(update={"replicas": ["another"]})
+        late = sending.source("float32").model_copy(update={"replicas": ["another"]})
         (replica,) = engine.ensure(CONFIG, model, str(second), 101, by(late, second))
-        assert (replica.way, replica.transport_note) == (
+        assert (replica.transport, replica.transport_note) == (
             "store",
             "transfer: this replica was not there when the weights were offered",
         )
         assert sending.sent == 0
         # The sender's are not the weights that are wanted.
-        options = by(sending.way("float32"), policies["first"])
+        options = by(sending.source("float32"), policies["first"])
         (replica,) = engine.ensure(CONFIG, model, model, 102, options)
-        assert (replica.way, replica.digest) == ("store", digest_of(policies["first"]))
+        assert (replica.transport, replica.digest) == ("store", digest_of(policies["first"]))
         assert f"{digest_of(second)} came" in str(replica.transport_note)
-        gone = sending.way("float32").model_copy(update={"port": 9})
+        gone = sending.source("float32").model_copy(update={"port": 9})
     (replica,) = engine.ensure(CONFIG, model, str(second), 103, by(gone, second))
-    assert replica.way == "store"
+    assert replica.transport == "store"
     assert "is not there" in str(replica.transport_note)
     assert replica.ready
 
@@ -200,7 +199,7 @@ def cut_short(*given):
 gloo.batches = cut_short
 directory, replica, seconds, batch_bytes = sys.argv[1:]
 with Sender(Path(directory), "gloo", [replica], "127.0.0.1", float(seconds), int(batch_bytes)) as sender:
-    print(sender.way("float32").model_dump_json(), flush=True)
+    print(sender.source("float32").model_dump_json(), flush=True)
     sys.stdin.read()
 """
 
@@ -214,7 +213,7 @@ def test_a_sender_that_dies_in_the_middle_leaves_nobody_served_until_the_checkpo
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        way = TransferWay.model_validate_json(process.stdout.readline())
+        way = TransferSource.model_validate_json(process.stdout.readline())
         missing = tmp_path / "checkpoint"
         with pytest.raises(DeploymentFailed, match="does not exist"):
             engine.ensure(CONFIG, model, str(missing), 201, by(way, second))
@@ -227,7 +226,7 @@ def test_a_sender_that_dies_in_the_middle_leaves_nobody_served_until_the_checkpo
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "policy_unavailable")
     shutil.copytree(second, missing)
     (whole,) = engine.ensure(CONFIG, model, str(missing), 201, by(way, second))
-    assert (whole.ready, whole.way, whole.pid) == (True, "store", before.pid)
+    assert (whole.ready, whole.transport, whole.pid) == (True, "store", before.pid)
     assert httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
     (reread,) = engine.ensure(CONFIG, model, str(second), 202)
     require_agreement([whole, reread], "float32")

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
-from roundhouse.errors import ConfigError, InfraError
-from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.errors import ConfigError, DeploymentFailed, InfraError
 from roundhouse.infra.kubernetes import rayservice
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.kubernetes.serve_config import (

@@ -13,7 +13,7 @@ import s3fs
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.deployment import DeploymentFailed
+from roundhouse.errors import DeploymentFailed
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location

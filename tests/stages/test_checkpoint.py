@@ -14,8 +14,8 @@ from roundhouse.store.manifest import FileEntry, Reference, model_location, sha2
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import find_garbage, verify
-from roundhouse.weight_sync import base
 from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 
 
 def model_directory(path: Path, weights: bytes = b"weights") -> Path:
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_before_whose_files_lie_beside_the_manifest_is_read_ever
     assert (local / "trainer/state.json").read_text() == "{}"
     assert model_location(place).uri == place.uri
     assert (local_model(reference.uri, tmp_path / "engine") / "config.json").read_text() == "{}"
-    fetched, held = base.fetch(reference.uri, NodeCache(tmp_path / "node", 10**9))
+    fetched, held = fetch_checkpoint(reference.uri, NodeCache(tmp_path / "node", 10**9))
     assert (fetched / "model.safetensors").read_bytes() == b"old weights"
     if held is not None:
         held.release()

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import LoraConfig, OptimizerConfig, TrainConfig
-from roundhouse.generation.deployment import ReplicaStatus
 from roundhouse.generation.engine_services import EngineGone, ProcessEngine
-from roundhouse.generation.weights import digest_of
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import engine_at, engine_service, ensure_version, refit_iteration
-from roundhouse.stages.travel import leave_memory
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.training.trainer import Trainer
+from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.shared_memory import release_memory
+from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
@@ -50,8 +50,8 @@ def test_a_run_brings_its_engine_to_each_version_by_the_way_it_chose_and_records
             assert details["proof"]["digest"] == digest_of(tmp_path / f"v{checkpoint.policy_version}")
             assert len(details["proof"]["probe"]) == 31
         (again,) = ensure_version(run_by("store"), checkpoints[0])
-        assert (again.policy_version, again.way) == (0, "store"), "held against the record, and found the same"
-        leave_memory()
+        assert (again.policy_version, again.transport) == (0, "store"), "held against the record, and found the same"
+        release_memory()
 
 
 @pytest.mark.parametrize("kind", ["agent", "remote"])
@@ -65,18 +65,18 @@ def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_w
     }
     run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), **keys}))
     start = publish_starting_policy(run, tiny.make_model(tmp_path / "v0", seed=1), {})
-    wishes: list[dict[str, Any]] = []
+    asked: list[dict[str, Any]] = []
 
     class FakeEngine(ProcessEngine):
         def ensure(self, *arguments: Any) -> list[ReplicaStatus]:
-            wishes.append(arguments[-1].desired_state())
+            asked.append(arguments[-1].changed())
             raise EngineGone("it is a fake")
 
     with pytest.raises(EngineGone):
         ensure_version(run, start, FakeEngine("http://127.0.0.1:1"))
     training = {"temperature": 0.7, "top_p": 1.0, "top_k": None}
     told = [training, training | {"temperature": 0.0}] if kind == "agent" else None
-    assert [wish.get("sampling") for wish in wishes] == [told]
+    assert [one.get("sampling") for one in asked] == [told]
 
 
 def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this_runs(
@@ -145,4 +145,4 @@ def test_an_adapter_alone_travels_and_the_engine_holds_the_merged_weights_as_if_
         assert probes[0] != probes[1] != probes[2]
         ensure_version(run, checkpoints[1])
         (read,) = ensure_version(run_by("store"), checkpoints[2])
-        assert (read.way, read.probe) == ("store", probes[2])
+        assert (read.transport, read.probe) == ("store", probes[2])

@@ -19,7 +19,6 @@ import yaml
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError
-from roundhouse.generation.deployment import ReplicaStatus
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
 from roundhouse.stages import train as train_stage
@@ -33,6 +32,7 @@ from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.weight_sync.replica_state import ReplicaStatus
 from tests.generation.test_standalone import engine_process
 
 pytestmark = pytest.mark.timeout(900)

@@ -19,15 +19,15 @@ import pytest
 import s3fs
 
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import InfraError, StoreError
-from roundhouse.generation import weights
-from roundhouse.generation.engine import WeightsRefused
+from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.bucket import FIRST_PAUSE, LONGEST_PAUSE, StoreUnavailable, pauses
 from roundhouse.store.location import AlreadyExists, Location, NoBucket, NotFound
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_table
 from roundhouse.store.verification import find_garbage, verify
+from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from tests.store.endpoint import Endpoint, endpoint
 
 TABLE = pa.table({"id": list(range(50))})
@@ -233,11 +233,11 @@ def test_weights_are_fetched_by_their_manifest_and_not_by_the_listing(
         attempt.write_bytes(name, name.encode())
     reference = attempt.commit()
     planted.hide = re.compile("model-00002")
-    fetched = weights.fetch(reference.uri, tmp_path)
+    fetched, _ = fetch_checkpoint(reference.uri, NodeCache(tmp_path, 10**9))
     assert {"model-00001.safetensors", "model-00002.safetensors", "config.json"} <= {p.name for p in fetched.iterdir()}
     run.checkpoint(0).location.write("model-00002.safetensors", b"another's")
-    with pytest.raises(WeightsRefused, match=r"model-00002\.safetensors is not what its manifest says"):
-        weights.fetch(reference.uri, tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"model-00002\.safetensors is not what its manifest says"):
+        fetch_checkpoint(reference.uri, NodeCache(tmp_path / "elsewhere", 10**9))
 
 
 # Two writers ---------------------------------------------------------------------------------------------------------

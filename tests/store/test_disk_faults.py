@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.generation.deployment import later_than
 from roundhouse.store import disk
 from roundhouse.store.directories import local_directory
 from roundhouse.store.location import Location
@@ -24,6 +23,7 @@ from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, 
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import find_garbage, verify
+from roundhouse.weight_sync.replica_state import later_than
 
 TABLE = pa.table({"id": list(range(100))})
 

@@ -6,8 +6,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from roundhouse.weight_sync.gloo import GlooGroup, own_address
-from roundhouse.weight_sync.packed import Described
+from roundhouse.weight_sync.gloo import Described, GlooGroup, own_address
 from roundhouse.weight_sync.transfer import Seat
 
 

@@ -13,7 +13,7 @@ from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Provenance, Reference, model_location
 from roundhouse.store.stage import Stage
-from roundhouse.weight_sync.checkpoint_cache import CheckpointCache, content_key
+from roundhouse.weight_sync.checkpoint_files import CheckpointCache, content_key
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "trainer/optimizer.safetensors": b"o" * 9000}
 SIZE = sum(map(len, FILES.values()))

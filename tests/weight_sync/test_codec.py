@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.weight_sync.codec import Codec, decode, encode
+from roundhouse.weight_sync.delta_format import Codec, decode, encode
 
 ELEMENTS = st.sampled_from([1, 2, 4, 8])
 

@@ -17,8 +17,8 @@ from roundhouse.store.location import Location
 from roundhouse.training.trainer import Trainer
 from roundhouse.weight_sync import delta as deltas
 from roundhouse.weight_sync.delta import apply_delta, write_delta
-from roundhouse.weight_sync.delta_index import DELTA, read_delta
-from roundhouse.weight_sync.tensor_file import TensorFile
+from roundhouse.weight_sync.delta_format import DELTA, read_delta
+from roundhouse.weight_sync.tensor_files import TensorFile
 from tests.training.tiny import make_model, sequences
 
 

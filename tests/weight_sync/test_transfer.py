@@ -19,12 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore, TCPStore
 
-from roundhouse.weight_sync.base import TransferWay
-from roundhouse.weight_sync.gloo import GlooGroup
-from roundhouse.weight_sync.packed import ALIGNMENT, Described, batches, places, views
-from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests, torch_digest
-from roundhouse.weight_sync.tensor_file import weight_files
-from roundhouse.weight_sync.transfer import NoSeat, Seat, Sender, take_seat
+from roundhouse.weight_sync.gloo import ALIGNMENT, Described, GlooGroup, batches, places, views
+from roundhouse.weight_sync.tensor_files import digest_of_tensors, tensor_digests, torch_digest, weight_files
+from roundhouse.weight_sync.transfer import NoSeat, Seat, Sender, TransferSource, take_seat
 from tests.training.tiny import make_model
 from tests.weight_sync.ends import described_in, end_of
 
@@ -73,7 +70,7 @@ def test_those_that_come_together_are_one_group_and_who_comes_later_is_the_next(
     model = make_model(tmp_path / "m")
     digest = digest_of_tensors(tensor_digests(weight_files(model)))
     with Sender(model, "gloo", ["a", "b"], HERE, SECONDS, 10_000) as sender:
-        way = sender.way("float32")
+        way = sender.source("float32")
         seats = at_once(lambda: take_seat(way, "a", 1), lambda: take_seat(way, "b", 2))
         assert {seat.init["world_size"] for seat in seats} == {4}, "one has two workers"
         assert sorted(seat.init["rank_offset"] for seat in seats) in ([1, 2], [1, 3])
@@ -95,10 +92,10 @@ def at_rank(seat: Seat, extra: int) -> Seat:
 MEMBER_THAT_DIES = """
 import os, signal, sys
 from roundhouse.weight_sync.transfer import take_seat
-from roundhouse.weight_sync.base import TransferWay
+from roundhouse.weight_sync.transfer import TransferSource
 from tests.weight_sync.ends import described_in, end_of
 
-seat = take_seat(TransferWay.model_validate_json(sys.argv[1]), "dying", 1)
+seat = take_seat(TransferSource.model_validate_json(sys.argv[1]), "dying", 1)
 for _ in end_of(seat).receive(described_in(seat), seat.init["packed_buffer_size_bytes"]):
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -107,7 +104,7 @@ for _ in end_of(seat).receive(described_in(seat), seat.init["packed_buffer_size_
 def test_when_one_of_a_group_is_killed_the_others_hear_of_it_and_the_next_group_is_whole(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m")
     with Sender(model, "gloo", ["a", "dying"], HERE, SECONDS, 10_000) as sender:
-        way = sender.way("float32")
+        way = sender.source("float32")
         dying = subprocess.Popen([sys.executable, "-c", MEMBER_THAT_DIES, way.model_dump_json()])
         try:
             # The one that dies comes first: its process takes longer to start than others wait for it.
@@ -127,7 +124,7 @@ def test_when_one_of_a_group_is_killed_the_others_hear_of_it_and_the_next_group_
 
 def test_where_nobody_gives_seats_the_time_limit_ends_the_wait(tmp_path: Path) -> None:
     sender = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS)
-    way = sender.way("float32").model_copy(update={"seconds": 1.0})
+    way = sender.source("float32").model_copy(update={"seconds": 1.0})
     with pytest.raises(NoSeat, match="no seat was given within 1 s"):
         take_seat(way, "a", 1)
 
@@ -161,13 +158,13 @@ def test_tensors_that_are_not_what_was_described_are_not_sent(ends: tuple[GlooGr
 
 
 def test_the_meeting_is_at_the_address_that_replicas_are_told_and_at_no_other(tmp_path: Path) -> None:
-    way = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS).way("float32")
+    way = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS).source("float32")
     socket.create_connection((way.address, way.port), timeout=SECONDS).close()
     with pytest.raises(ConnectionRefusedError):  # by another address of this machine
         socket.create_connection(("127.0.0.2", way.port), timeout=SECONDS)
 
 
 def test_a_way_names_those_that_it_is_for(tmp_path: Path) -> None:
-    way = Sender(make_model(tmp_path / "m"), "gloo", ["a", "b"], HERE, 5).way("bfloat16")
+    way = Sender(make_model(tmp_path / "m"), "gloo", ["a", "b"], HERE, 5).source("bfloat16")
     assert (way.replicas, way.seconds, way.dtype, way.address) == (["a", "b"], 5, "bfloat16", HERE)
-    assert TransferWay.model_validate_json(way.model_dump_json()) == way
+    assert TransferSource.model_validate_json(way.model_dump_json()) == way

@@ -13,18 +13,14 @@ from roundhouse.config.training import LoraConfig
 from roundhouse.errors import DataError
 from roundhouse.store.location import Location
 from roundhouse.training.trainer import Trainer
-from roundhouse.weight_sync import ranged
-from roundhouse.weight_sync.base import AdapterWay, DeltaWay, SharedMemoryWay, StoreWay, bring, parse_way
+from roundhouse.weight_sync import checkpoint_files
+from roundhouse.weight_sync.adapter import AdapterSource
+from roundhouse.weight_sync.base import checkpoint_source, fetch_weights, parse_source
 from roundhouse.weight_sync.cache import NodeCache
-from roundhouse.weight_sync.delta import write_delta
-from roundhouse.weight_sync.retype import retype
-from roundhouse.weight_sync.tensor_digest import digest_of_tensors, tensor_digests
-from roundhouse.weight_sync.tensor_file import weight_files
+from roundhouse.weight_sync.delta import DeltaSource, write_delta
+from roundhouse.weight_sync.shared_memory import SharedMemorySource
+from roundhouse.weight_sync.tensor_files import digest_of, retype, weight_files
 from tests.training.tiny import make_model, sequences
-
-
-def digest_of(directory: Path) -> str:
-    return digest_of_tensors(tensor_digests(weight_files(directory)))
 
 
 @pytest.fixture
@@ -70,10 +66,10 @@ def test_a_delta_of_the_engines_format_arrives_as_the_checkpoint_would(
     old, new = versions
     base, wanted = in_bfloat16(old, tmp_path / "b0"), in_bfloat16(new, tmp_path / "b1")
     write_delta(base, wanted, Location(str(tmp_path / "delta")), side_files=False)
-    held = bring(str(old), StoreWay(dtype="bfloat16"), digest_of(base), cache)
-    way = DeltaWay(dtype="bfloat16", base=digest_of(base), uri=str(tmp_path / "delta"))
-    arrived = bring(str(new), way, digest_of(wanted), cache, held)
-    assert (arrived.way, arrived.note, arrived.digest) == ("delta", None, digest_of(wanted))
+    held = fetch_weights(str(old), checkpoint_source(dtype="bfloat16"), digest_of(base), cache)
+    way = DeltaSource(dtype="bfloat16", base=digest_of(base), uri=str(tmp_path / "delta"))
+    arrived = fetch_weights(str(new), way, digest_of(wanted), cache, held)
+    assert (arrived.transport, arrived.note, arrived.digest) == ("delta", None, digest_of(wanted))
     for path in weight_files(wanted):
         assert (arrived.directory / path.name).read_bytes() == path.read_bytes()
 
@@ -85,25 +81,27 @@ def test_where_the_delta_is_barred_the_checkpoint_is_read_and_the_note_says_why(
     old, new = versions
     place = tmp_path / "delta"
     write_delta(old, new, Location(str(place)), side_files=False)
-    held = bring(str(new if fault == "holds another" else old), None, None, cache)
+    held = fetch_weights(str(new if fault == "holds another" else old), None, None, cache)
     if fault == "deleted":
         (place / "delta.json").unlink()
     elif fault == "damaged":
         part = place / "delta-00000.bin"
         part.write_bytes(bytes(reversed(part.read_bytes())))
-    way = DeltaWay(dtype="float32", base=digest_of(old), uri=str(place))
-    arrived = bring(str(new), way, digest_of(new), cache, None if fault == "holds nothing" else held)
-    assert (arrived.way, arrived.digest) == ("store", digest_of(new))
+    way = DeltaSource(dtype="float32", base=digest_of(old), uri=str(place))
+    arrived = fetch_weights(str(new), way, digest_of(new), cache, None if fault == "holds nothing" else held)
+    assert (arrived.transport, arrived.digest) == ("store", digest_of(new))
     assert arrived.note is not None
     assert arrived.note.startswith("delta: ")
 
 
 def test_shared_memory_of_another_node_is_no_way(versions: tuple[Path, Path], cache: NodeCache, tmp_path: Path) -> None:
     here = in_bfloat16(versions[0], tmp_path / "memory")
-    way = SharedMemoryWay(dtype="bfloat16", path=str(here))
-    assert bring(str(versions[0]), way, digest_of(here), cache).way == "shared-memory"
-    elsewhere = bring(str(versions[0]), SharedMemoryWay(dtype="bfloat16", path="/dev/shm/no"), digest_of(here), cache)
-    assert (elsewhere.way, elsewhere.digest) == ("store", digest_of(here))
+    way = SharedMemorySource(dtype="bfloat16", path=str(here))
+    assert fetch_weights(str(versions[0]), way, digest_of(here), cache).transport == "shared-memory"
+    elsewhere = fetch_weights(
+        str(versions[0]), SharedMemorySource(dtype="bfloat16", path="/dev/shm/no"), digest_of(here), cache
+    )
+    assert (elsewhere.transport, elsewhere.digest) == ("store", digest_of(here))
     assert "not in this node's memory" in str(elsewhere.note)
 
 
@@ -111,7 +109,7 @@ def test_bytes_that_are_not_the_wanted_ones_are_refused_whatever_the_way(
     versions: tuple[Path, Path], cache: NodeCache
 ) -> None:
     with pytest.raises(DataError, match="wanted was sha256:0"):
-        bring(str(versions[0]), None, "sha256:0", cache)
+        fetch_weights(str(versions[0]), None, "sha256:0", cache)
 
 
 def test_the_merged_adapter_is_the_published_checkpoint_bit_for_bit(cache: NodeCache, tmp_path: Path) -> None:
@@ -122,13 +120,15 @@ def test_the_merged_adapter_is_the_published_checkpoint_bit_for_bit(cache: NodeC
     trainer.step(sequences(), 1)
     published = tmp_path / "published"
     trainer.save(published)
-    way = AdapterWay(dtype="float32", base=str(start), uri=str(published / "trainer"))
-    arrived = bring(str(published), way, digest_of(published), cache)
-    assert (arrived.way, arrived.note) == ("adapter", None)
+    way = AdapterSource(dtype="float32", base=str(start), uri=str(published / "trainer"))
+    arrived = fetch_weights(str(published), way, digest_of(published), cache)
+    assert (arrived.transport, arrived.note) == ("adapter", None)
     assert digest_of(published) != digest_of(start)
     other = make_model(tmp_path / "other", seed=5)
-    wrong = bring(str(published), way.model_copy(update={"base": str(other)}), digest_of(published), cache)
-    assert (wrong.way, wrong.digest) == ("store", digest_of(published)), "another base cannot give the wanted digest"
+    wrong = fetch_weights(str(published), way.model_copy(update={"base": str(other)}), digest_of(published), cache)
+    assert (wrong.transport, wrong.digest) == ("store", digest_of(published)), (
+        "another base cannot give the wanted digest"
+    )
 
 
 def test_a_bucket_is_read_in_ranges_once_a_node(
@@ -140,7 +140,7 @@ def test_a_bucket_is_read_in_ranges_once_a_node(
     filesystem.call_s3("create_bucket", Bucket="ways")
     for path in versions[0].iterdir():
         filesystem.put_file(str(path), f"ways/one/{path.name}")
-    monkeypatch.setattr(ranged, "RANGE_BYTES", 10_000)
+    monkeypatch.setattr(checkpoint_files, "RANGE_BYTES", 10_000)
     asked: list[tuple[int, int]] = []
     read_range = Location.read_range
 
@@ -149,21 +149,21 @@ def test_a_bucket_is_read_in_ranges_once_a_node(
         return read_range(self, name, begin, end)
 
     monkeypatch.setattr(Location, "read_range", counted)
-    arrived = bring("s3://ways/one", None, digest_of(versions[0]), cache)
+    arrived = fetch_weights("s3://ways/one", None, digest_of(versions[0]), cache)
     size = (versions[0] / "model.safetensors").stat().st_size
     assert len(asked) > size // 10_000
     count = len(asked)
-    again = bring("s3://ways/one", None, None, cache)
+    again = fetch_weights("s3://ways/one", None, None, cache)
     assert (again.directory, len(asked)) == (arrived.directory, count)
     with pytest.raises(DataError, match="it ends at byte"):
-        ranged.download(Location("s3://ways/one"), {"model.safetensors": size + 5}, cache.directory)
+        checkpoint_files.download(Location("s3://ways/one"), {"model.safetensors": size + 5}, cache.directory)
 
 
-def test_ways_that_are_not_known_are_refused() -> None:
+def test_transports_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="pigeon"):
-        parse_way({"kind": "pigeon"})
+        parse_source({"kind": "pigeon"})
     with pytest.raises(ValueError, match="weight-transfer engine of vLLM"):
-        GenerationConfig.model_validate({"weights": "nccl"})
+        GenerationConfig.model_validate({"weight_sync": "nccl"})
 
 
 def test_rounding_is_to_the_nearest_even(tmp_path: Path) -> None:

@@ -25,10 +25,8 @@ import httpx
 
 from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
 from roundhouse.config.models import GenerationConfig
-from roundhouse.errors import ConfigError, InfraError, StoreError
+from roundhouse.errors import ConfigError, DeploymentFailed, InfraError, StoreError
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
-from roundhouse.generation.terms import RefitOptions
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect, explained
 from roundhouse.infra.kubernetes.names import LABEL, label_value
 from roundhouse.infra.kubernetes.serve_config import (
@@ -41,6 +39,7 @@ from roundhouse.infra.kubernetes.serve_config import (
 )
 from roundhouse.infra.kubernetes.watching import Watched
 from roundhouse.store.location import Location
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
 
 Object = dict[str, Any]
 
@@ -164,9 +163,8 @@ class RayServiceServed:
         replicas: list[ReplicaStatus],
     ) -> Object:
         before = None if current is None else current["deployments"][0].get("user_config")
-        wanted = deployment.desired_state(version, weights, options, current)
-        request = deployment.later_than([wanted, *(replica.desired for replica in replicas)])
-        wanted["request"] = exact_request(request)
+        wanted = desired_state(version, weights, options, [before, *(replica.desired for replica in replicas)])
+        wanted["request"] = exact_request(wanted["request"])
         if weights is None and before is not None:
             wanted = before  # engines that have weights keep them
         return dict(as_handed_on(deployment.wanted_application(config, model_dir, wanted)))

@@ -41,7 +41,7 @@ from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.sequences import tolerances
-from roundhouse.weight_sync.checkpoint_cache import CheckpointCache
+from roundhouse.weight_sync.checkpoint_files import CheckpointCache
 
 REPORT, COLUMNS = "report.json", "columns.parquet"
 

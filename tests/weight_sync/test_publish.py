@@ -1,8 +1,10 @@
-"""A run's weights are offered the way its configuration says, and a replica that follows the offer holds the checkpoint."""
+"""A run's weights are published by the transport of its configuration, and a replica that takes them holds the checkpoint."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import ConfigError
-from roundhouse.generation.deployment import DeploymentFailed, ReplicaStatus
-from roundhouse.generation.terms import RefitOptions
+from roundhouse.errors import ConfigError, DeploymentFailed
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.stages.travel import leave_memory, offered
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.weight_sync.base import FetchedWeights, bring, parse_way
+from roundhouse.weight_sync.base import FetchedWeights, Published, RunCheckpoint, fetch_weights, load_transport
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.proof import require_agreement
+from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.shared_memory import SharedMemorySource, release_memory
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import make_model
 
@@ -47,10 +48,19 @@ def begun(tmp_path: Path, store: str, **generation: Any) -> tuple[Run, list[Refe
     return run, found
 
 
+@contextmanager
+def published(run: Run, checkpoint: Reference, replicas: Sequence[ReplicaStatus] = ()) -> Iterator[Published]:
+    cache = NodeCache(Path(run.config.infra.state) / "cache/weights", 10**9)
+    with load_transport(run.config.generation.weight_sync).publish(
+        RunCheckpoint(run, checkpoint, cache), replicas
+    ) as found:
+        yield found
+
+
 def follow(
-    options: RefitOptions, checkpoint: Reference, cache: NodeCache, held: FetchedWeights | None = None
+    found: Published, checkpoint: Reference, cache: NodeCache, held: FetchedWeights | None = None
 ) -> FetchedWeights:
-    return bring(checkpoint.uri, parse_way(options.way), options.digest, cache, held)
+    return fetch_weights(checkpoint.uri, found.source, found.digest, cache, held)
 
 
 def says(weights: FetchedWeights, checkpoint: Reference) -> ReplicaStatus:
@@ -79,25 +89,25 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_by_store_the_digest_is_the_checkpoints(tmp_path: Path, store: str, cache: NodeCache) -> None:
     run, checkpoints = begun(tmp_path, store)
-    with offered(run, checkpoints[1], []) as options:
-        weights = follow(options, checkpoints[1], cache)
-    assert options.way is None
-    assert weights.digest == options.digest
+    with published(run, checkpoints[1]) as found:
+        weights = follow(found, checkpoints[1], cache)
+    assert found.source is None
+    assert weights.digest == found.digest
 
 
 def test_by_delta_the_first_comes_whole_and_the_next_as_what_changed(
     tmp_path: Path, store: str, cache: NodeCache
 ) -> None:
     run, checkpoints = begun(tmp_path, store, weight_sync="delta")
-    with offered(run, checkpoints[0], []) as options:
-        held = follow(options, checkpoints[0], cache)
-    assert (held.way, held.note) == ("store", None)
+    with published(run, checkpoints[0]) as found:
+        held = follow(found, checkpoints[0], cache)
+    assert (held.transport, held.note) == ("store", None)
     for checkpoint, before in ((checkpoints[1], checkpoints[0]), (checkpoints[2], checkpoints[1])):
-        with offered(run, checkpoint, [says(held, before)]) as options:
-            held = follow(options, checkpoint, cache, held)
-            late = follow(options, checkpoint, NodeCache(tmp_path / f"late-{checkpoint.policy_version}", 10**9))
-        assert (held.way, held.note, held.digest) == ("delta", None, options.digest)
-        assert (late.way, late.digest) == ("store", options.digest), (
+        with published(run, checkpoint, [says(held, before)]) as found:
+            held = follow(found, checkpoint, cache, held)
+            late = follow(found, checkpoint, NodeCache(tmp_path / f"late-{checkpoint.policy_version}", 10**9))
+        assert (held.transport, held.note, held.digest) == ("delta", None, found.digest)
+        assert (late.transport, late.digest) == ("store", found.digest), (
             "a late joiner comes to the newest version by itself"
         )
     assert len((run.location / "deltas").names()) == 2
@@ -107,12 +117,12 @@ def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, 
     run, checkpoints = begun(tmp_path, store, weight_sync="shared-memory")
     places = []
     for checkpoint in checkpoints[:2]:
-        with offered(run, checkpoint, []) as options:
-            assert options.way is not None
-            places.append(Path(options.way["path"]))
-            assert follow(options, checkpoint, cache).way == "shared-memory"
+        with published(run, checkpoint) as found:
+            assert isinstance(found.source, SharedMemorySource)
+            places.append(Path(found.source.path))
+            assert follow(found, checkpoint, cache).transport == "shared-memory"
     assert [place.is_dir() for place in places] == [False, True]
-    leave_memory()
+    release_memory()
     assert not places[1].exists()
 
 

@@ -1,6 +1,7 @@
-"""What changed between two equally long pieces of bytes, small, and back again without a bit lost.
+"""What a delta is made of: its index, `delta.json`, the parts that the index points into, and how a piece of them is coded.
 
-Invariant: `decode(*encode(old, new, n), old, n)` is new, whatever the bytes are.
+Invariants: a delta is complete exactly when its `delta.json` exists; it is written last, once, and names the digest of every
+part and of every tensor before and after. `decode(*encode(old, new, n), old, n)` is new, whatever the bytes are.
 
     same         nothing
     sparse       the distances between changed elements, and their steps
@@ -16,10 +17,16 @@ zero, compress to nothing; then zstd.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from roundhouse.errors import DataError
+from roundhouse.store.location import Location
+
+DELTA = "delta.json"
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SPARSE_BELOW = 0.3
 """Share of changed elements below which their places cost less than a step for each."""
@@ -32,6 +39,90 @@ class Codec(StrEnum):
     SPARSE = "sparse"
     DIFFERENCE = "difference"
     WHOLE = "whole"
+
+
+class _DeltaRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Piece(_DeltaRecord):
+    """A stretch of a tensor, or of a file without a base."""
+
+    codec: Codec
+    size: int
+    """Bytes that it stands for."""
+    part: int
+    offset: int
+    length: int
+    """Bytes in its part."""
+
+
+class TensorDelta(_DeltaRecord):
+    name: str
+    dtype: str
+    element_bytes: int
+    before: str | None
+    """SHA-256 of the base's bytes; None: the base has no such tensor."""
+    after: str
+    pieces: list[Piece]
+
+
+class WeightFileDelta(_DeltaRecord):
+    """A safetensors file: its header, then its tensors in order."""
+
+    name: str
+    header: list[Piece]
+    tensors: list[TensorDelta]
+
+
+class SideFile(_DeltaRecord):
+    """A file beside the weights, as it is in the base or whole."""
+
+    name: str
+    sha256: str
+    pieces: list[Piece] | None
+    """None: it is the base's."""
+
+
+class DeltaPart(_DeltaRecord):
+    size: int
+    sha256: str
+
+
+class Delta(_DeltaRecord):
+    """The content of `delta.json`."""
+
+    schema_version: Literal[1] = 1
+    weights: list[WeightFileDelta]
+    side_files: list[SideFile]
+    parts: list[DeltaPart]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the new checkpoint's tensors."""
+        return sum(piece.size for file in self.weights for tensor in file.tensors for piece in tensor.pieces)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.size for part in self.parts)
+
+
+def part_name(number: int) -> str:
+    """The object that holds a part."""
+    return f"delta-{number:05d}.bin"
+
+
+def read_delta(place: Location) -> Delta:
+    """What a delta is made of.
+
+    Raises:
+        StoreError: there is none. DataError: it cannot be read.
+    """
+    try:
+        return Delta.model_validate_json(place.read(DELTA))
+    except ValidationError as error:
+        raise DataError(f"{place.uri}/{DELTA} cannot be read: {error}. Fetch the whole checkpoint.") from None
 
 
 def encode(old: np.ndarray, new: np.ndarray, element_bytes: int) -> tuple[Codec, bytes]:

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.generation import weights
-from roundhouse.generation.engine import WeightsRefused
+from roundhouse.errors import DataError, StoreError
+from roundhouse.generation import weights_check
+from roundhouse.weight_sync.cache import NodeCache, node_cache
+from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
+from roundhouse.weight_sync.tensor_files import digest_of, weight_files
+
+
+def fetch(uri: str, directory: Path | None = None) -> Path:
+    found, _ = fetch_checkpoint(uri, node_cache(10**9) if directory is None else NodeCache(directory, 10**9))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -28,49 +36,49 @@ def upload(source: Path, uri: str, s3_server: str) -> None:
 
 def test_weights_come_from_an_object_store_once_a_node(policies, bucket, s3_server, tmp_path):
     upload(policies["first"], f"{bucket}/000001", s3_server)
-    fetched = weights.fetch(f"{bucket}/000001", tmp_path)
-    assert weights.digest_of(fetched) == weights.digest_of(policies["first"])
+    fetched = fetch(f"{bucket}/000001", tmp_path)
+    assert digest_of(fetched) == digest_of(policies["first"])
     stamp = (fetched / "model.safetensors").stat().st_mtime_ns
-    assert weights.fetch(f"{bucket}/000001", tmp_path) == fetched
+    assert fetch(f"{bucket}/000001", tmp_path) == fetched
     assert (fetched / "model.safetensors").stat().st_mtime_ns == stamp
 
 
 def test_an_empty_prefix_is_refused_by_name(bucket, tmp_path):
-    with pytest.raises((WeightsRefused, FileNotFoundError), match="nothing-here"):
-        weights.fetch(f"{bucket}/nothing-here", tmp_path)
+    with pytest.raises((DataError, FileNotFoundError), match="nothing-here"):
+        fetch(f"{bucket}/nothing-here", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["first", "untied"])
 def test_the_expected_tensors_are_those_of_the_checkpoint(policies, name):
-    assert weights.expected_shapes(policies[name]) == weights.shapes(policies[name])
+    assert weights_check.expected_shapes(policies[name]) == weights_check.shapes(policies[name])
 
 
 def test_an_index_that_names_a_missing_file_is_refused(policies, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
-    with pytest.raises(WeightsRefused, match="model-00001"):
-        weights.shards(tmp_path)
+    with pytest.raises(DataError, match="model-00001"):
+        weight_files(tmp_path)
 
 
 def test_a_digest_changes_with_the_weights(policies):
-    assert weights.digest_of(policies["first"]) != weights.digest_of(policies["second"])
-    assert weights.digest_of(policies["first"]) == weights.digest_of(policies["first"])
+    assert digest_of(policies["first"]) != digest_of(policies["second"])
+    assert digest_of(policies["first"]) == digest_of(policies["first"])
 
 
 def test_an_index_cannot_name_files_outside_of_its_directory(tmp_path):
     (tmp_path / "other.safetensors").write_bytes(b"x")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
-    with pytest.raises(WeightsRefused, match="outside of its directory"):
-        weights.shards(tmp_path / "model")
+    with pytest.raises(DataError, match="outside of its directory"):
+        weight_files(tmp_path / "model")
 
 
 def test_downloads_lie_in_a_directory_that_only_this_user_can_write(bucket, policies, s3_server, tmp_path, monkeypatch):
     upload(policies["first"], f"{bucket}/private", s3_server)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache = weights.fetch(f"{bucket}/private").parent
+    cache = fetch(f"{bucket}/private").parent
     assert cache.parent == tmp_path
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.rename(tmp_path / "theirs")
     cache.symlink_to(tmp_path / "theirs")
-    with pytest.raises(WeightsRefused, match="another user"):
-        weights.fetch(f"{bucket}/private")
+    with pytest.raises(StoreError, match="another user"):
+        fetch(f"{bucket}/private")

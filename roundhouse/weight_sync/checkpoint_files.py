@@ -1,0 +1,225 @@
+"""Checkpoints on this node: fetched through the node's cache, in parallel ranges, with their digests checked.
+
+Invariants: what is handed out is a directory whose files are those of the checkpoint's manifest, where it has one. An entry of
+`CheckpointCache` holds exactly the files of its key, which is made of their names and digests. So what a step has written is
+there for the node's next step before its checkpoint has a manifest, and a checkpoint of another run under the same name is
+another entry. The cache only saves time: where it cannot be used, the checkpoint is fetched as without it.
+
+    directory, entry = fetch_checkpoint("s3://…/checkpoints/000012", node_cache)     its weights, for an engine
+
+    cache = CheckpointCache(directory, max_bytes)
+    place = cache.checkpoint(reference, scratch)      all of it, for a trainer; kept from deletion until `release`
+    cache.keep(files, directory)                      what this process has just written to the store
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from roundhouse.errors import DataError, InfraError, StoreError
+from roundhouse.store.directories import local_directory
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, model_location
+from roundhouse.store.stage import read_manifest
+from roundhouse.weight_sync.cache import CacheEntry, NodeCache, entry_key, private_directory
+from roundhouse.weight_sync.tensor_files import needs_retyping, retype, weight_files
+
+logger = logging.getLogger(__name__)
+
+RANGE_BYTES = 16 * 2**20
+DOWNLOAD_THREADS = 8
+"""One connection to a bucket is slower than the network."""
+
+
+def local_path(uri: str) -> Path | None:
+    """The path of a directory of this node (plain or file://); None when it is elsewhere."""
+    if uri.startswith("file://"):
+        return Path(uri[len("file://") :])
+    return None if "://" in uri else Path(uri)
+
+
+def fetch_checkpoint(uri: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
+    """A local directory with the checkpoint's weights; of a remote one, held in the cache.
+
+    Raises:
+        DataError: there are no safetensors, or they are not what the manifest says.
+        OSError: the store cannot be reached.
+    """
+    path = local_path(uri)
+    if path is not None:
+        if not path.is_dir():
+            raise DataError(f"The weights directory {path} does not exist. Name a Hugging Face directory.")
+        return model_location(Location(str(path))).local_path, None
+    try:
+        entry = _downloaded(uri, cache)
+    except (StoreError, InfraError) as error:
+        raise OSError(str(error)) from error
+    return entry.path, entry
+
+
+def fetch_in_dtype(uri: str, dtype: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
+    """As `fetch_checkpoint`, with the weights in an engine's number format."""
+    directory, entry = fetch_checkpoint(uri, cache)
+    if not needs_retyping(directory, dtype):
+        return directory, entry
+    try:
+        marks = [f"{path}:{path.stat().st_mtime_ns}:{path.stat().st_size}" for path in weight_files(directory)]
+        made = cache.entry(entry_key("retyped", dtype, *marks), lambda partial: retype(directory, partial, dtype))
+    finally:
+        if entry is not None:
+            entry.release()
+    return made.path, made
+
+
+class CheckpointCache:
+    """Of one node; several processes use it at a time. `directory` outlives them."""
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory, self._max_bytes = directory, max_bytes
+        self._held: list[CacheEntry] = []
+        self.fetched_bytes = 0
+        """Of checkpoints that were not there when this process asked for them."""
+
+    def checkpoint(self, reference: Reference, scratch: Path) -> Path:
+        """A directory with its files, their digests checked when they were fetched.
+
+        Raises:
+            StoreError: a file is missing or damaged.
+        """
+        manifest = read_manifest(reference)
+        if Location(reference.uri).is_local:
+            return local_directory(reference, scratch)
+        key, size = content_key(manifest.model_files.named()), sum(file.size for file in manifest.files)
+        try:
+            cache = self._cache()
+            if (entry := cache.held(key)) is None:
+                entry = cache.entry(key, lambda partial: _fetch(reference, manifest, partial))
+                self.fetched_bytes += size
+        except OSError as error:
+            logger.warning("The node's cache of checkpoints cannot be used, and is done without: %s", error)
+            self.fetched_bytes += size
+            return local_directory(reference, scratch)
+        self._held.append(entry)
+        return entry.path
+
+    def keep(self, files: Iterable[FileEntry], directory: Path) -> None:
+        """Put what stands in a directory into the cache, as the checkpoint of these files."""
+
+        def copy(partial: Path) -> None:
+            shutil.copytree(directory, partial, dirs_exist_ok=True)
+
+        try:
+            entry = self._cache().entry(content_key(files), copy)
+        except (OSError, StoreError) as error:
+            logger.warning("The next step of this node will fetch its checkpoint: %s", error)
+            return
+        entry.release()
+
+    def _cache(self) -> NodeCache:
+        return NodeCache(private_directory(self._directory, "roundhouse-checkpoints"), self._max_bytes)
+
+    def release(self) -> None:
+        """Let what was handed out be deleted; may be called again."""
+        for entry in self._held:
+            entry.release()
+        self._held.clear()
+
+
+def content_key(files: Iterable[FileEntry]) -> str:
+    lines = sorted(f"{file.sha256} {file.path}" for file in files)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _fetch(reference: Reference, manifest: Manifest, partial: Path) -> None:
+    files, source = manifest.model_files.by_name(), Location(reference.uri)
+    for parent in {(partial / name).parent for name in files}:
+        parent.mkdir(parents=True, exist_ok=True)
+    source = source / manifest.directory if manifest.directory else source
+    download(source, {name: file.size for name, file in files.items()}, partial)
+    for name, file in files.items():
+        if _sha256(partial / name) != file.sha256:
+            raise StoreError(f"{reference.uri}/{file.path} is damaged: it is not what its manifest says. Restore it.")
+
+
+def download(source: Location, sizes: Mapping[str, int], directory: Path, threads: int = DOWNLOAD_THREADS) -> None:
+    """Copy objects of known sizes to a local directory; those of a bucket in ranges, by several threads. When it returns, every
+    file has its object's size; that the bytes are right is shown by their digests.
+
+    Raises:
+        StoreError: an object is missing, or the store does not answer.
+        DataError: an object is shorter than said.
+    """
+    if source.is_local:
+        source.download(list(sizes), directory)
+        return
+    files = {name: os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for name in sizes}
+    try:
+        for name, size in sizes.items():
+            os.ftruncate(files[name], size)
+
+        def fetch(wanted: tuple[str, int, int]) -> None:
+            name, begin, end = wanted
+            data = source.read_range(name, begin, end)
+            if len(data) != end - begin:
+                raise DataError(
+                    f"{source.uri}/{name} is not what its manifest says: it ends at byte {begin + len(data)} of {sizes[name]}. "
+                    "Restore it."
+                )
+            os.pwrite(files[name], data, begin)
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
+            for _ in pool.map(fetch, _ranges(sizes)):
+                pass
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def _ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    for name, size in sizes.items():
+        for begin in range(0, size, RANGE_BYTES):
+            yield name, begin, min(size, begin + RANGE_BYTES)
+
+
+def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:
+    # A bucket's listing may be late, and a run that was deleted and begun again under the same id is another one: the manifest
+    # names the files and their digests. Only a directory without one is listed.
+    source = Location(uri)
+    try:
+        manifest = Manifest.model_validate_json(source.read(MANIFEST))
+    except NotFound:
+        manifest = None
+    except ValueError as error:
+        raise DataError(f"{source.uri}/{MANIFEST} is not a manifest: {error}") from error
+    files: dict[str, tuple[int, str | None]]
+    if manifest is None:
+        files = {name: (source.size(name), None) for name in source.names() if _is_weights(name)}
+    else:
+        source = source / manifest.directory if manifest.directory else source
+        named = manifest.model_files.by_name()
+        files = {name: (entry.size, entry.sha256) for name, entry in named.items() if _is_weights(name)}
+    if not any(name.endswith(".safetensors") for name in files):
+        raise DataError(f"There are no safetensors files at {uri}.")
+
+    def fill(partial: Path) -> None:
+        download(source, {name: size for name, (size, _) in files.items()}, partial)
+        for name, (_, digest) in files.items():
+            if digest is not None and _sha256(partial / name) != digest:
+                raise DataError(f"{uri}/{name} is not what its manifest says. Restore it.")
+
+    return cache.entry(entry_key(uri, str(manifest)), fill)
+
+
+def _is_weights(name: str) -> bool:
+    return "/" not in name and name.endswith((".safetensors", ".json"))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,135 @@
+"""What a replica is to hold, and what it reports to hold: the desired and the observed state.
+
+Invariant: the desired state alone decides what a replica answers with. It grows newer by `request`, so that an older one that
+arrives late is ignored. Refit options change how the desired version arrives, never which it is: a replica that cannot follow
+them (it has just started, it holds another base) comes to the same version by the checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from roundhouse.config.generation import InflightRequests
+from roundhouse.weight_sync.base import parse_source
+
+SAMPLED = ("temperature", "top_p", "top_k")
+"""What decides the distribution that a token is drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredPolicy:
+    """The deployment's `user_config`, and the body of `POST /rh/desired`."""
+
+    policy_version: int
+    weights: str | None = None
+    """Hugging Face directory: a path, file:// or s3:// URI. None: weights will come later."""
+    digest: str | None = None
+    """`digest_of` of what the engine is to load; replicas refuse anything else."""
+    request: int | None = None
+    """Grows with each request (nanoseconds since the epoch). A newer request for the same weights tries them again; an older
+    one that arrives late is ignored."""
+    source: dict[str, Any] | None = None
+    """A shortcut to the same weights: a `roundhouse.weight_sync.base.WeightSource` as JSON; None: the files at `weights`."""
+    running: InflightRequests = "drain"
+    """What becomes of generations that are running."""
+    keep_prefix_cache: bool = False
+    sampling: list[dict[str, Any]] | None = None
+    """Temperature, top_p and top_k that requests may ask for, each with all of `SAMPLED`; others are refused. None: any."""
+    asleep: str | None = None
+    """The engine is to give its memory back until the next desired state; the text says what for."""
+
+    @classmethod
+    def parse(cls, user_config: dict[str, Any]) -> DesiredPolicy:
+        unknown = sorted(set(user_config) - set(cls.__slots__))
+        if unknown or type(user_config.get("policy_version")) is not int:
+            raise ValueError(
+                f"user_config is {user_config!r}; it must hold policy_version (a whole number) and may hold "
+                f"{', '.join(name for name in cls.__slots__ if name != 'policy_version')}."
+            )
+        desired = cls(**user_config)
+        parse_source(desired.source)
+        if desired.running not in get_args(InflightRequests):
+            raise ValueError(f"running is {desired.running!r}; it is one of {', '.join(get_args(InflightRequests))}.")
+        allowed = desired.sampling
+        if allowed is not None and not (isinstance(allowed, list) and all({*one} == {*SAMPLED} for one in allowed)):
+            raise ValueError(f"sampling is {allowed!r}; it is a list of objects with {', '.join(SAMPLED)}, or null.")
+        if desired.asleep is not None and not (isinstance(desired.asleep, str) and desired.asleep):
+            raise ValueError(f"asleep is {desired.asleep!r}; it is a text that says what for, or null.")
+        return desired
+
+    def same_weights(self, other: DesiredPolicy | None) -> bool:
+        mine = (self.policy_version, self.weights, self.digest)
+        return other is not None and mine == (other.policy_version, other.weights, other.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class RefitOptions:
+    """Fields of `DesiredPolicy` beyond which weights it names; what is left at its default is left out of the desired state."""
+
+    digest: str | None = None
+    source: dict[str, Any] | None = None
+    running: InflightRequests = "drain"
+    keep_prefix_cache: bool = False
+    sampling: list[dict[str, Any]] | None = None
+    asleep: str | None = None
+
+    def changed(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+
+
+def desired_state(
+    version: int, weights: str | None, options: RefitOptions, before: Iterable[dict[str, Any] | None]
+) -> dict[str, Any]:
+    """A `DesiredPolicy` as JSON that asks for these weights, newer than every desired state of `before`."""
+    return {"policy_version": version, "weights": weights, "request": later_than(before), **options.changed()}
+
+
+def later_than(states: Iterable[dict[str, Any] | None]) -> int:
+    """The number (`request`) of a new desired state, above that of every known one.
+
+    It is new each time: the same weights are tried again, and an older request never overtakes a newer one. It is mostly the
+    time, so that requests of several drivers differ; but a clock that was set back must not make a new one old.
+    """
+    known = (state.get("request") or 0 for state in states if state is not None)
+    return max(time.time_ns(), 1 + max(known, default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What a replica reports of itself, from `/rh/replicas`."""
+
+    replica_id: str
+    pid: int
+    application: str
+    """`application_digest` of the arguments it was started with."""
+    ready: bool
+    policy_version: int | None
+    weights: str | None
+    refit_seconds: float
+    refits: int
+    error: str | None
+    failed_request: int | None
+    """`request` of the desired state that `error` is about."""
+    desired: dict[str, Any] | None
+    digest: str | None
+    """Of the tensors that were handed to the engine."""
+    tensors: int | None
+    probe: list[float] | None
+    """Log-probabilities of a sequence that is the same for every replica of the model."""
+    transport: str | None
+    """How the weights came."""
+    transport_note: str | None
+    """Why it was not the transport that was published."""
+    asleep: str | None = None
+    """What it sleeps for, without weights."""
+    placement_group: str | None = None
+    """Id of Ray's, in which a trainer has a place near it."""
+
+    @classmethod
+    def parse(cls, status: dict[str, Any]) -> ReplicaStatus:
+        present: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
+        return cls(**present)
