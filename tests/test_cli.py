@@ -66,8 +66,8 @@ def test_help_answers_well_under_a_second_of_cpu() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_configuration_resolves_and_prints_back_to_itself(config: Path, tmp_path: Path) -> None:
-    done = roundhouse("train", str(config), "--dry-run", "--set", "seed=11")
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["train", str(config), "--dry-run", "--set", "seed=11"])
+    assert done.exit_code == 0, done.output
     (tmp_path / "resolved.yaml").write_text(done.stdout)
     assert load_config(tmp_path / "resolved.yaml") == load_config(config, ["seed=11"])
 
@@ -201,13 +201,19 @@ def test_runs_are_listed_and_shown_for_people_and_programs(tmp_path: Path) -> No
     attempt = run.begin(run.stage(0, "evaluate"), policy_version=0)
     metrics = {"evaluation/reward/mean": 0.25, "evaluation/reward/stderr": 0.05, "evaluation/tasks": 8.0}
     attempt.commit(metrics=metrics)
-    assert "0.250 ± 0.050" in roundhouse("runs", "list", "--store", store).stdout
-    [listed] = json.loads(roundhouse("runs", "list", "--store", store, "--json").stdout)
-    shown = json.loads(roundhouse("runs", "show", "one", "--store", store, "--json").stdout)
+
+    def told(*arguments: str) -> str:
+        done = CliRunner().invoke(app, [*arguments, "--store", store], env={"COLUMNS": "120", "NO_COLOR": "1"})
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "0.250 ± 0.050" in told("runs", "list")
+    assert "0 of 30 iterations" in told("runs", "show", "one")
+    [listed] = json.loads(told("runs", "list", "--json"))
+    shown = json.loads(told("runs", "show", "one", "--json"))
     assert listed == shown
     assert shown["evaluation"]["before"]["reward_mean"] == 0.25
     assert shown["iterations"] == 0
-    assert roundhouse("runs", "show", "one", "--store", store).returncode == 0
     missing = roundhouse("runs", "show", "two", "--store", store)
     assert missing.returncode == 74
     assert "Runs there: one." in missing.stderr

@@ -64,7 +64,7 @@ class VersionedEngine(GuessingEngine):
 @pytest.fixture
 def engine() -> Iterator[VersionedEngine]:
     server = VersionedEngine()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield server
     server.go_on.set()
     server.shutdown()

@@ -47,7 +47,7 @@ class _Answer(BaseHTTPRequestHandler):
 @pytest.fixture
 def busy() -> Iterator[Busy]:
     with Busy() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()
 

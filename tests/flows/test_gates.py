@@ -89,7 +89,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             return
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/", bodies
     server.shutdown()
 

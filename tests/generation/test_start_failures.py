@@ -80,7 +80,7 @@ def test_a_dashboard_that_starts_serve_before_it_answers_is_waited_for(config, p
 
     written: list[dict] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         started = deployment.ensure_deployed(config, str(policies["first"]), ServeEndpoint(url, url), wait=False)
         server.shutdown()

@@ -13,12 +13,18 @@ from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import Calculator, GuessNumber, Sort
 from roundhouse.environments.base import Environment
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.policy import warm_start_cache
+from roundhouse.policy import warm_start, warm_start_cache
 from roundhouse.policy.tokenizer import blank_tokenizer, render, train_tokenizer
 from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, WarmStartReport, encode, make_starting_policy
 from roundhouse.rollout.responses import chat_tools
 
 SMALL = WarmStartPolicy(steps=4, batch_size=8)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer demonstrations than a real tokenizer needs: making them is most of the time of a warm start of four steps."""
+    monkeypatch.setattr(warm_start, "MIN_DEMONSTRATIONS", 128)
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -55,6 +61,7 @@ def test_a_user_who_writes_assistant_is_not_trained_on() -> None:
     assert tokenizer.decode(covered) == "assistant\nyes<|im_end|>"
 
 
+@pytest.mark.usefixtures("few")
 def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         torch.rand(3)
@@ -77,12 +84,14 @@ def test_another_process_makes_the_same_files(tmp_path: Path) -> None:
     assert digests(tmp_path / "here") == digests(tmp_path / "there")
 
 
+@pytest.mark.usefixtures("few")
 def test_the_policys_own_seed_takes_precedence(tmp_path: Path) -> None:
     make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a")
     make_starting_policy(SMALL.model_copy(update={"seed": 5}), Calculator(), 99, tmp_path / "b")
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
+@pytest.mark.usefixtures("few")
 def test_the_callers_random_state_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(4)
@@ -126,6 +135,7 @@ def test_training_lowers_the_loss_and_tells_its_progress(tmp_path: Path) -> None
     assert report.seconds > 0
 
 
+@pytest.mark.usefixtures("few")
 def test_nothing_is_left_in_place_when_it_fails(tmp_path: Path) -> None:
     def stop(step: int, steps: int, loss: float) -> None:
         raise KeyboardInterrupt
@@ -135,6 +145,7 @@ def test_nothing_is_left_in_place_when_it_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "policy").exists()
 
 
+@pytest.mark.usefixtures("few")
 def test_a_leftover_of_an_interrupted_write_is_replaced_but_a_full_directory_is_not(tmp_path: Path) -> None:
     (tmp_path / "policy.partial").mkdir()
     (tmp_path / "policy.partial" / "stray").touch()
@@ -158,6 +169,7 @@ def test_no_more_demonstrations_are_made_than_training_can_use(tmp_path: Path) -
     assert report.demonstrations == MIN_DEMONSTRATIONS
 
 
+@pytest.mark.usefixtures("few")
 def test_a_warm_start_that_was_made_before_is_copied_and_is_the_same_to_the_byte(tmp_path: Path) -> None:
     """The warm start of the same policy was trained anew for every run."""
     steps: list[int] = []
@@ -183,6 +195,7 @@ def test_a_warm_start_that_was_made_before_is_copied_and_is_the_same_to_the_byte
     assert not make("demonstrations", environment=Sort(digits=3)).reused
 
 
+@pytest.mark.usefixtures("few")
 def test_a_damaged_or_half_written_warm_start_is_made_again(tmp_path: Path) -> None:
     make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a", cache=tmp_path / "cache")
     [entry] = (tmp_path / "cache").iterdir()
@@ -196,6 +209,7 @@ def test_a_damaged_or_half_written_warm_start_is_made_again(tmp_path: Path) -> N
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b", "c", "cache", "d"]
 
 
+@pytest.mark.usefixtures("few")
 def test_runs_that_make_the_same_warm_start_at_the_same_time_leave_one_whole_entry(tmp_path: Path) -> None:
     make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a")
     entry = tmp_path / "cache/digest"

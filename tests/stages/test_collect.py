@@ -71,7 +71,7 @@ class ScriptedAnswer(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
     server = ScriptedEngine()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -80,7 +80,7 @@ class SortedSometimes(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine() -> Iterator[HardTasks]:
     server = HardTasks()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()

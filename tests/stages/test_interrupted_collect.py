@@ -104,7 +104,7 @@ class GuessedAnswer(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine() -> Iterator[GuessingEngine]:
     server = GuessingEngine()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield server
     server.go_on.set()
     server.shutdown()

@@ -29,7 +29,7 @@ PLANNED, FINISHED = 12, 5
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
     server = ScriptedEngine()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()

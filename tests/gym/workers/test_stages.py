@@ -21,7 +21,7 @@ WORKSPACE = Path(__file__).parent / "recipe" / "quiz" / "agent_workspace"
 def engine() -> Iterator[ScriptedEngine]:
     """Says "The answer is 7." to everything."""
     server = ScriptedEngine()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
