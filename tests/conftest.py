@@ -29,10 +29,28 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
 SHARED = {
-    f"tests/generation/{name}.py": "vllm on Serve"
-    for name in ("test_adapter", "test_chat", "test_refit", "test_start_failures")
+    "served deployments": (
+        "flows/test_borders",
+        "flows/test_cancel_trainer",
+        "flows/test_deployments",
+        "flows/test_flow_run_page",
+        "flows/test_gates",
+        "flows/test_other_sites",
+        "flows/test_overlapped_controls",
+        "flows/test_run_form",
+        "flows/test_schedules",
+        "flows/test_train_offline",
+        "flows/test_work_pool",
+    ),
+    "vLLM on Serve": (
+        "generation/test_adapter",
+        "generation/test_chat",
+        "generation/test_refit",
+        "generation/test_start_failures",
+    ),
 }
-"""Files that one worker runs after each other, since they use one costly fixture."""
+"""Files that one worker runs after each other, since they use one costly fixture, by that fixture."""
+GROUPS = {f"tests/{file}.py": group for group, files in SHARED.items() for file in files}
 
 SLOWEST = [line for line in (Path(__file__).parent / "slowest.txt").read_text().splitlines() if line[:1] != "#"]
 """Files that are started first: a long file that is started last keeps one worker busy and the others idle."""
@@ -43,7 +61,7 @@ class ByService(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        return SHARED.get(file, file)
+        return GROUPS.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByService:

@@ -66,6 +66,7 @@ def test_killed_at_seeded_moments_it_ends_in_the_same_bytes(ready: Stand, undist
     ]
 
 
+@pytest.mark.long
 def test_of_two_drivers_on_one_bucket_one_goes_on_the_other_says_who_has_the_run_and_nothing_published_changes(
     ready: Stand, s3_server: str
 ) -> None:

@@ -31,7 +31,7 @@ from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.tracking.catalogue import meaning_of
 from tests.chaos.strikes import PLAN_VARIABLE, Plan, Strike
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ITERATIONS = 5
 """Room for an interruption, a killed engine and a kill, each in an iteration of its own, also where noticing takes long."""

@@ -18,7 +18,7 @@ from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.manifest import MANIFEST
 from tests.flows.served import Served, until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 RUN, STALENESS = "overlapped", 1
 OVERLAPPED = [f"asynchrony={{mode: batch-async, staleness: {STALENESS}}}", "evaluation.before_training=false"]
