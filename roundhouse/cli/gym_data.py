@@ -39,7 +39,9 @@ def collect(
     limit: Annotated[int | None, typer.Option(help="Rows to take.", min=1)] = None,
     num_repeats: Annotated[str, typer.Option(help="Rollouts a row: 4, or {agent: 4, _default: 1}.")] = "1",
     concurrency: Annotated[int, typer.Option(help="Rollouts in flight; 0: all at once.", min=0)] = 64,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output lacks.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Collect what the output lacks; its rows are those of before.")
+    ] = False,
     prompt_config: Annotated[str | None, typer.Option(help="Prompt templates (YAML) that make the input.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,

@@ -48,7 +48,7 @@ class OpenPlace:
 def open_place(place: Place) -> OpenPlace:
     """
     Raises:
-        ConfigError: none or several places are named, or an option is missing beside one.
+        ConfigError: none or several places are named, or an option is missing beside one, or would do nothing.
     """
     named = [
         option
@@ -65,7 +65,18 @@ def open_place(place: Place) -> OpenPlace:
             f"Name one place where rollouts come from, out of --head, --agent-url, --config and --environment; "
             f"named: {', '.join(named) or 'none'}."
         )
-    return _own(place) if place.environment else _agents(place)
+    if place.environment:
+        if place.agent is not None:
+            raise ConfigError("--agent: an environment that runs here is the agent of its rows; give one or the other.")
+        return _own(place)
+    usual = Place()
+    for option in ("parameters", "engine_url", "max_turns", "max_tokens", "seed"):
+        if getattr(place, option) != getattr(usual, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is for --environment. With {named[0]} the agent server decides it: by its own "
+                "configuration, or by +responses_create_params.… in the rows."
+            )
+    return _agents(place)
 
 
 def _agents(place: Place) -> OpenPlace:
