@@ -22,7 +22,7 @@ from roundhouse.view.scope import Missing, Scope
 
 FRESH_SECONDS = 3.0
 """An unfinished stage is listed again after this time."""
-CURVE_STAGES = (StageKind.COLLECT, StageKind.TRAIN, StageKind.EVALUATE)
+CURVE_STAGES = (StageKind.COLLECT, StageKind.TRAIN, StageKind.EVALUATE, StageKind.REPORT)
 
 
 class Catalog:
@@ -91,7 +91,7 @@ class Catalog:
         return known
 
     def curve(self, run_id: str) -> list[dict[str, Any]]:
-        """What the manifests of each iteration say, for the line over all of them."""
+        """What the manifests of each iteration say, for the line over all of them; `cost` is of the run up to the iteration."""
         if is_dataset(run_id):
             return self._dataset_curve(run_id)
         iterations = self.iterations(run_id)
@@ -115,6 +115,8 @@ class Catalog:
                 row["requested"] = manifest.counts.get("requested")
             if stage == StageKind.EVALUATE:
                 row["evaluation"] = manifest.metrics.get("evaluation/reward/mean")
+            if stage == StageKind.REPORT:
+                row["cost"] = manifest.details.get("totals")
         return list(rows.values())
 
     def tokenizer_file(self, run_id: str) -> bytes | None:
@@ -162,6 +164,7 @@ class Catalog:
                 "created_at": identity["created_at"],
                 "environment": identity["config"]["environment"]["kind"],
                 "code_version": identity["code_version"],
+                "currency": identity["config"].get("cost", {}).get("prices", {}).get("currency", ""),
             }
         except NotFound:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -35,8 +36,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return store
 
 
-@pytest.fixture(scope="session")
-def url(store: str) -> Iterator[str]:
+@contextlib.contextmanager
+def viewing(store: str) -> Iterator[str]:
     """Address of a viewer in a process of its own."""
     command = [str(Path(sys.executable).with_name("roundhouse")), "view", "--store", store]
     process = subprocess.Popen(
@@ -50,6 +51,12 @@ def url(store: str) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(15)
+
+
+@pytest.fixture(scope="session")
+def url(store: str) -> Iterator[str]:
+    with viewing(store) as address:
+        yield address
 
 
 @pytest.fixture(scope="package")  # it holds an event loop, in which nothing else of this process can run one

@@ -8,7 +8,8 @@ import pytest
 
 from roundhouse.view.export import export_page
 from roundhouse.view.scope import Scope
-from tests.query.stores import HOSTILE
+from tests.query.stores import HOSTILE, write_run
+from tests.view.conftest import viewing
 
 CONTRASTS = """() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
@@ -160,6 +161,23 @@ def test_what_is_not_there_is_told_in_the_page(page: Any, url: str) -> None:
     open_page(page, url, "run=a&iteration=2&rollout=sum/9/9&at=2")
     page.wait_for_selector(".pane .empty")
     assert "no rollout 'sum/9/9'" in page.inner_text(".pane")
+
+
+def test_what_the_run_cost_is_said_over_its_iterations(browser: Any, tmp_path: Path) -> None:
+    run = write_run(str(tmp_path), "r", iterations=2, cost={"prices": {"currency": "EUR"}})
+    for iteration in (1, 2):
+        totals = {"wall_hours": 0.5 * iteration, "gpu_hours": 3.0, "generated_tokens": 2000.0, "money": 1.25}
+        totals |= {"wasted_tokens/failed": 150.0, "wasted_tokens/untrained": 50.0}
+        run.begin(run.stage(iteration, "report"), policy_version=iteration).commit(details={"totals": totals})
+    with viewing(str(tmp_path)) as url:
+        context = browser.new_context(viewport={"width": 1400, "height": 850})
+        shown = context.new_page()
+        open_page(shown, url, "run=r&iteration=2")
+        shown.wait_for_selector(".timeline .cost:has-text('GPU')")
+        assert shown.inner_text(".timeline .cost") == "60 min · GPU 3 h · 2K tokens, 10 % not learnt from · 1.25 EUR"
+        shown.hover(".timeline svg circle >> nth=0")
+        shown.wait_for_selector(".charttip:has-text('so far 30 min')")
+        context.close()
 
 
 def test_both_themes(page: Any, url: str) -> None:

@@ -101,7 +101,7 @@ async function changed(now) {
   const rows = differs("run", "view", "iteration", "stage", "sort", ...FILTERS);
   drawTop();
   document.body.dataset.view = now.view;
-  if (differs("run")) guarded(async () => { await timeline.load(); drawTop(); })();
+  if (differs("run")) guarded(async () => { await timeline.load(store.runs.find((run) => run.run_id === now.run)?.currency); drawTop(); })();
   else if (differs("iteration", "stage")) timeline.draw();
   if (now.view === "quarantine") return quarantineView(other);
   if (now.view === "compare") {

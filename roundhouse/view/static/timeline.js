@@ -4,6 +4,25 @@ import { h, number, replace, svg } from "./dom.js";
 import { ask, isExport } from "./source.js";
 import { go, isDataset, scope, state } from "./state.js";
 
+/** What the run used up to an iteration, as `roundhouse runs cost` counts it: hours, tokens, and what was not learnt from. */
+function costText(totals, currency) {
+  if (!totals) return "";
+  const used = ["wall", "gpu", "cpu"].filter((kind) => totals[`${kind}_hours`]).map((kind) => `${kind === "wall" ? "" : `${kind.toUpperCase()} `}${duration(totals[`${kind}_hours`] * 3600)}`);
+  const tokens = totals.generated_tokens;
+  const idle = Object.entries(totals).filter(([name]) => name.startsWith("wasted_tokens/")).reduce((sum, [, count]) => sum + count, 0);
+  if (tokens) used.push(`${compact(tokens)} tokens, ${Math.round((100 * idle) / tokens)} % not learnt from`);
+  if (totals.money) used.push(`${number(totals.money, 2)} ${currency ?? ""}`.trim());
+  return used.join(" · ");
+}
+
+function duration(value) {
+  return value < 120 ? `${number(value, 0)} s` : value < 7200 ? `${number(value / 60, 0)} min` : `${number(value / 3600, 1)} h`;
+}
+
+function compact(value) {
+  return Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(value);
+}
+
 const HEIGHT = 64;
 const PAD = 10;
 
@@ -14,7 +33,8 @@ export class Timeline {
     addEventListener("resize", () => this.draw());
   }
 
-  async load() {
+  async load(currency = "") {
+    this.currency = currency;
     if (isExport) return this.element.remove();
     this.points = await ask("curve", scope(), { fresh: true });
     this.draw();
@@ -26,7 +46,8 @@ export class Timeline {
     const all = h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, isDataset(state().run) ? "all versions" : "all iterations");
     const legend = h(".legend", {}, h("span.l-train", {}, "reward"));
     const place = h(".chart");
-    replace(this.element, legend, place, all);
+    const cost = h("span.cost", { title: "What the run used so far; roundhouse runs cost says why" });
+    replace(this.element, legend, place, h(".aside", {}, all, cost));
     const width = Math.max(80, place.clientWidth); // what legend and button leave of the page's width
     const values = points.flatMap((point) => [point.reward, point.evaluation]).filter((value) => typeof value === "number");
     const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
@@ -48,14 +69,16 @@ export class Timeline {
     };
     chart.addEventListener("mousemove", (event) => {
       const point = nearest(event);
-      tip.style.left = `${Math.min(event.offsetX + 14, width - 190)}px`;
+      tip.style.left = `${Math.max(0, Math.min(event.offsetX + 14, width - (point.cost ? 480 : 190)))}px`;
       replace(tip, h("b", {}, this.name(point.iteration)), ` reward ${number(point.reward)}`,
-        point.evaluation !== undefined && ` · held-out ${number(point.evaluation)}`);
+        point.evaluation !== undefined && ` · held-out ${number(point.evaluation)}`,
+        point.cost && ` · so far ${costText(point.cost, this.currency)}`);
       tip.classList.add("on");
     });
     chart.addEventListener("mouseleave", () => tip.classList.remove("on"));
     chart.addEventListener("click", (event) => choose(nearest(event)));
     replace(legend, h("span.l-train", {}, "reward"), h("span.l-held", {}, "held-out"), h("small", {}, `${number(low, 2)} … ${number(high, 2)}`));
+    cost.textContent = costText(points.findLast((point) => point.cost)?.cost, this.currency);
     replace(place, chart, tip);
     return undefined;
   }
