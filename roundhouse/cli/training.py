@@ -229,5 +229,9 @@ def links(run: Run) -> dict[str, str]:
     if running.is_ready("prefect"):
         pages["Prefect"] = running.prefect_ui_url
     if running.is_ready("mlflow"):
-        pages["MLflow"] = (run.summary() or {}).get("mlflow_url") or running.mlflow_url
+        pages["MLflow"] = page = (run.summary() or {}).get("mlflow_url") or running.mlflow_url
+        if "/runs/" in page:
+            from roundhouse.tracking.mlflow import table_url
+
+            pages["all runs"] = table_url(page)
     return links | (pages or {"pages": "start them again with `roundhouse up`"})

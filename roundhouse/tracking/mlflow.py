@@ -26,7 +26,8 @@ from roundhouse.store.location import NotFound
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
-from roundhouse.tracking.registry import UID_TAG, follow_store, register_checkpoint
+from roundhouse.tracking.catalogue import FIRST_LOOK
+from roundhouse.tracking.registry import UID_TAG, delete_versions, follow_store, register_checkpoint
 from roundhouse.tracking.traces import TraceWriter
 from roundhouse.trajectories.records import as_markdown
 
@@ -36,6 +37,13 @@ PLOT = "learning-curve.png"
 DESCRIBED_TAG = "roundhouse.described"
 CLASSIC_VIEW = ("mlflow.experimentKind", "custom_model_development")
 """Tag of an experiment: MLflow's page opens on runs and curves. Without it, traces make it open as the page of a GenAI app."""
+VIEW_KEY = "roundhouse"
+"""Names the columns of the experiment's table: its address ends with `?viewStateShareKey=roundhouse`."""
+VIEW = (
+    f"mlflow.sharedViewState.{VIEW_KEY}",
+    json.dumps({"selectedColumns": [f"metrics.`{name}`" for name in FIRST_LOOK] + ["attributes.`Models`"]}),
+)
+"""Tag of an experiment: what MLflow's page keeps when a person shares a view of the table. By itself it shows no metric."""
 
 SYSTEM_METRICS_SECONDS = 10.0
 
@@ -201,13 +209,49 @@ def open_mlflow_run(run: Run, uri: str) -> MlflowRun:
     return MlflowRun(client, run, experiment_id, mlflow_run_id, url)
 
 
+def table_url(page_url: str) -> str:
+    """Address of the table that has the run of a page, with the columns that matter."""
+    address, _, path = page_url.partition("#")
+    return f"{address}#{_table_path(path.split('/')[2])}"
+
+
+def delete_from_mlflow(run: Run, uri: str) -> bool:
+    """Delete the run's page, its traces, and the model versions that point to its checkpoints; whether there was a page.
+
+    MLflow keeps a deleted page in its trash until `mlflow gc`.
+
+    Raises:
+        MlflowException: the server does not answer, or refuses.
+    """
+    client = client_of(uri)
+    if (experiment := client.get_experiment_by_name(run.config.tracking.experiment)) is None:
+        return False
+    mine = f"tags.`{UID_TAG}` = '{run.uid}'"
+    place = experiment.experiment_id
+    while traces := client.search_traces(locations=[place], filter_string=mine, max_results=100, include_spans=False):
+        client.delete_traces(place, trace_ids=[trace.info.trace_id for trace in traces])
+    delete_versions(client, run)
+    pages = client.search_runs([place], mine)
+    for page in pages:
+        client.delete_run(page.info.run_id)
+    return bool(pages)
+
+
 def _experiment(client: Any, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return experiment.experiment_id
     experiment_id = client.create_experiment(name)
     client.set_experiment_tag(experiment_id, *CLASSIC_VIEW)
+    client.set_experiment_tag(experiment_id, *VIEW)
+    table = f"[table of runs](#{_table_path(experiment_id)})"
+    note = f"Runs of Roundhouse. The {table} shows what to look at first; docs/metrics.md explains every metric."
+    client.set_experiment_tag(experiment_id, "mlflow.note.content", note)
     return experiment_id
+
+
+def _table_path(experiment_id: str) -> str:
+    return f"/experiments/{experiment_id}/runs?viewStateShareKey={VIEW_KEY}"
 
 
 def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
@@ -246,9 +290,8 @@ def _note(run: Run) -> str:
     place = run.location.uri.removeprefix("file://")
     return (
         f"Training run `{run.run_id}` on `{run.config.environment.kind}`. Store: `{place}`. A step is an iteration. Look first "
-        "at `evaluation/reward/mean`, `reward/mean`, `train/gen_kl_error`, `train/clip_fraction`, `rollout/failed_rate` and "
-        "`time/iteration`; docs/metrics.md explains every metric. Rollouts by iteration: `roundhouse view "
-        f"{run.run_id}`."
+        f"at {', '.join(f'`{name}`' for name in FIRST_LOOK)}; docs/metrics.md explains every metric. Rollouts by iteration: "
+        f"`roundhouse view {run.run_id}`."
     )
 
 

@@ -68,6 +68,18 @@ def follow_store(client: Any, run: Run) -> None:
             client.update_model_version(name, found.version, said)
 
 
+def delete_versions(client: Any, run: Run) -> None:
+    """Delete the run's model versions, and the registered model where no other run has one of it."""
+    name = model_name(run)
+    if name is None:
+        return
+    for version in client.search_model_versions(f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}'"):
+        client.delete_model_version(name, version.version)
+    known = client.search_registered_models(f"name = '{name}'")
+    if known and not client.search_model_versions(f"name = '{name}'"):
+        client.delete_registered_model(name)
+
+
 def model_name(run: Run) -> str | None:
     """Name of the run's registered model; None when registration is off."""
     template = run.config.tracking.register_as

@@ -8,7 +8,7 @@ import pytest
 
 from roundhouse.collection.collector import rollout_metrics
 from roundhouse.stages.evaluate import evaluation_metrics
-from roundhouse.tracking.catalogue import CATALOGUE, meaning_of, page
+from roundhouse.tracking.catalogue import CATALOGUE, FIRST_LOOK, meaning_of, page
 from roundhouse.trajectories.records import Rollout, Status, Turn
 
 
@@ -53,3 +53,7 @@ def test_a_name_nobody_wrote_down_is_in_no_table():
 def test_no_row_stands_twice():
     names = [row.name for section in CATALOGUE for row in section.entries]
     assert len(names) == len(set(names))
+
+
+def test_what_to_look_at_first_is_in_the_catalogue():
+    assert [name for name in FIRST_LOOK if meaning_of(name) is None] == []
