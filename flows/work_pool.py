@@ -7,6 +7,7 @@ done twice, the second time changes nothing. What the file does not name stays: 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -17,6 +18,7 @@ from prefect.client.schemas.actions import (
     WorkPoolUpdate,
 )
 from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound, ParameterTypeError, PrefectHTTPStatusError
 from prefect.utilities.callables import parameter_schema
@@ -27,13 +29,15 @@ from roundhouse.errors import ConfigError, InfraError
 POOL_TYPE = "kubernetes"
 FROM_FILE = "prefect.yaml: "
 """Before the slug of a schedule that the file named, so that one that it no longer names is known."""
+SERVED = "a process of this server's machine serves it, as `roundhouse up` does"
 
 
 def deploy(file: DeploymentsFile, template: JobTemplate, *, dry_run: bool = False) -> Iterator[str]:
     """Make it so; a line for each thing that was made or changed, or that a dry run would.
 
     Raises:
-        ConfigError: a pool is of another type, a schedule lacks a parameter, the server refuses a value.
+        ConfigError: a pool is of another type, a process serves a deployment of that name, a schedule lacks a parameter, the
+            server refuses a value.
         InfraError: the server does not answer as it should.
     """
     for entry in file.deployments:
@@ -41,6 +45,9 @@ def deploy(file: DeploymentsFile, template: JobTemplate, *, dry_run: bool = Fals
             _check_parameters(entry, schedule)
     try:
         with get_client(sync_client=True) as client:
+            if not dry_run:
+                for entry in file.deployments:
+                    _refuse_served(client, entry)
             for name in file.pool_names():
                 yield from _pool(client, name, template, dry_run)
             for entry in file.deployments:
@@ -84,11 +91,29 @@ def _deployment(client: SyncPrefectClient, entry: DeploymentEntry, dry_run: bool
             made = client.create_deployment(client.create_flow(flow), entry.name, **wanted)
             _create_schedules(client, made, entry.schedules)
         return
+    if _is_served(there):
+        yield f"deployment {flow.name}/{entry.name}: refused, since {SERVED}"
+        return
     changed = sorted(name for name, value in wanted.items() if getattr(there, name) != value)
     if changed and not dry_run:
         client.update_deployment(there.id, DeploymentUpdate(**wanted))
     yield f"deployment {flow.name}/{entry.name}: {'changed: ' + ', '.join(changed) if changed else 'as it should be'}"
     yield from _schedules(client, there.id, there.schedules, entry, dry_run)
+
+
+def _is_served(there: DeploymentResponse) -> bool:
+    """Whether its flow runs belong to a process that serves it, and to no work pool."""
+    return there.work_pool_name is None
+
+
+def _refuse_served(client: SyncPrefectClient, entry: DeploymentEntry) -> None:
+    name = f"{entry.flow().name}/{entry.name}"
+    with suppress(ObjectNotFound):
+        if _is_served(client.read_deployment_by_name(name)):
+            raise ConfigError(
+                f"Deployment {name} of {client.api_url} cannot be put on a work pool: {SERVED}. Name the cluster's server in "
+                "PREFECT_API_URL, or the deployment otherwise in prefect.yaml."
+            )
 
 
 def _wanted(entry: DeploymentEntry, flow: Any) -> dict[str, Any]:

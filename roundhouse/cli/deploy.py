@@ -32,6 +32,7 @@ def deploy_command(
     """Register the flows on the Kubernetes work pool: the pool, its job template, deployments, schedules."""
     from roundhouse.config.deployments import read_deployments, read_template
     from roundhouse.config.forms import PRESETS_VARIABLE, preset_names
+    from roundhouse.config.secrets import masked_text
     from roundhouse.errors import ConfigError
 
     os.environ[PRESETS_VARIABLE] = str(presets)
@@ -41,16 +42,20 @@ def deploy_command(
         )
     pool = read_template(template)
     wanted = read_deployments(file, pool)
-    at_prefect(state)
+    if "PREFECT_API_URL" not in os.environ:  # a server that is named counts, also while `roundhouse up` runs here
+        at_prefect(state)
     import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
     from flows.work_pool import deploy
 
+    server = masked_text(os.environ["PREFECT_API_URL"])
+    if not as_json:
+        out(f"Prefect server: {server}")
     lines = []
     for line in deploy(wanted, pool, dry_run=dry_run):
         lines.append(line)
         if not as_json:
             out(line)
     if as_json:
-        out(json.dumps({"dry_run": dry_run, "done": lines}, indent=1))
+        out(json.dumps({"server": server, "dry_run": dry_run, "done": lines}, indent=1))
     elif dry_run:
         out("nothing was changed (--dry-run)")

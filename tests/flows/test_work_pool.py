@@ -15,6 +15,7 @@ import yaml
 from roundhouse.config.deployments import DeploymentsFile, JobTemplate, read_deployments, read_template
 from roundhouse.errors import ConfigError
 from tests.flows.served import Served
+from tests.training.service.serving import free_port
 
 ROOT = Path(__file__).parents[2]
 NIGHTLY = {
@@ -132,18 +133,37 @@ def test_a_mistake_is_told_before_anything_is_made(
         deploy(file, template)
 
 
-def test_the_command_registers_every_flow_of_the_committed_file(served: Served, template: JobTemplate) -> None:
+def test_the_command_registers_every_flow_of_the_committed_file_and_nothing_that_a_process_serves(
+    served: Served, template: JobTemplate
+) -> None:
+    """Next to `roundhouse up` it would have moved the local deployments to the cluster's work pool."""
     from flows.deployments import DEPLOYED
 
     file = read_deployments(ROOT / "prefect.yaml", template)
     assert {entry.flow().name for entry in file.deployments} == {flow.name for flow in DEPLOYED}
-    command = [sys.executable, "-c", "from roundhouse.cli import main; main()", "deploy", "--dry-run", "--json"]
-    command += ["--state", str(served.directory / "state")]
-    environment = {name: value for name, value in os.environ.items() if name != "ROUNDHOUSE_PRESETS"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    dry = command("--dry-run", "--json", "--state", str(served.directory / "state"))
+    assert dry.returncode == 0, dry.stderr
+    told = json.loads(dry.stdout)
+    assert told["server"] == f"{served.services.prefect_ui_url}/api"
     assert "work pool roundhouse: created" in told["done"]
-    assert any(line.startswith("deployment train/train: changed") for line in told["done"]), (
-        "another one is served here"
-    )
+    assert [line for line in told["done"] if "train/train" in line and "`roundhouse up`" in line]
+    real = command("--state", str(served.directory / "state"))
+    assert real.returncode == 78
+    assert "PREFECT_API_URL" in real.stderr
+    assert served.deployment("train")["work_pool_name"] is None
+    assert served.call("POST", "work_pools/filter") == [], "nothing was made before that was known"
+
+
+def test_a_server_that_is_named_counts_also_while_another_is_up_here(served: Served) -> None:
+    elsewhere = f"http://127.0.0.1:{free_port()}/api"
+    done = command("--dry-run", "--state", str(served.directory / "state"), PREFECT_API_URL=elsewhere)
+    assert f"Prefect server: {elsewhere}" in done.stdout
+    assert done.returncode != 0
+
+
+def command(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`roundhouse deploy` as a person types it."""
+    line = [sys.executable, "-c", "from roundhouse.cli import main; main()", "deploy", *options]
+    ours = ("ROUNDHOUSE_PRESETS", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | variables
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
