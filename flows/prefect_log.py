@@ -1,14 +1,16 @@
 """How far a run is, in Prefect's log of its flow run, as the terminal shows it.
 
-Invariant: at most one line in `PLAIN_INTERVAL_SECONDS` says what goes on now; what stays true (iterations, evaluations, alerts,
-warnings) has a line each. A process that was told to end is no crash, and its log does not call it one.
+Invariant: at most one line in `PLAIN_INTERVAL_SECONDS` says what goes on now; what stays true (stages with their figures,
+iterations, evaluations, alerts, warnings) has a line each. A process that was told to end is no crash, and its log does not
+call it one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
@@ -16,11 +18,36 @@ from rich.console import Console
 from rich.text import Text
 
 from roundhouse.console import RunView
+from roundhouse.errors import RoundhouseError
 from roundhouse.progress import logger as progress
+from roundhouse.store.manifest import Reference
+from roundhouse.store.stage import read_manifest
 
 CRASH = "Crash detected!"
 SIGNALS = ("termination signal", "interrupt signal")
 ENDED = "Told to end (Cancel, Ctrl-C, or the machine's end). Complete stages are kept; Retry goes on after them."
+FIGURES: dict[str, dict[str, str]] = {
+    "refit": {"refit/replica_seconds_max": "slowest replica {:.1f} s"},
+    "collect": {
+        "reward/mean": "reward {:.3f}",
+        "rollout/failed_rate": "failed {:.1%}",
+        "rollout/truncated_rate": "truncated {:.1%}",
+        "rollout/generated_tokens": "{:,.0f} tokens",
+    },
+    "validate": {
+        "validate/sequences": "{:,.0f} sequences",
+        "validate/quarantined": "{:,.0f} quarantined",
+        "validate/trained_tokens": "{:,.0f} tokens to train on",
+    },
+    "train": {
+        "train/loss": "loss {:.4g}",
+        "train/grad_norm": "gradient norm {:.3g}",
+        "train/entropy": "entropy {:.3g}",
+        "train/gen_kl_error": "KL to the engine {:.2g}",
+    },
+    "checkpoint": {},
+}
+"""Of each stage, the metrics in its line, and how they are written. An evaluation has a line of its own."""
 
 
 class PrefectLog(RunView):
@@ -43,6 +70,22 @@ class PrefectLog(RunView):
 
     def _on_warm_start(self, step: int, steps: int, loss: float) -> None:
         self._count("making the starting policy", step, steps, f"loss {loss:.3f}")
+
+    def _on_stage_done(self, name: str, about: str, result: Any, begun: float) -> None:
+        """A stage that was complete before says so; a manifest that cannot be read now is shown by whoever needs it."""
+        if name not in FIGURES or not isinstance(result, Reference):
+            return
+        with suppress(RoundhouseError, OSError):
+            manifest = read_manifest(result)
+            if manifest.finished_at < begun:
+                self.say(f"{about}: {name} was complete already")
+                return
+            figures = [
+                form.format(manifest.metrics[metric])
+                for metric, form in FIGURES[name].items()
+                if metric in manifest.metrics
+            ]
+            self.say(" · ".join([f"{about}: {name} {manifest.finished_at - manifest.started_at:.1f} s", *figures]))
 
     def _count(self, what: str, done: int, total: int, note: str = "") -> None:
         """The last count has a line in any case."""

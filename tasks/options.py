@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -71,8 +72,9 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
         run: Run = arguments["run"]
         about = _about(arguments)
         announce("stage", name=stage, about=about)
+        begun = time.time()
         try:
-            return supervised(
+            result = supervised(
                 lambda: function(*args, **kwargs),
                 stage,
                 about,
@@ -84,6 +86,8 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
             if (known := typed(error)) is not error:
                 raise known from error
             raise
+        announce("stage_done", name=stage, about=about, result=result, begun=begun)
+        return result
 
     return bordered
 
