@@ -292,7 +292,10 @@ def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(tmp
         assert str(driver.pid) in str(error)
         assert run.checkpoint_versions() == [0, 1, 2]
         driver.communicate(b"")
-    assert CliRunner().invoke(app, command, input="y\n").exit_code == 0
+    deleted = CliRunner().invoke(app, command, input="y\n")
+    assert deleted.exit_code == 0
+    assert "MLflow: not running; its records of the run stay." in deleted.stdout
+    assert "Prefect: not running; its flow runs stay." in deleted.stdout
     assert run_ids(store) == ["other"]
     assert not engine.exists()
     assert not (tmp_path / "store/runs/r").exists()

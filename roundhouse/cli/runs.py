@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,7 @@ from roundhouse.cli.training import links, train_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from roundhouse.store.run import Run
 
@@ -120,9 +122,10 @@ def runs_delete(
     store: StoreOption = DEFAULT_STORE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a run from the store: iterations, checkpoints, record. Not while a process drives it.
+    """Delete a run: from the store (iterations, checkpoints, record), and what MLflow and Prefect show of it.
 
-    Forks of it keep their own checkpoints, and datasets that were collected with it stay.
+    Not while a process drives it. Forks of it keep their own checkpoints, and datasets that were collected with it stay. A
+    server that does not answer keeps its records; the command names it.
     """
     from roundhouse.stages.deletion import delete_run
     from roundhouse.store.run import load_run
@@ -132,7 +135,44 @@ def runs_delete(
         made = f"{len(run.checkpoint_versions())} checkpoints"
         typer.confirm(f"Delete run {run_id!r} with {made} in {run.location.uri}?", abort=True, err=True)
     delete_run(run)
-    out(f"{run_id}: deleted. What Prefect and MLflow show of it stays; delete it in their pages.")
+    out(f"{run_id}: deleted from the store")
+    state = state_of(store, None)
+    out(f"MLflow: {_deleted_from_mlflow(run, state)}")
+    out(f"Prefect: {_deleted_from_prefect(run_id, state)}")
+
+
+def _deleted_from_mlflow(run: Run, state: Path) -> str:
+    from roundhouse.config.secrets import masked_text
+    from roundhouse.infra import services
+
+    running = services.status(state / "services")
+    configured = run.config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = configured or (running.mlflow_url if running.is_ready("mlflow") else None)
+    if uri is None:
+        return "not running; its records of the run stay. After `roundhouse up`, delete them in its page."
+    from mlflow.exceptions import MlflowException
+
+    from roundhouse.tracking.mlflow import delete_from_mlflow
+
+    try:
+        return "deleted" if delete_from_mlflow(run, uri) else "it has no records of the run"
+    except MlflowException as error:
+        return masked_text(f"{uri} refused ({error}); its records of the run stay. Delete them in its page.")
+
+
+def _deleted_from_prefect(run_id: str, state: Path) -> str:
+    if not find_prefect(state):
+        return "not running; its flow runs stay. After `roundhouse up`, delete them in its page."
+    import httpx
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    from flows.controls import delete
+
+    try:
+        count = delete(run_id)
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        return f"it refused ({error}); flow runs with the tag run:{run_id} stay. Delete them in its page."
+    return f"{count} flow runs deleted" if count else "it has no flow runs of the run"
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
+from typer.testing import CliRunner
 
+from roundhouse.cli import app
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import tracker as tracking
+from roundhouse.tracking.catalogue import FIRST_LOOK
+from roundhouse.tracking.mlflow import table_url
+from roundhouse.tracking.registry import UID_TAG
 from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
 from tasks import report as tasks
 from tests.stages.test_promotion import evaluated
@@ -175,3 +181,43 @@ def test_a_run_that_fails_writes_what_it_has_done_and_leaves_no_thread_that_writ
     assert logged(run) == [0]
     tracker._thread.join(60)
     assert not tracker._thread.is_alive()
+
+
+def test_the_table_of_runs_shows_first_what_matters_in_a_real_browser(tmp_path, server: FaultyServer, page: Any):
+    """MLflow by itself shows none of 171 metrics."""
+    run = a_run(tmp_path, server.url)
+    iteration(run, 0)
+    tracker = tracked(run)
+    assert finished(tracker, 60)
+    assert tracker.url is not None
+    page.goto(table_url(tracker.url))
+    for name in FIRST_LOOK:
+        page.wait_for_selector(f"[role=columnheader]:has-text('{name}')", state="attached")
+
+
+def test_a_deleted_run_leaves_nothing_in_mlflow_and_other_runs_stay(
+    tmp_path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+):
+    def made(name: str) -> Run:
+        settings = {"uri": server.url, "experiment": tmp_path.name, "system_metrics": False, "register_as": "shared"}
+        run = open_run(parse_config({"run_id": name, "store": str(tmp_path / "store"), "tracking": settings}))
+        iteration(run, 0)
+        assert catch_up(run)
+        return run
+
+    deleted, other = made("deleted"), made("other")
+    client = MlflowClient(server.url)
+    experiment = client.get_experiment_by_name(tmp_path.name).experiment_id
+    told = CliRunner().invoke(app, ["runs", "delete", "deleted", "--yes", "--store", deleted.config.store])
+    assert "MLflow: deleted" in told.stdout, told.stdout
+    assert [page.info.run_name for page in client.search_runs([experiment])] == ["other"]
+    traces = client.search_traces(locations=[experiment], include_spans=False)
+    assert {trace.info.tags[UID_TAG] for trace in traces} == {other.uid}
+    assert {each.tags[UID_TAG] for each in client.search_model_versions("name = 'shared'")} == {other.uid}
+    CliRunner().invoke(app, ["runs", "delete", "other", "--yes", "--store", other.config.store])
+    assert client.search_registered_models("name = 'shared'") == []
+    gone = made("gone")
+    server.fault = lambda path: "500"
+    told = CliRunner().invoke(app, ["runs", "delete", "gone", "--yes", "--store", gone.config.store])
+    assert told.exit_code == 0
+    assert f"MLflow: {server.url} refused" in told.stdout
