@@ -5,19 +5,19 @@ Invariant: only the flow run that a deployment started is touched, the newest on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import ArtifactFilter, DeploymentFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, Pause, PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Cancelling, Suspended
 
 from roundhouse.errors import ConfigError, InfraError, StoreError
@@ -54,20 +54,34 @@ def lasting_suspensions() -> Iterator[None]:
         request.mark_requested = mark  # type: ignore[method-assign]
 
 
+async def prolong_suspensions(deployments: Sequence[UUID]) -> None:
+    """The same for all flow runs of these deployments, also those whose process ended before it could hear of its suspension.
+
+    Raises:
+        httpx.HTTPError, PrefectHTTPStatusError: the server does not answer, or refuses.
+    """
+    async with get_client() as client:
+        suspended = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate({"state": {"name": {"any_": ["Suspended"]}}}),
+            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": list(deployments)}}),
+        )
+        for flow_run in suspended:
+            if _ends_soon(flow_run.state):
+                await client.set_flow_run_state(flow_run.id, Suspended(timeout_seconds=PAUSE_SECONDS), force=True)
+
+
 def _prolong(flow_run: UUID) -> None:
-    """Move the end of a suspension away, where it has one soon. One that waits with a form is ours, and ends late anyhow."""
     with suppress(httpx.HTTPError, PrefectHTTPStatusError), get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run).state
-        if (
-            state is None
-            or not state.is_paused()
-            or state.name != "Suspended"
-            or state.state_details.pause_timeout is None
-        ):
-            return
-        soon = datetime.now(UTC) + timedelta(seconds=PAUSE_SECONDS / 2)
-        if state.state_details.pause_timeout < soon:
+        if _ends_soon(client.read_flow_run(flow_run).state):
             client.set_flow_run_state(flow_run, Suspended(timeout_seconds=PAUSE_SECONDS), force=True)
+
+
+def _ends_soon(state: State | None) -> bool:
+    """Whether it is a suspension with an end that is near or past. One that waits with a form is ours, and ends late."""
+    if state is None or not state.is_paused() or state.name != "Suspended":
+        return False
+    end = state.state_details.pause_timeout
+    return end is not None and end < datetime.now(UTC) + timedelta(seconds=PAUSE_SECONDS / 2)
 
 
 def pause(run_id: str) -> str:
@@ -84,6 +98,27 @@ def cancel(run_id: str) -> str:
 def retry(run_id: str) -> str:
     """Run a failed flow run again; its id."""
     return _ask(run_id, (StateType.FAILED, StateType.CRASHED, StateType.CANCELLED), AwaitingRetry())
+
+
+def delete(run_id: str) -> int:
+    """Delete the run's flow runs with what they show (tasks, logs, artifacts), however they were started; how many.
+
+    Raises:
+        httpx.HTTPError, PrefectHTTPStatusError: the server does not answer, or refuses.
+    """
+    count = 0
+    with get_client(sync_client=True) as client:
+        runs = FlowRunFilter.model_validate({"tags": {"all_": [f"run:{run_id}"]}})
+        while found := client.read_flow_runs(flow_run_filter=runs):
+            shown = {"flow_run_id": {"any_": [each.id for each in found]}}
+            while artifacts := client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(shown)):
+                for artifact in artifacts:
+                    client.delete_artifact(artifact.id)
+            for each in found:
+                with suppress(ObjectNotFound):  # it went with its parent
+                    client.delete_flow_run(each.id)
+                count += 1
+    return count
 
 
 def resume(run_id: str) -> str | None:

@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from uuid import UUID
+
+import httpx
 
 from roundhouse.errors import InfraError
 from roundhouse.infra.http_thread import HttpThread
 from roundhouse.infra.ports import LOOPBACK
 from roundhouse.infra.services import Services, status
 
+log = logging.getLogger(__name__)
+
 SERVER_SECONDS = 230.0
 POLL_SECONDS = 2.0
 DESK_LIMIT = 4
+SUSPENSIONS_SECONDS = 20.0
+"""Between two looks at the suspended flow runs; well below the 300 s after which Prefect's page lets a suspension end."""
 
 
 def main() -> None:
@@ -61,7 +70,23 @@ async def _serve(limit: int, port: int) -> None:
     page = FastAPI(openapi_url=None)
     page.add_api_route("/health", perform_health_check(runner))
     HttpThread(page, LOOPBACK, port)
+    keeping = asyncio.create_task(_keep_suspensions(served))
     await asyncio.gather(desk.start(), runner.start())  # in this order: the last one hears SIGTERM
+    keeping.cancel()
+
+
+async def _keep_suspensions(served: Sequence[UUID]) -> None:
+    """Let no suspended flow run end by itself: one whose process was killed cannot see to that."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    from flows.controls import prolong_suspensions
+
+    while True:
+        try:
+            await prolong_suspensions(served)
+        except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+            log.warning("Prefect does not list its suspended flow runs, and is asked again: %s", error)
+        await asyncio.sleep(SUSPENSIONS_SECONDS)
 
 
 def _with_prefect(state: Path) -> Services:

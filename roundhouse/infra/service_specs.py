@@ -85,6 +85,8 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
             # Of the origin that the page was opened at: 127.0.0.1, localhost, or the end of a tunnel.
             "PREFECT_SERVER_UI_API_URL": "/api",
             # A cancelled run's sub-flows and tasks are shown as cancelled that soon; by default after 20 s.
+            # It fails a suspended flow run after the 300 s that the page proposes; a run rests until a person resumes it.
+            "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_LOOP_SECONDS": str(CLEAN_UP_SECONDS),
         },
     )

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect import flow
+from prefect import flow, tags
+from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
-from prefect.states import Suspended
+from prefect.states import Cancelled, Scheduled, Suspended
 
+from flows import controls
 from flows._prefect.delivery import deliver_queued_records
 from flows.controls import lasting_suspensions
-from flows.prefect_log import ENDED, reports_to_prefect
+from flows.prefect_log import ENDED, FIGURES, reports_to_prefect
 from roundhouse.progress import announce
+from roundhouse.store.stage import read_manifest
+from roundhouse.tracking.catalogue import meaning_of
 from tests.flows.served import Served, until
+from tests.query.stores import write_run
 
 DIALOG_SECONDS = 300
 """What the page's *Suspend* proposes."""
@@ -63,6 +72,22 @@ def left(flow_run: Any) -> timedelta:
     return state.state_details.pause_timeout - datetime.now(UTC)
 
 
+@pytest.mark.parametrize("seconds", [DIALOG_SECONDS, -1], ids=["just suspended", "suspended while nothing was served"])
+def test_a_suspended_run_whose_process_is_gone_does_not_fail_and_is_resumed(
+    prefect_client: Served, seconds: int
+) -> None:
+    """Its process was killed before it heard of the suspension: Prefect failed it after 300 s."""
+    suspended = Suspended(pause_expiration_time=datetime.now(UTC) + timedelta(seconds=seconds))
+    with get_client(sync_client=True) as client:
+        late = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
+        evaluate = UUID(prefect_client.deployment("evaluate")["id"])
+        made = client.create_flow_run_from_deployment(evaluate, parameters={"settings": {"run_id": "none"}}, state=late)
+        client.set_flow_run_state(made.id, suspended, force=True)
+        until(lambda: left(made.id) > timedelta(days=300), "a suspension without an end that is near")
+        assert client.resume_flow_run(made.id).status is SetStateStatus.ACCEPT
+        client.set_flow_run_state(made.id, Cancelled(), force=True)
+
+
 def test_progress_and_warnings_are_lines_of_the_flow_runs_log(prefect_client: Served) -> None:
     def work() -> None:
         with reports_to_prefect(3):  # an offline run knows how many there are only once it has looked at its data
@@ -82,6 +107,46 @@ def test_progress_and_warnings_are_lines_of_the_flow_runs_log(prefect_client: Se
     assert [line for _, line in told if "held-out" in line and "0.750" in line]
     assert ("WARNING", "MLflow lacks a part") in told
     assert len(told) < 20, "a line for every step would hide what matters"
+
+
+def test_each_stage_has_a_line_with_its_main_figures(prefect_client: Served, tmp_path: Path) -> None:
+    run = write_run(str(tmp_path / "store"), "a", iterations=1)
+    rollouts = run.stage(1, "collect").reference()
+
+    def work() -> None:
+        announce("stage_done", name="collect", about="iteration 1", result=rollouts, begun=0.0)
+        announce("stage_done", name="collect", about="iteration 2", result=rollouts, begun=time.time() + 1)
+        announce("stage_done", name="engine", about="the run", result=None, begun=0.0)
+
+    told = [line for _, line in log_of(work, "complete already")]
+    [line] = [line for line in told if line.startswith("iteration 1: collect")]
+    reward = read_manifest(rollouts).metrics["reward/mean"]
+    assert line.endswith(f" s · reward {reward:.3f}")
+    assert "iteration 2: collect was complete already" in told
+
+
+def test_a_deleted_run_leaves_no_flow_run_and_no_artifact_and_other_runs_stay(prefect_client: Served) -> None:
+    @flow(name="shows", flow_run_name="{name}")
+    def shows(name: str, *, inner: bool = True) -> None:
+        create_markdown_artifact(key=f"{name}-page", markdown="text")
+        if inner:
+            shows(name, inner=False)
+
+    for name in ("deleted", "stays"):
+        with tags(f"run:{name}"):
+            shows(name)
+    assert controls.delete("deleted") == 2
+    with get_client(sync_client=True) as client:
+        assert {each.name for each in client.read_flow_runs()} >= {"stays"}
+        assert {each.name for each in client.read_flow_runs()} & {"deleted"} == set()
+        keys = {each.key for each in client.read_artifacts()}
+    assert "stays-page" in keys
+    assert "deleted-page" not in keys
+
+
+def test_the_figures_of_a_stage_are_metrics_that_there_are() -> None:
+    named = {metric for figures in FIGURES.values() for metric in figures}
+    assert {metric for metric in named if meaning_of(metric) is None} == set()
 
 
 def test_a_run_that_is_told_to_end_does_not_say_that_it_crashed(prefect_client: Served) -> None:
