@@ -41,7 +41,7 @@ VIEW_KEY = "roundhouse"
 """Names the columns of the experiment's table: its address ends with `?viewStateShareKey=roundhouse`."""
 VIEW = (
     f"mlflow.sharedViewState.{VIEW_KEY}",
-    json.dumps({"selectedColumns": [f"metrics.`{name}`" for name in FIRST_LOOK] + ["attributes.`Models`"]}),
+    json.dumps({"selectedColumns": [f"metrics.`{name}`" for name in FIRST_LOOK]}),
 )
 """Tag of an experiment: what MLflow's page keeps when a person shares a view of the table. By itself it shows no metric."""
 

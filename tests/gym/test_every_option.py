@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
+from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.gym.exchange.json_lines import Row, read_rows, write_rows
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage
 from tests.gym.exchange.test_collection import FakeAgent
