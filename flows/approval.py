@@ -27,7 +27,7 @@ from roundhouse.config.forms import ApproveForm
 from roundhouse.stages.approval import ApprovalDecision, Question, answer, answer_to, open_questions, settle_expired
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from roundhouse.tracking.approval import tell_mlflow
+from roundhouse.tracking.mlflow import tell_mlflow
 from tasks.report import opened_tracker
 
 log = logging.getLogger(__name__)

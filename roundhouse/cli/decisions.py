@@ -39,7 +39,7 @@ def runs_approve(
 
         carry_out(run, version, given)
     else:
-        from roundhouse.tracking.approval import tell_mlflow
+        from roundhouse.tracking.mlflow import tell_mlflow
 
         tell_mlflow(run, version)
     return out(f"{run_id}: version {version} was {given}")

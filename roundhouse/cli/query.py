@@ -69,7 +69,7 @@ def query(
 
 
 def _show_tables(as_json: bool) -> None:
-    from roundhouse.query.files import DATASET_PLACE, PLACE, with_place
+    from roundhouse.query.parts import DATASET_PLACE, PLACE, with_place
     from roundhouse.query.tables import TABLES
 
     schemas = {

@@ -177,7 +177,7 @@ def _deleted_from_prefect(run_id: str, state: Path) -> str:
 
 def _facts(run: Run) -> dict[str, Any]:
     """The run's summary as it is now, its state, and the checkpoints that are there."""
-    from roundhouse.health.run_state import state_of as run_state
+    from roundhouse.health.heartbeat import state_of as run_state
     from roundhouse.stages.report import summarize
 
     summary = summarize(run)

@@ -15,14 +15,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.errors import StoreError
 from roundhouse.health.activity import ACTIVITY, Activity
 from roundhouse.health.errors import ErrorInfo, ErrorReporter, Health
+from roundhouse.store import lease
 from roundhouse.store.location import Location, NotFound
+from roundhouse.store.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -153,3 +155,29 @@ def read_beat(location: Location) -> Beat | None:
     except (StoreError, ValidationError) as error:
         log.warning("%s/%s cannot be read: %s", location.uri, RECORD, error)
         return None
+
+
+State = Literal["finished", "running", "failed", "stopped", "crashed", "not started"]
+"""What became of a run, in one word, from its store alone:
+
+finished       all its iterations are done
+running        a process holds its lease
+failed         its process ended with an error
+stopped        its process ended before the last iteration: suspended, cancelled, or interrupted by a person
+crashed        its process disappeared without a report; the same command resumes it
+not started    it was created, and no process has worked on it
+"""
+
+
+def state_of(run: Run) -> State:
+    """What the run is doing now, or what it came to."""
+    if lease.holder(run.location) is not None:
+        return "running"
+    if (summary := run.summary()) is not None and summary["iterations"] >= run.config.iterations:
+        return "finished"
+    beat = read_beat(run.location)
+    if beat is None:
+        return "not started"
+    if not beat.ended:
+        return "crashed"
+    return "failed" if beat.health.status == "error" else "stopped"

@@ -154,7 +154,7 @@ def _executed(database: duckdb.DuckDBPyConnection, sql: str, names: set[str], va
 
 def describe(names: set[str]) -> str:
     """The columns of tables, a line each."""
-    from roundhouse.query.files import DATASET_PLACE, PLACE, with_place
+    from roundhouse.query.parts import DATASET_PLACE, PLACE, with_place
 
     lines = []
     for name in sorted(names):

@@ -14,8 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from roundhouse.config.renamed import translated
-from roundhouse.query.files import DATASET_PLACE, columns_found, dataset_of
-from roundhouse.query.parts import StageFiles
+from roundhouse.query.parts import DATASET_PLACE, StageFiles, columns_found, dataset_of
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.stage import StageKind

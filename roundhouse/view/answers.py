@@ -8,9 +8,8 @@ from typing import Any
 
 from roundhouse.view.catalog import Catalog
 from roundhouse.view.detail import Details
-from roundhouse.view.filters import Filters
 from roundhouse.view.index import Index, Indexes
-from roundhouse.view.scope import Scope, ViewError
+from roundhouse.view.scope import Filters, Scope, ViewError
 
 Parameters = Mapping[str, str]
 

@@ -17,8 +17,8 @@ from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest, model_location
 from roundhouse.store.stage import StageKind
-from roundhouse.view.dataset_versions import PREFIX, is_dataset, numbered
-from roundhouse.view.scope import Missing, Scope
+from roundhouse.store.metric_names import current_names
+from roundhouse.view.scope import PREFIX, Missing, Scope, is_dataset, numbered
 
 FRESH_SECONDS = 3.0
 """An unfinished stage is listed again after this time."""
@@ -116,7 +116,7 @@ class Catalog:
             if stage == StageKind.EVALUATE:
                 row["evaluation"] = manifest.metrics.get("evaluation/reward/mean")
             if stage == StageKind.REPORT:
-                row["cost"] = manifest.details.get("totals")
+                row["cost"] = current_names(manifest.details.get("totals", {}))
         return list(rows.values())
 
     def tokenizer_file(self, run_id: str) -> bytes | None:

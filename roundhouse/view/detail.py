@@ -11,16 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from roundhouse.query.files import columns_found, dataset_of
-from roundhouse.query.parts import StageFiles
+from roundhouse.query.parts import StageFiles, columns_found, dataset_of
 from roundhouse.query.tables import COLUMNS
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 from roundhouse.view.catalog import Catalog
-from roundhouse.view.decoding import Decoder
 from roundhouse.view.index import Index, Indexes
 from roundhouse.view.scope import Scope, ViewError
-from roundhouse.view.token_streams import missing, streams_of
+from roundhouse.view.token_streams import Decoder, missing, streams_of
 
 _PART = re.compile(r"rollouts-(a\d+-\d+\.parquet)$")
 

@@ -18,8 +18,7 @@ import orjson
 
 from roundhouse.errors import RoundhouseError
 from roundhouse.view.answers import Answers, stages_told
-from roundhouse.view.filters import LARGEST_PAGE, Filters
-from roundhouse.view.scope import Scope
+from roundhouse.view.scope import LARGEST_PAGE, Filters, Scope
 from roundhouse.view.server import STATIC
 
 MODULES = (

@@ -15,14 +15,12 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from roundhouse.query.files import dataset_of
-from roundhouse.query.parts import StageFiles
+from roundhouse.query.parts import StageFiles, dataset_of
 from roundhouse.query.tables import COLUMNS
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS
 from roundhouse.view.catalog import Catalog
-from roundhouse.view.filters import Filters, spellings
-from roundhouse.view.scope import Scope
+from roundhouse.view.scope import Filters, Scope, spellings
 
 KEPT = 6
 """Indexes in memory; one over 100,000 rollouts takes about 25 MB."""

@@ -6,11 +6,9 @@ import pytest
 
 from roundhouse.view.answers import Answers
 from roundhouse.view.catalog import Catalog
-from roundhouse.view.decoding import Decoder
-from roundhouse.view.filters import Filters, spellings
 from roundhouse.view.index import Indexes
-from roundhouse.view.scope import Scope, ViewError
-from roundhouse.view.token_streams import chains_of
+from roundhouse.view.scope import Filters, Scope, ViewError, spellings
+from roundhouse.view.token_streams import Decoder, chains_of
 from tests.query.stores import HOSTILE, begin_stage, write_run
 
 

@@ -9,7 +9,7 @@ function costText(totals, currency) {
   if (!totals) return "";
   const used = ["wall", "gpu", "cpu"].filter((kind) => totals[`${kind}_hours`]).map((kind) => `${kind === "wall" ? "" : `${kind.toUpperCase()} `}${duration(totals[`${kind}_hours`] * 3600)}`);
   const tokens = totals.generated_tokens;
-  const idle = Object.entries(totals).filter(([name]) => name.startsWith("wasted_tokens/")).reduce((sum, [, count]) => sum + count, 0);
+  const idle = Object.entries(totals).filter(([name]) => name.startsWith("waste/")).reduce((sum, [, count]) => sum + count, 0);
   if (tokens) used.push(`${compact(tokens)} tokens, ${Math.round((100 * idle) / tokens)} % not learnt from`);
   if (totals.money) used.push(`${number(totals.money, 2)} ${currency ?? ""}`.trim());
   return used.join(" · ");
