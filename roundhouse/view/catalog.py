@@ -16,8 +16,8 @@ from roundhouse.errors import StoreError
 from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest, model_location
-from roundhouse.store.stage import StageKind
 from roundhouse.store.metric_names import current_names
+from roundhouse.store.stage import StageKind
 from roundhouse.view.scope import PREFIX, Missing, Scope, is_dataset, numbered
 
 FRESH_SECONDS = 3.0
