@@ -22,8 +22,8 @@ from uuid import UUID
 import httpx
 
 from roundhouse.errors import InfraError
-from roundhouse.infra.http_thread import HttpThread
-from roundhouse.infra.ports import LOOPBACK
+from roundhouse.http.http_thread import HttpThread
+from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra.services import Services, status
 
 log = logging.getLogger(__name__)

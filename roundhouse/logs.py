@@ -2,7 +2,7 @@
 
 Invariant: a line is one object with `time`, `level`, `logger`, `message`, and of `run`, `iteration`, `stage`, `rollout` those
 that the code that wrote it works on: the run is said by whoever began the work (`about`), the rest is read off the work in
-flight (`roundhouse.health.activity`), so nobody passes ids around for the sake of a log.
+flight (`roundhouse.activity`), so nobody passes ids around for the sake of a log.
 
     {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.rollout.collector", "message": "…",
      "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
@@ -23,8 +23,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.errors import ConfigError
-from roundhouse.health.activity import ACTIVITY
 
 VARIABLE = "ROUNDHOUSE_LOG"
 LABELS_VARIABLE = "ROUNDHOUSE_LOG_LABELS"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from roundhouse.health.activity import ACTIVITY
+from roundhouse.activity import ACTIVITY
 
 logger = logging.getLogger("roundhouse.progress")
 logger.setLevel(logging.INFO)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from roundhouse import logs
+from roundhouse.activity import ACTIVITY
 from roundhouse.errors import ConfigError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.logs import JsonLines, about, set_up_logs
 
 

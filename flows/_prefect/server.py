@@ -24,8 +24,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from roundhouse.http.ports import LOOPBACK
 from roundhouse.http.same_origin import SameOrigin
-from roundhouse.infra.ports import LOOPBACK
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

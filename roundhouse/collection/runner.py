@@ -19,10 +19,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection.dispatch import Dispatch
 from roundhouse.collection.plan import Plan
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage

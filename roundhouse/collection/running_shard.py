@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection import events as happened
 from roundhouse.collection.dispatch import ENGINE, Dispatch
 from roundhouse.collection.parts import by_id
@@ -28,7 +29,6 @@ from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.sharded_collector import FIRST_PAUSE_SECONDS
 from roundhouse.collection.shards import Shard
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.launch.child_process import Stopped
 from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference

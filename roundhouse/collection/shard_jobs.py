@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shard_worker import finished_in
 from roundhouse.collection.shard_workers import ShardTask
 from roundhouse.collection.shards import REPORT
 from roundhouse.config.distribution import JobShards
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.errors import RoundhouseError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.kubernetes.cluster import connect
 from roundhouse.infra.kubernetes.job import GONE_SECONDS, RunJobs, Unwanted
 from roundhouse.infra.kubernetes.names import StageIdentity, dns_label

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection import events as happened
 from roundhouse.collection import parts as stage_parts
 from roundhouse.collection.dispatch import ENGINE, Dispatch
@@ -37,7 +38,6 @@ from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import split
 from roundhouse.config.distribution import Shards
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.run import Run

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection.collector import collect_into
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.shards import REPORT, ShardReport, ShardSpec
 from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.taxonomy import typed
 from roundhouse.progress import logger as announcements
 from roundhouse.store.location import Location

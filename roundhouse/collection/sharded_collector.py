@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection.collector import Collected, InProcessCollector, Progress, RolloutCollector
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.shard_worker import finished_in
@@ -28,7 +29,6 @@ from roundhouse.collection.shards import Shard, shares, split
 from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.launch.child_process import Stopped
 from roundhouse.rollout.plan import RolloutSpec

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.protocol import (
     TOKEN_FIELDS,
@@ -26,7 +27,6 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.http.sockets import PacedConnector, allow_open_files
 
 PATH = "/v1/chat/completions"

@@ -19,8 +19,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from roundhouse.activity import ACTIVITY, Activity
 from roundhouse.errors import StoreError
-from roundhouse.health.activity import ACTIVITY, Activity
 from roundhouse.health.errors import ErrorInfo, ErrorReporter, Health
 from roundhouse.store import lease
 from roundhouse.store.location import Location, NotFound

@@ -17,10 +17,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily
 
+from roundhouse.activity import ACTIVITY, Activity
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.health.activity import ACTIVITY, Activity
-from roundhouse.infra.http_thread import HttpThread
-from roundhouse.infra.ports import LOOPBACK
+from roundhouse.http.http_thread import HttpThread
+from roundhouse.http.ports import LOOPBACK
 from roundhouse.logs import labels
 
 METRICS = {

@@ -24,8 +24,8 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from roundhouse.activity import ACTIVITY, Activity, Work
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import ACTIVITY, Activity, Work
 
 T = TypeVar("T")
 

@@ -36,9 +36,9 @@ from roundhouse.compat.nemo_gym.servers.health import check
 from roundhouse.compat.nemo_gym.servers.own_servers import CONFIG_DICT
 from roundhouse.compat.nemo_gym.servers.venvs import install
 from roundhouse.errors import InfraError
+from roundhouse.http.http_thread import HttpThread
+from roundhouse.http.ports import describe_owner
 from roundhouse.infra.children import Child, Children
-from roundhouse.infra.http_thread import HttpThread
-from roundhouse.infra.ports import describe_owner
 from roundhouse.infra.ray_cluster import start_cluster, with_token
 
 START_SECONDS = 300.0

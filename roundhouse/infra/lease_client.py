@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from roundhouse.errors import InfraError
-from roundhouse.infra import ports as tcp
+from roundhouse.http import ports as tcp
 from roundhouse.infra import processes
 from roundhouse.infra.service_specs import SERVICE_SPECS
 from roundhouse.infra.state import ServiceHolder, ServiceLease, ServiceRecord, StateDirectory

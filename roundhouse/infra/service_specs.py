@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roundhouse.generation.serve_head import REPLICA_PORTS, head_environment
-from roundhouse.infra.ports import LOOPBACK
+from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra.state import PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE, StateDirectory
 
 RAY_SESSIONS_KEPT = 3

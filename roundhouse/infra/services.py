@@ -22,10 +22,10 @@ from pathlib import Path
 
 from roundhouse.config.models import KubernetesInfra, RunConfig
 from roundhouse.errors import InfraError
+from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import lease_client
 from roundhouse.infra.engine_lock import engine_lock
 from roundhouse.infra.lease_client import LeaseRequest, Progress
-from roundhouse.infra.ports import LOOPBACK
 from roundhouse.infra.service_specs import (
     SERVICE_SPECS,
     prefect_auth_string,

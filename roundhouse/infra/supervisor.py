@@ -19,7 +19,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from roundhouse.infra import ports, processes
+from roundhouse.http import ports
+from roundhouse.infra import processes
 from roundhouse.infra.service_monitor import ServiceMonitor
 from roundhouse.infra.service_specs import SERVICE_SPECS
 from roundhouse.infra.state import RunningServices, ServiceLease, ServiceRecord, StateDirectory, WantedServices

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.training.service.job_entry import error_of
 
 _LAST_LINES = 12

@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, PolicyClient
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.rollout.failures import RolloutTimeout, classify
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import Agent, EnvironmentClient, RolloutSession

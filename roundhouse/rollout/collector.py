@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.rollout.attempt import run_rollout
 from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec, reorder

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
 from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.engine_services import EngineService, ProcessEngine, RayServeEngine
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.infra.services import state_directory, status
 from roundhouse.progress import announce
 from roundhouse.stages.policy import checkpoint_cache, engine_files

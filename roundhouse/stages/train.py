@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.train_service import ProcessService, ResidentService
 from roundhouse.errors import DataError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.stages.checkpoint import TRAINER, is_weights
 from roundhouse.stages.checkpoint import recorded as written_files
 from roundhouse.stages.cost import untrained_tokens

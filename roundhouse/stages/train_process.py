@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from roundhouse.config.train_service import ProcessService
-from roundhouse.infra.ports import LOOPBACK
+from roundhouse.http.ports import LOOPBACK
 from roundhouse.launch.child_process import ChildProcess
 from roundhouse.store.location import Location
 from roundhouse.training.service.job_entry import read_error

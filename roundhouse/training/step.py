@@ -19,9 +19,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.training.algorithm import Algorithm, AlgorithmInputs, TokenColumns, TokenSignals, check_columns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.health.activity import Activity
+from roundhouse.activity import Activity
 
 
 class Clock:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from roundhouse.activity import Activity
 from roundhouse.cli import app
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.health.activity import Activity
 from roundhouse.health.errors import ErrorReporter, Severity
 from roundhouse.health.heartbeat import Heartbeat
 from roundhouse.store.run import open_run

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from roundhouse.health.activity import Activity
+from roundhouse.activity import Activity
 from roundhouse.health.errors import ErrorReporter, Severity
 from roundhouse.health.heartbeat import RECORD, Beat, Heartbeat, read_beat
 from roundhouse.store.location import Location

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from roundhouse.activity import Activity
 from roundhouse.errors import ConfigError
 from roundhouse.generation import metrics as engine_metrics
 from roundhouse.health import metrics_page
-from roundhouse.health.activity import Activity
 from roundhouse.health.metrics_page import Announced, InFlight
 from roundhouse.http import request_metrics
 from roundhouse.logs import about

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.loading import parse_config
 from roundhouse.environments.base import Environment
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.launch.child_process import ChildProcess
 from roundhouse.stages.collect import collect_iteration

@@ -12,8 +12,8 @@ import traceback
 
 import pytest
 
+from roundhouse.activity import Activity
 from roundhouse.errors import InfraError
-from roundhouse.health.activity import Activity
 from roundhouse.health.watchdog import Stalled, run_interruptible, supervised
 
 LIMIT = 0.3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from roundhouse.infra import ports
+from roundhouse.http import ports
 
 
 def test_the_same_key_gives_the_same_port_and_a_taken_one_is_passed_over() -> None:

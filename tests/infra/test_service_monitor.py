@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.infra import ports, processes, service_monitor
+from roundhouse.http import ports
+from roundhouse.infra import processes, service_monitor
 from roundhouse.infra.service_monitor import ServiceMonitor
 from roundhouse.infra.service_specs import SERVICE_SPECS, Launch, ServiceSpec
 from roundhouse.infra.state import ServiceRecord, StateDirectory

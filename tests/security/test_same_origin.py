@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from roundhouse.health import metrics_page
+from roundhouse.http import http_thread
 from roundhouse.http.same_origin import VARIABLE, SameOrigin, is_loopback
-from roundhouse.infra import http_thread
 from roundhouse.view.server import create_app
 from tests.security.test_servers import MAINS
 

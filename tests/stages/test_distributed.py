@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shard_workers import ProcessWorkers
 from roundhouse.collection.sharded_collector import ShardedCollector
 from roundhouse.collection.shards import REPORT, Shard, shares, split
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts

@@ -17,10 +17,10 @@ from prefect.events.worker import EventsWorker
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.recovery import carry_out
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, DataError, DiskFull, InfraError
-from roundhouse.health.activity import ACTIVITY
 from roundhouse.health.watchdog import Stalled, run_interruptible
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.store.manifest import Reference

@@ -19,7 +19,8 @@ import httpx
 from roundhouse.config.models import AgentEnvironment, PretrainedPolicy, RemoteEnvironment, RunConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import RoundhouseError
-from roundhouse.infra import ports, processes
+from roundhouse.http import ports
+from roundhouse.infra import processes
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.checks.machine import nearest_existing
 from roundhouse.infra.services import Services, status

@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from roundhouse.errors import InfraError
+from roundhouse.http.ports import describe_owner
 from roundhouse.http.same_origin import SameOrigin
-from roundhouse.infra.ports import describe_owner
 
 CLOSE_SECONDS = 5.0
 
