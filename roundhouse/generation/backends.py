@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.models import GenerationConfig
+from roundhouse.generation.chat import ToolParser, parse_hermes
 from roundhouse.generation.engine import Engine
-from roundhouse.generation.tool_calls import ToolParser, parse_hermes
 
 if TYPE_CHECKING:
     from roundhouse.generation.chat import ChatCodec

@@ -1,25 +1,71 @@
 """Conversations to tokens and back, the same for every engine.
 
-Invariant: the prompt of a request continues the recorded tokens exactly (`continuation.py`), and the message of an answer is
-what its token IDs say, with the end-of-turn token counted among the IDs but never shown in the text.
+Invariants: a later turn's prompt begins with exactly the tokens that earlier turns saw and drew. With R = the prompt and
+generation token IDs recorded on the newest assistant message that carries them, the prompt is R + encode(tail), where the tail
+is the rendered text from that message's end of turn on. Nothing of R is ever tokenised again, so it does not matter that a
+tokenizer would merge the same text differently. The message of an answer is what its token IDs say, with the end-of-turn token
+counted among the IDs but never shown in the text; a text that is not wholly well-formed calls stays text.
+
+Where the tail begins: the rendered conversation up to and including that message holds n ends of turn, so the tail begins at
+the n-th end of turn of the whole rendered conversation. Counting, instead of taking a position, survives templates that cut
+something out of earlier turns (old reasoning). If the recorded generation already ends with the end of turn it is dropped from
+the tail; if it was cut by its length limit, the tail supplies it.
+
+    whole:  <user>hi<end> <assistant>he llo<end> <user>more<end> <assistant>
+    prefix: <user>hi<end> <assistant>he llo<end>                                 n = 2
+    tail:                                  <end> <user>more<end> <assistant>
 """
 
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from roundhouse.errors import ConfigError
-from roundhouse.generation.continuation import continue_prompt, newest_recorded
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.engine import Draw, Generated
+from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.generation.requests import BadRequest, ChatRequest, ContextLengthExceeded
-from roundhouse.generation.tool_calls import ToolParser, parse_hermes
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
+TOOL_CALL_START = "<tool_call>"
+
+ToolCalls = list[dict[str, Any]]
+ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str | None, ToolCalls]]
+"""Generated text and the request's tools, to the content before the calls and the calls in OpenAI's shape."""
+
+
+def parse_hermes(text: str, tools: list[dict[str, Any]]) -> tuple[str | None, ToolCalls]:
+    """Tool calls as vLLM's hermes parser reads them, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the text
+    before the first call (None when empty) and the calls in OpenAI's shape."""
+    if TOOL_CALL_START not in text:
+        return text, []
+    calls: ToolCalls = []
+    for closed, unclosed in _CALL.findall(text):
+        try:
+            call = json.loads(closed or unclosed)
+            name, arguments = call["name"], call["arguments"]
+        except (ValueError, KeyError, TypeError):
+            return text, []
+        calls.append(tool_call(name, json.dumps(arguments, ensure_ascii=False)))
+    return text[: text.index(TOOL_CALL_START)] or None, calls
+
+
+def tool_call(name: str, arguments: str) -> dict[str, Any]:
+    """A call in OpenAI's shape with a fresh id."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
 
 Message = dict[str, Any]
 
@@ -28,7 +74,7 @@ RENDER_CACHE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RenderedPrompt:
     """A request in tokens, ready to be answered."""
 
     token_ids: list[int]
@@ -74,7 +120,7 @@ class ChatCodec:
             raise BadRequest(f"The chat template refuses these messages: {error}", "messages") from error
         return text
 
-    def prompt(self, request: ChatRequest) -> Prompt:
+    def prompt(self, request: ChatRequest) -> RenderedPrompt:
         """The tokens of a request.
 
         Raises:
@@ -94,7 +140,7 @@ class ChatCodec:
             raise ContextLengthExceeded(len(token_ids), self.max_model_len)
         limit = room if request.draw.max_tokens <= 0 else min(request.draw.max_tokens, room)
         draw = request.draw
-        return Prompt(token_ids, Draw(limit, draw.temperature, draw.top_p, draw.top_k, draw.seed))
+        return RenderedPrompt(token_ids, Draw(limit, draw.temperature, draw.top_p, draw.top_k, draw.seed))
 
     def _first_prompt(self, request: ChatRequest) -> list[int]:
         key = orjson.dumps([request.messages, request.tools, request.template_arguments])
@@ -225,3 +271,53 @@ def _end_of_turn(tokenizer: Any, stop_ids: frozenset[int]) -> int:
 
 def _vocab_size(model_dir: str) -> int:
     return int(json.loads((Path(model_dir) / "config.json").read_text()).get("vocab_size", 0))
+
+
+class ContinuationBroken(DataError):
+    """The rendered conversation cannot be joined to the recorded tokens."""
+
+
+def newest_recorded(messages: Sequence[dict[str, Any]]) -> int | None:
+    """Index of the newest message that carries recorded tokens."""
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].get(TOKEN_FIELDS[0]):
+            return index
+    return None
+
+
+def continue_prompt(
+    recorded: Sequence[int],
+    prefix_text: str,
+    whole_text: str,
+    *,
+    end_of_turn: str,
+    end_of_turn_id: int,
+    encode: Callable[[str], list[int]],
+) -> list[int]:
+    """Token IDs of the prompt that continues `recorded`.
+
+    Args:
+        recorded: prompt and generation token IDs of the newest recorded message.
+        prefix_text: the conversation up to and including that message, rendered without generation prompt.
+        whole_text: the whole conversation, rendered with generation prompt.
+        end_of_turn: text of the end-of-turn token.
+        end_of_turn_id: its token ID.
+        encode: text to token IDs, without added special tokens.
+
+    Raises:
+        ContinuationBroken: the template writes no end of turn after an assistant message.
+    """
+    turns = prefix_text.count(end_of_turn)
+    position = -1
+    for _ in range(turns):
+        position = whole_text.find(end_of_turn, position + 1)
+        if position < 0:
+            break
+    if turns == 0 or position < 0:
+        raise ContinuationBroken(
+            f"The chat template does not end turns with {end_of_turn!r}, so a recorded turn cannot be continued. Use a "
+            "template that does, or send the messages without token fields."
+        )
+    if recorded[-1] == end_of_turn_id:
+        position += len(end_of_turn)
+    return [*recorded, *encode(whole_text[position:])]

@@ -3,7 +3,8 @@
 Invariant: every reply of `/v1/chat/completions` names the policy version that drew its tokens, in the body and in the
 `x-policy-version` header (the oldest, where a refit came in between; `version_spans` then has all), and carries prompt and
 generation token IDs with log-probabilities in the message. Every failure is a JSON `error` with a stable `code`; 4xx means the
-request cannot be answered, 503 that this replica must not answer now.
+request cannot be answered, 503 that this replica must not answer now. The metric
+`roundhouse_engine_ready` is 1 exactly when the replica answers with the version that is wanted of it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from typing import Any
 
 import orjson
 
-from roundhouse.generation import metrics
-from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.continuation import ContinuationBroken
+from roundhouse.generation.chat import ChatCodec, ContinuationBroken
 from roundhouse.generation.engine import AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
@@ -108,13 +107,7 @@ class ChatServer:
         except ContinuationBroken as error:
             await reply_error(send, 400, "continuation_broken", str(error), "messages")
         else:
-            told = {
-                "count": len(tokens),
-                "max_model_len": self.codec.max_model_len,
-                "tokens": tokens,
-                "token_strs": None,
-            }
-            await reply(send, 200, told)
+            await reply(send, 200, token_list(tokens, self.codec.max_model_len))
         return True
 
     async def _chat(self, receive: Receive, send: Send) -> None:
@@ -173,15 +166,20 @@ class ChatServer:
 
     async def _ready(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
-        ready = metrics.holds_desired_version(status)
+        ready = holds_desired_version(status)
         told = {"ready": ready, "policy_version": status["policy_version"], "desired": status["desired"]}
         await reply(send, 200 if ready else 503, told | {"error": status["error"]})
 
     async def _metrics(self, receive: Receive, send: Send) -> None:
-        text = metrics.page(self.policy.status()).encode() + await metrics.told_by(self.policy.engine.openai_app())
+        text = metrics_page(self.policy.status()).encode() + await engine_metrics_page(self.policy.engine.openai_app())
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": text})
+
+
+def token_list(tokens: list[int], max_model_len: int) -> dict[str, Any]:
+    """The answer of /tokenize, in vLLM's shape."""
+    return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": None}
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -229,3 +227,69 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+METRICS = {
+    "roundhouse_engine_ready": "Whether the replica answers with the wanted version.",
+    "roundhouse_engine_policy_version": "Version that it answers with; -1 before the first.",
+    "roundhouse_engine_wanted_version": "Version that is wanted of it; -1 before the first.",
+    "roundhouse_engine_refits_total": "Refits since it started.",
+    "roundhouse_engine_refit_seconds": "Duration of the newest refit.",
+}
+
+
+def holds_desired_version(status: dict[str, Any]) -> bool:
+    """Whether a replica (`ServedPolicy.status`) answers, and with the newest version that it was asked for."""
+    wanted = status["desired"] or {}
+    return bool(
+        status["ready"]
+        and wanted.get("weights") is not None
+        and (status["policy_version"], status["weights"]) == (wanted.get("policy_version"), wanted.get("weights"))
+    )
+
+
+def metrics_page(status: dict[str, Any]) -> str:
+    """The replica's own metrics, in Prometheus' text format."""
+    wanted = (status["desired"] or {}).get("policy_version")
+    values = {
+        "roundhouse_engine_ready": int(holds_desired_version(status)),
+        "roundhouse_engine_policy_version": -1 if status["policy_version"] is None else status["policy_version"],
+        "roundhouse_engine_wanted_version": -1 if wanted is None else wanted,
+        "roundhouse_engine_refits_total": status["refits"],
+        "roundhouse_engine_refit_seconds": status["refit_seconds"],
+    }
+    lines = []
+    for name, meaning in METRICS.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name} {float(values[name])}"]
+    return "\n".join(lines) + "\n"
+
+
+async def engine_metrics_page(app: AsgiApp | None) -> bytes:
+    """The engine's own metrics; empty where it has none."""
+    if app is None:
+        return b""
+    found: list[dict[str, Any]] = []
+
+    async def keep(message: dict[str, Any]) -> None:
+        found.append(message)
+
+    async def nothing() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/metrics",
+        "raw_path": b"/metrics",
+        "query_string": b"",
+        "headers": [],
+    }
+    await app(
+        scope | {"http_version": "1.1", "scheme": "http", "root_path": "", "client": None, "server": None},
+        nothing,
+        keep,
+    )
+    if not found or found[0].get("status") != 200:
+        return b""
+    return b"".join(message.get("body", b"") for message in found[1:])

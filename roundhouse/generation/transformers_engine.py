@@ -10,45 +10,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import orjson
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.chat_server import Receive, Send, read_body, reply, reply_error, token_list
 from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
-from roundhouse.weight_sync.tensor_files import iterate
-
-if TYPE_CHECKING:
-    import torch
-
-    from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.transformers_batch import (
+    Change,
+    build_model,
+    generate_batch,
+    give_back_memory,
+    load_into,
+    score_tokens,
+)
 
 BATCH = 64
 """Requests answered together at most; `engine_args: {max_num_seqs: 1}` answers each alone, bit for bit the same each time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """New weights, as the running batch has to know of them."""
-
-    version: int
-    running: InflightRequests = "continue"
-    recompute: bool = True
-    """Keys and values of the tokens so far are computed anew."""
-
-
-Between = Callable[[], Change | None]
-"""Called before each token; what was done to the model since the one before."""
 
 
 class TransformersEngine:
     """`Engine` over `AutoModelForCausalLM`, in a thread of its own."""
 
     def __init__(self, config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> None:
-        from roundhouse.generation.openai_routes import OpenAIRoutes
-
         self.config = config
         self.max_model_len = config.max_model_len
         self._batch = int(config.engine_args.get("max_num_seqs", BATCH))
@@ -174,146 +162,33 @@ class TransformersEngine:
         return build_model(self._model_dir, self.config)
 
 
-def build_model(model_dir: str, config: GenerationConfig) -> Any:
-    """A model of the directory's config.json with arbitrary weights, ready to be loaded."""
-    import torch
+class OpenAIRoutes:
+    """/v1/models, /detokenize, and /tokenize of plain text; conversations are tokenised by the chat server."""
 
-    if config.gpus_per_replica == 0:
-        torch.set_num_threads(1)
-    dtype = getattr(torch, config.dtype)
-    with lean_transformers():  # a model's own module is imported when the model is built
-        from transformers import AutoConfig, AutoModelForCausalLM
+    def __init__(self, codec: ChatCodec, model: str) -> None:
+        self.codec = codec
+        self.model = model
 
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
-    return model.to("cuda") if config.gpus_per_replica > 0 else model
-
-
-def give_back_memory() -> None:
-    """Return what nothing refers to any more to the GPU and to the machine."""
-    import ctypes
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps freed pages for itself
-    except (OSError, AttributeError):
-        return  # another C library: it has its own way
-
-
-def load_into(model: Any, directory: str) -> None:
-    """Copy every tensor of a Hugging Face directory into the model, in place.
-
-    Raises:
-        RuntimeError: a parameter found no tensor, or a tensor no parameter.
-    """
-    from pathlib import Path
-
-    import torch
-
-    tensors = dict(iterate(Path(directory)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name not in tensors:
-                raise RuntimeError(f"{directory} lacks {name}.")
-            parameter.copy_(tensors.pop(name))
-    leftover = sorted(set(tensors) - set(model.state_dict()))
-    if leftover:
-        raise RuntimeError(f"{directory} has {leftover[0]}, which the model has not.")
-
-
-def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of all tokens but the first, each given those before it."""
-    import torch
-
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        logits_TV = model(input_ids=torch.tensor([list(token_ids)], device=device)).logits[0, :-1].float()
-        chosen_T = torch.tensor(list(token_ids)[1:], device=device)
-        scores: list[float] = torch.log_softmax(logits_TV, dim=-1).gather(1, chosen_T[:, None])[:, 0].tolist()
-    return scores
-
-
-def generate_batch(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    draws: Sequence[Draw],
-    stop_token_ids: frozenset[int],
-    between: Between = lambda: None,
-    version: Callable[[], int] | None = None,
-) -> list[Generated]:
-    """Answer several prompts together; each row ends at a stop token or at its own limit.
-
-    Args:
-        between: may change the model's weights.
-        version: tells which the model holds; without it, the answers say nothing of versions.
-
-    Raises:
-        GenerationAborted: new weights came, and the batch was not to go on with them.
-    """
-    import torch
-
-    from roundhouse.generation.sampling import draw_row, generators
-
-    device = next(model.parameters()).device
-    all_ids, mask = _left_padded(prompts, device)
-    input_ids = all_ids
-    rows, made = [_Row(draw) for draw in draws], generators(draws)
-    cache: Any = None
-    with torch.inference_mode():
-        while not all(row.finished for row in rows):
-            if (change := between()) is not None:
-                if change.running == "restart":
-                    raise GenerationAborted(f"Version {change.version} came while the answer was drawn.")
-                if change.recompute:
-                    cache, input_ids = None, all_ids
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-            out = model(
-                input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
-            cache, logits_BV = out.past_key_values, out.logits[:, -1].float().cpu()
-            for row, logits_V, generator in zip(rows, logits_BV, made, strict=True):
-                if not row.finished:
-                    row.add(*draw_row(logits_V, row.draw, generator), stop_token_ids, version and version())
-            input_ids = torch.tensor([[row.ids[-1]] for row in rows], device=device)
-            all_ids = torch.cat([all_ids, input_ids], dim=1)
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-    return [Generated(row.ids, row.log_probs, row.finished, row.versions or None) for row in rows]
-
-
-class _Row:
-    """An answer that grows."""
-
-    def __init__(self, draw: Draw) -> None:
-        self.draw = draw
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[tuple[int, int]] = []
-        self.finished = ""
-
-    def add(self, token: int, log_prob: float, stop_token_ids: frozenset[int], version: int | None) -> None:
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
-        if version is not None:
-            before = self.versions.pop() if self.versions and self.versions[-1][0] == version else (version, 0)
-            self.versions.append((version, before[1] + 1))
-        if token in stop_token_ids:
-            self.finished = "stop"
-        elif len(self.ids) >= self.draw.max_tokens:
-            self.finished = "length"
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token IDs and attention mask, both [rows, longest prompt]."""
-    import torch
-
-    longest = max(len(prompt) for prompt in prompts)
-    input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
-        mask[row, longest - len(prompt) :] = 1
-    return input_ids.to(device), mask.to(device)
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        route = (scope["method"], scope["path"])
+        if route == ("GET", "/v1/models"):
+            model = {
+                "id": self.model,
+                "object": "model",
+                "owned_by": "roundhouse",
+                "max_model_len": self.codec.max_model_len,
+            }
+            await reply(send, 200, {"object": "list", "data": [model]})
+            return
+        if route not in (("POST", "/tokenize"), ("POST", "/detokenize")):
+            await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
+            return
+        try:
+            body = orjson.loads(await read_body(receive))
+            if scope["path"] == "/tokenize":
+                found = token_list(self.codec.encode(body["prompt"]), self.codec.max_model_len)
+            else:
+                found = {"prompt": self.codec.tokenizer.decode(body["tokens"])}
+            await reply(send, 200, found)
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")

@@ -25,6 +25,7 @@ import orjson
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
+from roundhouse.generation.chat import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
 from roundhouse.generation.engine import (
     AsgiApp,
     Draw,
@@ -32,7 +33,6 @@ from roundhouse.generation.engine import (
     Generated,
     GenerationAborted,
 )
-from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
 

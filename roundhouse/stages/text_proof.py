@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import ConfigError
-from roundhouse.generation.tool_calls import TOOL_CALL_START, parse_hermes
+from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
 from roundhouse.rollout.responses import assistant_items
 from roundhouse.trajectories.proofs import Refusal
 from roundhouse.trajectories.records import Rollout, Turn

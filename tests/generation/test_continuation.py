@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundhouse.generation.continuation import ContinuationBroken, continue_prompt, newest_recorded
+from roundhouse.generation.chat import ContinuationBroken, continue_prompt, newest_recorded
 
 END = ord("$")
 

@@ -11,8 +11,12 @@ from transformers import AutoTokenizer
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import ConfigError
 from roundhouse.generation import vllm_worker
-from roundhouse.generation.interface import GenerationInterface, configure_generation_config, create_backend
-from roundhouse.generation.offline import VllmGeneration
+from roundhouse.generation.interface import (
+    GenerationInterface,
+    VllmGeneration,
+    configure_generation_config,
+    create_backend,
+)
 from roundhouse.generation.vllm_engine import engine_arguments
 from tests.generation import tiny
 

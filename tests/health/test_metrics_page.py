@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from roundhouse.activity import Activity
 from roundhouse.errors import ConfigError
-from roundhouse.generation import metrics as engine_metrics
+from roundhouse.generation import chat_server as engine_metrics
 from roundhouse.health import metrics_page
 from roundhouse.health.metrics_page import Announced, InFlight
 from roundhouse.http import request_metrics
@@ -94,9 +94,9 @@ def test_an_engine_is_ready_only_with_the_wanted_version() -> None:
         "refit_seconds": 1.5,
     }
     assert engine_metrics.holds_desired_version(status)
-    assert told(engine_metrics.page(status))[("roundhouse_engine_ready",)] == 1
+    assert told(engine_metrics.metrics_page(status))[("roundhouse_engine_ready",)] == 1
     fetching = status | {"desired": {"policy_version": 4, "weights": "s3://b/4"}}
-    page = told(engine_metrics.page(fetching))
+    page = told(engine_metrics.metrics_page(fetching))
     assert (page[("roundhouse_engine_ready",)], page[("roundhouse_engine_wanted_version",)]) == (0, 4)
     for other in ({"ready": False}, {"desired": None}, {"desired": {"policy_version": 3, "weights": None}}):
         assert not engine_metrics.holds_desired_version(status | other)
