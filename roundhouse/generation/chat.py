@@ -91,7 +91,8 @@ class ChatCodec:
         self.stop_token_ids = stop_token_ids(self.tokenizer, model_dir)
         self.end_of_turn_id = _end_of_turn(self.tokenizer, self.stop_token_ids)
         self.end_of_turn = self.tokenizer.convert_ids_to_tokens(self.end_of_turn_id)
-        self.vocabulary = max(len(self.tokenizer), _vocab_size(model_dir))
+        config = json.loads((Path(model_dir) / "config.json").read_text())
+        self.vocabulary = max(len(self.tokenizer), int(config.get("vocab_size", 0)))
         self._backend = self.tokenizer.backend_tokenizer
         self._special = frozenset(self.tokenizer.all_special_ids)
         self._template = str(self.tokenizer.chat_template)
@@ -206,17 +207,16 @@ def _recorded(request: ChatRequest) -> tuple[int | None, list[int]]:
 
 def template_messages(messages: Sequence[Message]) -> list[Message]:
     """Messages as chat templates want them: text content as a string, tool-call arguments as an object."""
-    return [_template_message(message) for message in messages]
-
-
-def _template_message(message: Message) -> Message:
-    out = {key: value for key, value in message.items() if not key.endswith(("_token_ids", "_log_probs"))}
-    content = message.get("content")
-    if isinstance(content, list):
-        out["content"] = "".join(part.get("text", "") for part in content)
-    if calls := message.get("tool_calls"):
-        out["tool_calls"] = [_template_call(call) for call in calls]
-    return out
+    rendered = []
+    for message in messages:
+        out = {key: value for key, value in message.items() if not key.endswith(("_token_ids", "_log_probs"))}
+        content = message.get("content")
+        if isinstance(content, list):
+            out["content"] = "".join(part.get("text", "") for part in content)
+        if calls := message.get("tool_calls"):
+            out["tool_calls"] = [_template_call(call) for call in calls]
+        rendered.append(out)
+    return rendered
 
 
 def _template_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -267,10 +267,6 @@ def _end_of_turn(tokenizer: Any, stop_ids: frozenset[int]) -> int:
     text: str = tokenizer.apply_chat_template(turn, tokenize=False)
     ends = [(text.rfind(tokenizer.convert_ids_to_tokens(stop)), stop) for stop in stop_ids]
     return max(ends)[1]
-
-
-def _vocab_size(model_dir: str) -> int:
-    return int(json.loads((Path(model_dir) / "config.json").read_text()).get("vocab_size", 0))
 
 
 class ContinuationBroken(DataError):

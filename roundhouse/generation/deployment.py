@@ -266,21 +266,18 @@ class _Serve:
         if application is None:
             return
         if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise DeploymentFailed(f"The policy deployment failed: {last_lines(_messages(application))}")
+            said = [application.get("message"), *(each.get("message") for each in application["deployments"].values())]
+            cause = last_lines("\n".join(filter(None, said)))
+            raise DeploymentFailed(f"The policy deployment failed: {cause}")
         for deployment in application["deployments"].values():
-            said = deployment.get("message") or ""
-            if "Error" in said and not is_of_another(said, digest):
-                raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(said)}")
+            message = deployment.get("message") or ""
+            if "Error" in message and not is_of_another(message, digest):
+                raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(message)}")
 
 
 def _client(url: str, headers: dict[str, str]) -> httpx.Client:
     # Reading the certificates of all authorities costs 30 ms of CPU; plain HTTP needs none.
     return httpx.Client(base_url=url, headers=headers, timeout=CALL_TIMEOUT_SECONDS, verify=url.startswith("https://"))
-
-
-def _messages(application: dict[str, Any]) -> str:
-    parts = [application.get("message") or "", *(d.get("message") or "" for d in application["deployments"].values())]
-    return "\n".join(part for part in parts if part)
 
 
 def is_of_another(said: str, digest: str) -> bool:

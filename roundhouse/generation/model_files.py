@@ -18,6 +18,7 @@ from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, model_location, sha256
 from roundhouse.weight_sync.cache import private_directory
 from roundhouse.weight_sync.checkpoint_files import local_path
+from roundhouse.weight_sync.tensor_files import INDEX
 
 
 def local_model(uri: str, cache: Path | None = None) -> Path:
@@ -42,12 +43,16 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
     ) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
     if not final.is_dir():
         files = Manifest.model_validate_json(data).model_files.by_name()
-        _place(source, {name: entry for name, entry in files.items() if _is_model_file(name)}, final)
+        _place(
+            source,
+            {
+                name: entry
+                for name, entry in files.items()
+                if "/" not in name and not name.endswith(".safetensors") and name != INDEX
+            },
+            final,
+        )
     return final
-
-
-def _is_model_file(name: str) -> bool:
-    return "/" not in name and not name.endswith(".safetensors") and name != "model.safetensors.index.json"
 
 
 def _place(source: Location, entries: dict[str, FileEntry], final: Path) -> None:

@@ -138,8 +138,13 @@ def read_request(body: Any, model: str) -> ChatRequest:
     if named != model:
         raise UnknownModel(f"The model {named!r} is not served here; the only one is {model!r}.", "model")
     for key, value in body.items():
-        if key not in READ and key not in DESCRIPTIVE and value is not None:
-            _refuse_unless_neutral(key, value)
+        if key in READ or key in DESCRIPTIVE or value is None:
+            continue
+        shown = f"{key}={value!r}" if len(repr(value)) <= 200 else key
+        if key not in NEUTRAL:
+            raise BadRequest(f"{shown} is not supported: this engine has no such field. Leave it out.", key)
+        if value not in NEUTRAL[key]:
+            raise BadRequest(f"{shown} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
     return ChatRequest(
         messages=_messages(body.get("messages")),
         tools=_tools(body),
@@ -151,14 +156,6 @@ def read_request(body: Any, model: str) -> ChatRequest:
         logprobs=_flag(body, "logprobs") and not _flag(body, "return_tokens_as_token_ids"),
         required_prefix=_required_prefix(body),
     )
-
-
-def _refuse_unless_neutral(key: str, value: Any) -> None:
-    told = f"{key}={value!r}" if len(repr(value)) <= 200 else key
-    if key not in NEUTRAL:
-        raise BadRequest(f"{told} is not supported: this engine has no such field. Leave it out.", key)
-    if value not in NEUTRAL[key]:
-        raise BadRequest(f"{told} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
 
 
 def _draw(body: dict[str, Any]) -> Draw:
@@ -240,30 +237,24 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise BadRequest(f"messages[{index}] must be an object with a role among {sorted(ROLES)}.", "messages")
-        _check_content(index, message.get("content"))
-        _check_calls(index, message.get("tool_calls"))
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list):
+            readable = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+        else:
+            readable = content is None or isinstance(content, str)
+        if not readable:
+            raise BadRequest(f"messages[{index}].content must be text, or a list of text parts.", "messages")
+        if calls is not None and not (
+            isinstance(calls, list)
+            and all(
+                isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]
+                for call in calls
+            )
+        ):
+            raise BadRequest(f"messages[{index}].tool_calls must be a list of function calls.", "messages")
         if any(message.get(key) is not None for key in TOKEN_FIELDS):
             _check_token_fields(index, message)
     return messages
-
-
-def _check_content(index: int, content: Any) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list) or not all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        raise BadRequest(f"messages[{index}].content must be text, or a list of text parts.", "messages")
-
-
-def _check_calls(index: int, calls: Any) -> None:
-    if calls is None:
-        return
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]
-        for call in calls
-    ):
-        raise BadRequest(f"messages[{index}].tool_calls must be a list of function calls.", "messages")
 
 
 def _check_token_fields(index: int, message: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]
     """
     _check_config(directory, model_dir)
     found = shapes(directory)
+    served = json.loads((model_dir / "config.json").read_text())
+    # A checkpoint may repeat a tensor although it is tied to another.
+    tied = {"lm_head.weight"} if served.get("tie_word_embeddings", False) else set()
     for name, shape in expected.items():
         if name not in found:
             raise WeightsRefused(
@@ -64,14 +67,8 @@ def check(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]
             )
         if found[name] != shape:
             raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
-    if surplus := sorted(found.keys() - expected.keys() - _tied_names(model_dir)):
+    if surplus := sorted(found.keys() - expected.keys() - tied):
         raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
-
-
-def _tied_names(model_dir: Path) -> set[str]:
-    """Tensors that a checkpoint may repeat although they are tied to another."""
-    tied = json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False)
-    return {"lm_head.weight"} if tied else set()
 
 
 def _check_config(directory: Path, model_dir: Path) -> None:

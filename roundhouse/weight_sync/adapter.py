@@ -115,21 +115,18 @@ def merge(base: Path, adapter: Path, target: Path, dtype: str) -> None:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 weight = file.get_tensor(name)
                 if (pair := pairs.pop(name, None)) is not None:
-                    weight = _merged(name, weight, *pair, scaling)
+                    low, high = pair
+                    if weight.shape != (high.shape[0], low.shape[1]) or low.shape[0] != high.shape[1]:
+                        raise DataError(
+                            f"The adapter of {name} has shapes {tuple(high.shape)} and {tuple(low.shape)}, the weight "
+                            f"{tuple(weight.shape)}. It is of another model."
+                        )
+                    weight = weight.to(low.dtype) + scaling * (high @ low)
                 tensors[name] = weight.to(wanted) if weight.is_floating_point() else weight
         save_file(tensors, target / path.name, metadata={"format": "pt"})
     if pairs:
         raise DataError(f"The adapter {adapter} is for {min(pairs)}, which {base} has not. It is of another model.")
     copy_side_files(base, target)
-
-
-def _merged(name: str, weight: Any, low: Any, high: Any, scaling: float) -> Any:
-    if weight.shape != (high.shape[0], low.shape[1]) or low.shape[0] != high.shape[1]:
-        raise DataError(
-            f"The adapter of {name} has shapes {tuple(high.shape)} and {tuple(low.shape)}, the weight {tuple(weight.shape)}. "
-            "It is of another model."
-        )
-    return weight.to(low.dtype) + scaling * (high @ low)
 
 
 def _read(adapter: Path) -> tuple[dict[str, tuple[Any, Any]], float]:

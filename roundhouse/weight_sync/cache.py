@@ -83,10 +83,17 @@ class NodeCache:
 
     def evict(self) -> None:
         """Delete what nobody holds, the longest unused first, until the rest is within the bound."""
-        entries = [path for path in self.directory.iterdir() if not path.name.startswith(".")]
-        sized = sorted(((_used(path), _size(path), path) for path in entries), key=lambda found: -found[0])
+        entries = []
+        for path in self.directory.iterdir():
+            with suppress(FileNotFoundError):  # another process deleted it
+                if not path.name.startswith("."):
+                    entries.append((path.stat().st_mtime, path))
         kept = 0
-        for _, size, path in sized:
+        for _, path in sorted(entries, reverse=True):
+            size = 0
+            for file in path.rglob("*"):
+                with suppress(FileNotFoundError):
+                    size += file.lstat().st_size
             kept += size
             if kept > self.max_bytes and self._delete(path):
                 kept -= size
@@ -184,21 +191,6 @@ def private_directory(parent: Path, name: str) -> Path:
 def node_cache(max_bytes: int) -> NodeCache:
     """The cache that all replicas of this user on this node share."""
     return NodeCache(private_directory(Path(tempfile.gettempdir()), "roundhouse-weights"), max_bytes)
-
-
-def _used(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _size(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += file.lstat().st_size
-    return total
 
 
 def entry_key(*parts: str | None) -> str:

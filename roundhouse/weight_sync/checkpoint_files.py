@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -174,17 +174,16 @@ def download(source: Location, sizes: Mapping[str, int], directory: Path, thread
             os.pwrite(files[name], data, begin)
 
         with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
-            for _ in pool.map(fetch, _ranges(sizes)):
+            ranges = (
+                (name, begin, min(size, begin + RANGE_BYTES))
+                for name, size in sizes.items()
+                for begin in range(0, size, RANGE_BYTES)
+            )
+            for _ in pool.map(fetch, ranges):
                 pass
     finally:
         for descriptor in files.values():
             os.close(descriptor)
-
-
-def _ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    for name, size in sizes.items():
-        for begin in range(0, size, RANGE_BYTES):
-            yield name, begin, min(size, begin + RANGE_BYTES)
 
 
 def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:

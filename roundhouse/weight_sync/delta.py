@@ -178,10 +178,13 @@ def apply_delta(base: Path, place: Location, target: Path, *, threads: int = 1) 
         for file in delta.weights:
             with (staging / file.name).open("wb") as stream:
                 stream.write(_buffer(_whole(file.header, reader)))
-                for data in _tensors(file, held, reader, threads):
-                    stream.write(_buffer(data))
+                for piece in _tensors(file, held, reader, threads):
+                    stream.write(_buffer(piece))
         for side in delta.side_files:
-            _place_side_file(side, base, staging, reader)
+            data = (base / side.name).read_bytes() if side.pieces is None else bytes(_whole(side.pieces, reader))
+            if hashlib.sha256(data).hexdigest() != side.sha256:
+                raise DataError(f"{side.name} is not what {reader.uri} was made from. Fetch the whole checkpoint.")
+            (staging / side.name).write_bytes(data)
         staging.rename(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -192,6 +195,8 @@ def _tensor_delta(tensor: Tensor, old: Tensor | None, writer: _Parts, threads: i
     comparable = old is not None and (old.dtype, len(old.data)) == (tensor.dtype, len(tensor.data))
     size = tensor.element_bytes
 
+    spans = (slice(begin, begin + PIECE_BYTES) for begin in range(0, len(tensor.data), PIECE_BYTES))
+
     def encoded(span: slice) -> tuple[Codec, int, bytes]:
         data = tensor.data[span]
         if old is None or not comparable:
@@ -199,7 +204,7 @@ def _tensor_delta(tensor: Tensor, old: Tensor | None, writer: _Parts, threads: i
         codec, change = encode(old.data[span], data, size)
         return codec, len(data), change
 
-    pieces = [writer.add(*found) for found in parallel_map(threads, encoded, _spans(len(tensor.data)))]
+    pieces = [writer.add(*found) for found in parallel_map(threads, encoded, spans)]
     return TensorDelta(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -289,13 +294,6 @@ def _with_data(tensor: TensorDelta, reader: _PartReader) -> Iterator[tuple[Piece
         begin += piece.size
 
 
-def _place_side_file(side: SideFile, base: Path, target: Path, reader: _PartReader) -> None:
-    data = (base / side.name).read_bytes() if side.pieces is None else bytes(_whole(side.pieces, reader))
-    if hashlib.sha256(data).hexdigest() != side.sha256:
-        raise DataError(f"{side.name} is not what {reader.uri} was made from. Fetch the whole checkpoint.")
-    (target / side.name).write_bytes(data)
-
-
 def _whole(pieces: Iterable[Piece], reader: _PartReader) -> np.ndarray:
     return np.concatenate([decode_whole(reader.piece(piece), piece.size) for piece in pieces])
 
@@ -320,11 +318,6 @@ class _PartReader:
 
 def _by_name(directory: Path) -> dict[str, Tensor]:
     return {tensor.name: tensor for path in weight_files(directory) for tensor in TensorFile(path).tensors()}
-
-
-def _spans(size: int) -> Iterator[slice]:
-    for begin in range(0, size, PIECE_BYTES):
-        yield slice(begin, min(size, begin + PIECE_BYTES))
 
 
 def _digest(data: np.ndarray) -> str:

@@ -259,7 +259,10 @@ class Sender:
             if self._joined() == served:
                 self._left.wait(POLL_SECONDS)
                 continue
-            last = self._gathered(served)
+            deadline = time.monotonic() + min(GATHER_SECONDS, self._seconds / 2)
+            while (came := self._joined()) < len(self._expected) and time.monotonic() < deadline:
+                self._left.wait(POLL_SECONDS)
+            last = max(came, served + 1)
             try:
                 self._group(range(served + 1, last + 1))
                 self.sent += 1
@@ -270,12 +273,6 @@ class Sender:
     def _joined(self) -> int:
         return int(self._store.add(f"{self._key}/joined", 0))
 
-    def _gathered(self, served: int) -> int:
-        deadline = time.monotonic() + min(GATHER_SECONDS, self._seconds / 2)
-        while (came := self._joined()) < len(self._expected) and time.monotonic() < deadline:
-            self._left.wait(POLL_SECONDS)
-        return max(came, served + 1)
-
     def _group(self, numbers: range) -> None:
         members = [json.loads(self._store.get(f"{self._key}/member/{number}")) for number in numbers]
         size = 1 + sum(member["workers"] for member in members)
@@ -284,7 +281,9 @@ class Sender:
         if self._backend == "gloo":
             init |= {"master_port": self._store.port, "group": group, "seconds": self._seconds}
         else:
-            init |= {"master_port": _free_port(self._address), "packed": True}
+            with socket.socket() as probe:
+                probe.bind((self._address, 0))
+                init |= {"master_port": int(probe.getsockname()[1]), "packed": True}
         update = {
             "names": [one.name for one in self._described],
             "dtype_names": [one.dtype for one in self._described],
@@ -353,12 +352,6 @@ def _require_gpu() -> None:
         raise ConfigError(
             "generation.transfer_backend is nccl, which sends from a GPU, and the process that refits has none. Set it to gloo."
         )
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _first_line(error: BaseException) -> str:

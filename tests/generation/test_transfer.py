@@ -167,7 +167,7 @@ def test_what_bars_a_transfer_is_told_and_the_checkpoint_is_read(
         (replica,) = engine.ensure(CONFIG, model, str(second), 101, by(late, second))
         assert (replica.transport, replica.transport_note) == (
             "store",
-            "transfer: this replica was not there when the weights were offered",
+            "transfer: this replica was not there when the weights were published",
         )
         assert sending.sent == 0
         # The sender's are not the weights that are wanted.
