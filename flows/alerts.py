@@ -3,7 +3,7 @@
 Invariant: an automation of ours is known by its name. Installing again changes neither what a person has added to one (an
 e-mail, a Slack message) nor whether it is switched on, and `roundhouse up` brings back none that a person has deleted.
 
-What needs no account: each alert is in the run's record (`roundhouse runs activity`), in MLflow and in Prefect's event feed;
+What needs no account: each alert is in the run's record (`roundhouse runs status`), in MLflow and in Prefect's event feed;
 with `--webhook`, it is sent to that URL as JSON; with `--suspend`, the run waits for a person.
 """
 

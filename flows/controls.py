@@ -1,4 +1,4 @@
-"""Pause, resume, retry and cancel by the run's id: what the buttons of the Prefect page do.
+"""Pause, resume and cancel by the run's id: what the buttons of the Prefect page do.
 
 Invariant: only the flow run that a deployment started is touched, the newest one of the run; its iterations follow it.
 """
@@ -95,11 +95,6 @@ def cancel(run_id: str) -> str:
     return _ask(run_id, at_work, Cancelling())
 
 
-def retry(run_id: str) -> str:
-    """Run a failed flow run again; its id."""
-    return _ask(run_id, (StateType.FAILED, StateType.CRASHED, StateType.CANCELLED), AwaitingRetry())
-
-
 def delete(run_id: str) -> int:
     """Delete the run's flow runs with what they show (tasks, logs, artifacts), however they were started; how many.
 
@@ -122,8 +117,14 @@ def delete(run_id: str) -> int:
 
 
 def resume(run_id: str) -> str | None:
-    """Let a paused flow run of this run go on; its id, or None when none is paused."""
+    """Continue the run's newest flow run: a paused one resumes, one that failed, crashed or was cancelled runs again.
+
+    Returns its id; None when there is none, or it is in another state.
+    """
     with get_client(sync_client=True) as client:
+        newest = _newest(client, run_id)
+        if newest is not None and newest.state_type in (StateType.FAILED, StateType.CRASHED, StateType.CANCELLED):
+            return _set_state(client, newest, AwaitingRetry())
         return let_go_on(client, run_id)
 
 
@@ -157,10 +158,14 @@ def _ask(run_id: str, possible: tuple[StateType, ...], state: State) -> str:
                 f"Run {run_id!r} has no flow run that is {' or '.join(each.value for each in possible)}: the newest is "
                 f"{newest.state_name}."
             )
-        reply = client.set_flow_run_state(newest.id, state)
-        if reply.status != SetStateStatus.ACCEPT:
-            raise InfraError(f"Prefect refuses {state.name} for flow run {newest.id}: {reply.details}")
-        return str(newest.id)
+        return _set_state(client, newest, state)
+
+
+def _set_state(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> str:
+    reply = client.set_flow_run_state(flow_run.id, state)
+    if reply.status != SetStateStatus.ACCEPT:
+        raise InfraError(f"Prefect refuses {state.name} for flow run {flow_run.id}: {reply.details}")
+    return str(flow_run.id)
 
 
 def _newest(client: SyncPrefectClient, run_id: str) -> FlowRun | None:

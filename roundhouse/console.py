@@ -164,7 +164,7 @@ class RunView(logging.Handler):
             if step == "skip"
             else "the run ends"
         )
-        self.say(f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs activity`")
+        self.say(f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs status`")
 
     def _on_evaluate(self, version: int, finished: int, planned: int) -> None:
         self.activity(f"evaluating version {version}", finished, planned, self._pace.note())

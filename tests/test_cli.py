@@ -114,13 +114,28 @@ def test_exit_codes_tell_whether_the_same_command_can_help(
 
 
 @pytest.mark.parametrize(
+    ("command", "today"),
+    [
+        ("runs why quickstart 12 --json", "runs lineage"),
+        ("runs activity r", "runs status"),
+        ("runs retry r --store s", "runs resume"),
+        ("datasets retain nightly --keep-last 1", "datasets prune"),
+    ],
+)
+def test_a_command_of_before_is_refused_with_the_word_of_today(command: str, today: str) -> None:
+    error = CliRunner().invoke(app, shlex.split(command)).exception
+    assert isinstance(error, ConfigError)
+    assert f"is now `roundhouse {today}`" in str(error)
+
+
+@pytest.mark.parametrize(
     "command",
     [
-        *("runs show nosuch", "runs resume nosuch", "runs cost nosuch", "runs activity nosuch", "runs approve nosuch"),
-        *("runs why nosuch 1", "runs why r 99", "runs compare r nosuch", "runs fork nosuch --run-id new"),
+        *("runs show nosuch", "runs resume nosuch", "runs cost nosuch", "runs status nosuch", "runs approve nosuch"),
+        *("runs lineage nosuch 1", "runs lineage r 99", "runs compare r nosuch", "runs fork nosuch --run-id new"),
         *("runs fork r --run-id new --at 99", "view nosuch", "view r --iteration 99"),
         *("train-offline nosuch --run-id new --dataset d", "train-offline r --run-id new --dataset nosuch"),
-        *("export nosuch --output out --iteration 1", "datasets list nosuch", "datasets retain nosuch --keep-last 1"),
+        *("export nosuch --output out --iteration 1", "datasets list nosuch", "datasets prune nosuch --keep-last 1"),
         pytest.param('query "SELECT 1 FROM rollouts" --run nosuch', id="query"),
     ],
 )
@@ -156,7 +171,7 @@ def test_one_variable_names_the_store_and_beside_it_the_services_from_any_direct
     monkeypatch.setenv("ROUNDHOUSE_STORE", str(tmp_path / "place/store"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     assert "r " in CliRunner().invoke(app, ["runs", "list"]).stdout
-    for command in ("pause", "cancel", "retry"):
+    for command in ("pause", "cancel"):
         error = CliRunner().invoke(app, ["runs", command, "r"]).exception
         assert f"No Prefect server runs in {tmp_path / 'place/services'}" in str(error)
     (tmp_path / "run.yaml").write_text("run_id: mine")

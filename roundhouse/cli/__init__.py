@@ -9,7 +9,6 @@ import typer
 
 from roundhouse import __version__
 from roundhouse.cli import (
-    activity,
     alerts,
     cost,
     decisions,
@@ -23,13 +22,21 @@ from roundhouse.cli import (
     schedules,
     services,
     simulation,
+    status,
     store,
     training,
     view,
 )
 from roundhouse.cli.options import error_console, out
-from roundhouse.errors import RoundhouseError
+from roundhouse.errors import ConfigError, RoundhouseError
 
+RENAMED_COMMANDS = (
+    (runs.app, "runs", "why", "lineage"),
+    (runs.app, "runs", "activity", "status"),
+    (runs.app, "runs", "retry", "resume"),
+    (offline.datasets_app, "datasets", "retain", "prune"),
+)
+"""Group, its name, a word of before and the one of today: the earlier word is refused with the new one."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -51,7 +58,7 @@ app.add_typer(deploy.app)
 runs.app.add_typer(cost.app)
 runs.app.command("approve")(decisions.runs_approve)
 app.add_typer(runs.app, name="runs")
-runs.app.command("activity")(activity.runs_activity)
+runs.app.command("status")(status.runs_status)
 app.add_typer(offline.app)
 app.add_typer(offline.datasets_app, name="datasets")
 app.add_typer(schedules.app, name="schedule")
@@ -63,6 +70,16 @@ app.add_typer(gym_data.export_app)
 app.add_typer(query.app)
 app.add_typer(view.app)
 app.add_typer(simulation.app)
+
+
+def _refuse_renamed(group: typer.Typer, name: str, old: str, new: str) -> None:
+    @group.command(old, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def refuse() -> None:
+        raise ConfigError(f"`roundhouse {name} {old}` is now `roundhouse {name} {new}`.")
+
+
+for _renamed in RENAMED_COMMANDS:
+    _refuse_renamed(*_renamed)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""`roundhouse runs why | compare`: what a checkpoint was trained on, what became of a row, and how two runs differ."""
+"""`roundhouse runs lineage | compare`: what a checkpoint was trained on, what became of a row, and how two runs differ."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ITERATIONS_SHOWN, SPARK_WIDTH = 16, 32
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-@app.command("why")
-def why(
+@app.command("lineage")
+def lineage(
     run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="A run.")] = None,
     version: Annotated[int | None, typer.Argument(metavar="VERSION", help="A policy version of it.", min=0)] = None,
     row: Annotated[str | None, typer.Option("--row", help="A task_id: which checkpoints it went into.")] = None,
@@ -30,13 +30,15 @@ def why(
     as_json: JsonOption = False,
     limit: Annotated[int, typer.Option(help="Rows shown on a terminal; JSON has all.", min=1)] = 20,
 ) -> None:
-    """Why a checkpoint is as it is: the rows, prompts, policy versions, seeds and code behind it. Or what became of a row."""
+    """What a checkpoint was trained on: rows, prompts, policy versions, seeds, code. Or which checkpoints a row went into."""
     if row is not None:
         if version is not None:
             raise typer.BadParameter("--row asks about all versions: leave VERSION out.")
         return _show_row(store, row, run_id, as_json)
     if run_id is None or version is None:
-        raise typer.BadParameter("Name a run and a version (roundhouse runs why quickstart 12), or a row with --row.")
+        raise typer.BadParameter(
+            "Name a run and a version (roundhouse runs lineage quickstart 12), or a row with --row."
+        )
     from roundhouse.query.lineage import trained_on
 
     found = trained_on(store, run_id, version)

@@ -105,8 +105,8 @@ def datasets_list(
     console().print(table)
 
 
-@datasets_app.command("retain")
-def datasets_retain(
+@datasets_app.command("prune")
+def datasets_prune(
     name: Annotated[str, typer.Argument(help="The dataset.")],
     keep_last: Annotated[int | None, typer.Option(help="Keep so many newest versions.", min=1)] = None,
     keep_days: Annotated[float | None, typer.Option(help="Keep versions younger than this.", min=0)] = None,

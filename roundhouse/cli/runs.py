@@ -201,22 +201,26 @@ def runs_resume(
     ] = None,
     comment: Annotated[str, typer.Option(help="Why the budget is raised; kept with it.")] = "",
     store: StoreOption = DEFAULT_STORE,
+    here: Annotated[
+        bool, typer.Option("--here", help="Train in this terminal, also where a deployment's flow run could continue.")
+    ] = False,
     dry_run: DryRun = False,
     trust_store: TrustStore = False,
 ) -> None:
-    """Go on with a run after its last complete stage: let its paused flow run go on, or train it here.
+    """Continue a run after its last complete stage, also one that failed.
 
-    The configuration is the store's, but for what --set changes.
+    A paused, failed, crashed or cancelled flow run of a deployment continues there; else, and with --here or --set, the run
+    trains in this terminal. The configuration is the store's, with the changes of --set.
     """
     if budget and not dry_run:
         from roundhouse.cli.decisions import raise_limits
 
         raise_limits(store, run_id, budget, comment)
-    if not (overrides or dry_run) and find_prefect(state_of(store, None)):
+    if not (overrides or here or dry_run) and find_prefect(state_of(store, None)):
         from flows.controls import resume
 
         if (flow_run := resume(run_id)) is not None:
-            out(f"{run_id}: its paused flow run {flow_run} goes on")
+            out(f"{run_id}: its flow run {flow_run} continues; to train in this terminal instead, add --here")
             return
     from roundhouse.config.loading import apply_override, parse_config
     from roundhouse.store.run import load_run
@@ -261,16 +265,7 @@ def runs_cancel(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: State
     at_prefect(state_of(store, state))
     from flows.controls import cancel
 
-    out(f"{run_id}: flow run {cancel(run_id)} is being cancelled. Go on: roundhouse runs retry {run_id}")
-
-
-@app.command("retry")
-def runs_retry(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateOfStoreOption = None) -> None:
-    """Run a failed, crashed or cancelled flow run again; it goes on at the stage where it was."""
-    at_prefect(state_of(store, state))
-    from flows.controls import retry
-
-    out(f"{run_id}: flow run {retry(run_id)} runs again")
+    out(f"{run_id}: flow run {cancel(run_id)} is being cancelled. Continue: roundhouse runs resume {run_id}")
 
 
 @app.command("fork")

@@ -34,7 +34,7 @@ class FailuresConfig(Section):
     """A stage in which nothing moves for so long is given up and tried again. Unset: 900, or half as much again as the longest
     time limit in the configuration, where that is more."""
     heartbeat_seconds: PositiveFloat = 10
-    """How often the run's process writes down what is in flight (`roundhouse runs activity`)."""
+    """How often the run's process writes down what is in flight (`roundhouse runs status`)."""
 
 
 def stall_seconds(config: RunConfig) -> float:

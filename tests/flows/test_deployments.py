@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flows import controls
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
@@ -136,7 +137,8 @@ def _fail_and_retry(told: Story) -> None:
     told.complete_at_failure = _finished(served.run(RUN))
     until(lambda: not served.processes(), "the end of the failed process")
     _obstacle(told).unlink()
-    served.ask(flow_run, type="SCHEDULED", name="AwaitingRetry")
+    with served.at_prefect():
+        assert controls.resume(RUN) == flow_run, "what the page's Retry does, by `runs resume`"
 
 
 def _cancel_and_run_again(told: Story) -> None:

@@ -195,7 +195,7 @@ def _raise_the_budget(told: Story, flow_run: str) -> None:
     command += ["--store", served.store, "--budget", "generated_tokens=1e6", "--comment", "all of it"]
     environment = os.environ | served.services.environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=served.directory)
-    assert "goes on" in done.stdout, done
+    assert "continues" in done.stdout, done
 
 
 def _approve(told: Story, flow_run: str) -> None:

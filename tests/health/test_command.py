@@ -1,4 +1,4 @@
-"""`roundhouse runs activity`, as a person and as a program calls it."""
+"""`roundhouse runs status`, as a person and as a program calls it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roundhouse.store.run import open_run
 def test_it_shows_what_is_in_flight_and_the_newest_errors(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     run = open_run(parse_config({"run_id": "r", "store": store}))
-    asked = ["runs", "activity", "r", "--store", store]
+    asked = ["runs", "status", "r", "--store", store]
     with pytest.raises(StoreError, match="no heartbeat"):
         CliRunner().invoke(app, asked, catch_exceptions=False)
     activity, reporter = Activity(), ErrorReporter()

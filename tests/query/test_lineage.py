@@ -1,4 +1,4 @@
-"""`runs why` and `runs compare`: what a checkpoint was trained on, what became of a row, how two runs differ."""
+"""`runs lineage` and `runs compare`: what a checkpoint was trained on, what became of a row, how two runs differ."""
 
 import json
 
@@ -119,11 +119,11 @@ def test_the_commands_tell_people_and_programs(store: str) -> None:
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert json.loads(said("why", "wide", "4", "--json"))["segments"][1]["run_id"] == "base"
-    assert "sum/0" in said("why", "base", "3")
-    assert "no iteration stands behind it" in said("why", "base", "0")
-    assert json.loads(said("why", "--row", "sum/1", "--json"))["row"] == "sum/1"
-    assert "versions 1 to 3" in said("why", "--row", "sum/1")
+    assert json.loads(said("lineage", "wide", "4", "--json"))["segments"][1]["run_id"] == "base"
+    assert "sum/0" in said("lineage", "base", "3")
+    assert "no iteration stands behind it" in said("lineage", "base", "0")
+    assert json.loads(said("lineage", "--row", "sum/1", "--json"))["row"] == "sum/1"
+    assert "versions 1 to 3" in said("lineage", "--row", "sum/1")
     assert json.loads(said("compare", "base", "other", "--json"))["curves"]
     assert "train.optimizer.learning_rate" in said("compare", "base", "other")
 

@@ -1,4 +1,4 @@
-"""`roundhouse runs activity`: what a run is doing now, and what went wrong."""
+"""`roundhouse runs status`: what a run is doing now, and what went wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATES = {
 COLORS = {"healthy": "green", "warning": "yellow", "error": "red"}
 
 
-def runs_activity(
+def runs_status(
     run_id: str,
     store: StoreOption = DEFAULT_STORE,
     errors: Annotated[int, typer.Option(help="How many of the newest errors to show.", min=0)] = 5,
