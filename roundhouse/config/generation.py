@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
+from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, Section, is_recorded
 from roundhouse.config.weight_sync import WeightSync, check_transport, known_backend
 
 if TYPE_CHECKING:
@@ -64,40 +64,40 @@ class GenerationConfig(Section):
     """The inference engine and how it is served."""
 
     backend: Literal["vllm", "transformers"] = "vllm"
-    replicas: PositiveInt = 1
+    replicas: Operational[PositiveInt] = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: PositiveInt = 512
     """Prompt and generation together, in tokens."""
     sampling: Sampling = Sampling()
     tool_call_parser: str = "hermes"
     """vLLM's name of the parser that turns text into tool calls. The transformers backend has hermes alone."""
-    kv_cache_gib: PositiveFloat = 0.5
+    kv_cache_gib: Operational[PositiveFloat] = 0.5
     """Memory of the key-value cache of one replica on CPU, in GiB."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    gpu_memory_utilization: Operational[Annotated[float, Field(gt=0, le=1)]] = 0.85
     """Share of a GPU's memory that a replica takes. Without a GPU it is not used."""
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0
     """0 runs on CPU."""
     engine_args: Parameters = Field(default_factory=dict)
     """More arguments of vLLM's engine, by their names, but none that loads code or replaces what a run depends on. The
     transformers backend knows `max_num_seqs`."""
-    engine_url: str | None = None
+    engine_url: Operational[str | None] = None
     """Base URL of an engine that runs already (`python -m roundhouse.generation.standalone`). Unset: on Ray Serve."""
-    start_timeout_seconds: PositiveFloat = 300
+    start_timeout_seconds: Operational[PositiveFloat] = 300
     """Time limit for the deployment to become ready."""
-    request_timeout_seconds: PositiveFloat = 60
+    request_timeout_seconds: Operational[PositiveFloat] = 60
     """Time limit of one model call."""
-    refit_timeout_seconds: PositiveFloat = 120
+    refit_timeout_seconds: Operational[PositiveFloat] = 120
     """Time limit until all replicas answer with the new policy version."""
-    weight_sync: WeightSync = "store"
+    weight_sync: Operational[WeightSync] = "store"
     """The weight transport: how new weights reach the engine's replicas. store: every node reads the checkpoint. shared-memory:
     put once into this node's memory, as the engine holds them; replicas must be on it. delta: what changed since the version
     that the replicas hold, exact. adapter: the adapter of `train.lora` alone. transfer: from the flow's process straight into
     the engines. Or one of your own (`kind: custom`). Where it is unavailable (a replica that has just started), the checkpoint
     is read."""
-    transfer_backend: Annotated[TransferBackend, BeforeValidator(known_backend)] = "gloo"
+    transfer_backend: Operational[Annotated[TransferBackend, BeforeValidator(known_backend)]] = "gloo"
     """vLLM's weight-transfer engine for `weight_sync: transfer`. gloo: over TCP, from any process into any engine. nccl:
     between GPUs; the process that refits needs one, and so do the engines."""
-    weights_cache_gib: PositiveFloat = 32
+    weights_cache_gib: Operational[PositiveFloat] = 32
     """Bound of a node's cache of weights, in GiB, beyond what is in use."""
     inflight_requests: InflightRequests | None = None
     """What a refit does with requests in flight. drain: waits for them. continue: they resume with the new weights, and

@@ -24,7 +24,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.config.patterns import in_words
 from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
-from roundhouse.config.section import RECORDED
+from roundhouse.config.section import RECORDED, operational_keys
 from roundhouse.config.soundness import refuse_unsound, with_correction
 from roundhouse.config.yaml_text import load_yaml, read_yaml
 from roundhouse.errors import ConfigError
@@ -108,6 +108,17 @@ def differences(old: BaseModel, new: BaseModel) -> dict[str, tuple[Any, Any]]:
     flat_old, flat_new = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     keys = sorted(flat_old.keys() | flat_new.keys())
     return {key: (flat_old.get(key), flat_new.get(key)) for key in keys if flat_old.get(key) != flat_new.get(key)}
+
+
+def changes_of_identity(old: BaseModel, new: BaseModel) -> dict[str, tuple[Any, Any]]:
+    """The differences that make another run of it: those of all keys but the operational ones (`section.Operational`)."""
+    free = {*operational_keys(old), *operational_keys(new)}
+    parts = {key: key.split(".") for key in differences(old, new)}
+    return {
+        key: pair
+        for key, pair in differences(old, new).items()
+        if not any(".".join(parts[key][:depth]) in free for depth in range(1, len(parts[key]) + 1))
+    }
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,7 +34,7 @@ from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStart
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
-from roundhouse.config.section import PositiveInt, Section, is_recorded
+from roundhouse.config.section import Operational, PositiveInt, Section, is_recorded
 from roundhouse.config.train_service import ProcessService
 from roundhouse.config.training import OptimizerConfig, TrainConfig
 
@@ -87,8 +87,8 @@ class RunConfig(Section):
     run_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     """Identity of the run: starting it again continues it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    iterations: PositiveInt = 30
-    store: str = ".roundhouse/store"
+    iterations: Operational[PositiveInt] = 30
+    store: Operational[str] = ".roundhouse/store"
     """Where everything is kept: a path, file:// or s3://bucket/prefix."""
     policy: PolicyConfig = WarmStartPolicy()
     environment: EnvironmentConfig = CalculatorEnvironment()
@@ -100,14 +100,14 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     offline: OfflineConfig | None = None
     """Train from collected datasets instead of fresh rollouts (docs/offline-training.md). Unset: from fresh ones."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: ResumeConfig = ResumeConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    cost: CostConfig = CostConfig()
-    failures: FailuresConfig = FailuresConfig()
-    alerts: AlertsConfig = AlertsConfig()
-    infra: InfraConfig = LocalInfra()
-    placement: PlacementConfig = PlacementConfig()
+    checkpoint: Operational[CheckpointConfig] = CheckpointConfig()
+    resume: Operational[ResumeConfig] = ResumeConfig()
+    tracking: Operational[TrackingConfig] = TrackingConfig()
+    cost: Operational[CostConfig] = CostConfig()
+    failures: Operational[FailuresConfig] = FailuresConfig()
+    alerts: Operational[AlertsConfig] = AlertsConfig()
+    infra: Operational[InfraConfig] = LocalInfra()
+    placement: Operational[PlacementConfig] = PlacementConfig()
 
     @model_validator(mode="after")
     def _no_secrets(self, info: ValidationInfo) -> RunConfig:

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.approval import ApprovalConfig
-from roundhouse.config.section import PositiveInt, Section
+from roundhouse.config.section import Operational, PositiveInt, Section
 
 
 class EvaluationConfig(Section):
     """Held-out evaluation: before training, every N iterations, and at the end."""
 
-    every: Annotated[int, Field(ge=0)] | None = 10
+    every: Operational[Annotated[int, Field(ge=0)] | None] = 10
     """Iterations between evaluations; 0 evaluates the last version only, null none. With null and `before_training: false` a
     run needs no held-out tasks."""
     tasks: PositiveInt = 128
@@ -21,15 +21,15 @@ class EvaluationConfig(Section):
     samples: PositiveInt = 1
     """Rollouts of each task."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    before_training: bool = True
+    before_training: Operational[bool] = True
     """Evaluate the starting policy too: what every later version is compared with."""
-    success_threshold: float = 1.0
+    success_threshold: Operational[float] = 1.0
     """A rollout passes (`evaluation/pass_at_*`) when its reward is at least this. 1 is a right answer in full; lower it where
     rewards are graded and less is a success, but above what a wrong answer can earn by its form."""
-    promotion_confidence: Annotated[float, Field(gt=0.5, lt=1)] | None = 0.95
+    promotion_confidence: Operational[Annotated[float, Field(gt=0.5, lt=1)] | None] = 0.95
     """After each evaluation, promote the version when it is better than the promoted one beyond noise: when the interval of
     this confidence around the difference, task by task, lies above 0. null promotes nothing."""
-    approval: ApprovalConfig = ApprovalConfig()
+    approval: Operational[ApprovalConfig] = ApprovalConfig()
 
 
 class CheckpointConfig(Section):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from roundhouse.config.models import RunConfig
-from roundhouse.store.run import OPERATIONAL
 
 Schema = dict[str, Any]
 
@@ -37,7 +36,7 @@ def page() -> str:
     schema = RunConfig.model_json_schema()
     defs = schema["$defs"]
     lines, told, first_forms = [INTRODUCTION, ""], set[str](), dict[str, tuple[str, Schema]]()
-    for title, section in _sections("", schema, defs):
+    for title, section, operational in _sections("", schema, defs):
         if section["title"] in told:
             continue  # the same section at another place
         told.add(section["title"])
@@ -50,7 +49,7 @@ def page() -> str:
         if like != title and len(same) >= SHARED:
             lines += [f"Keys as in [{like}](#{_anchor(like)}), but:", ""]
             keys = {key: value for key, value in keys.items() if key not in same}
-        if rows := [_row(title, key, value, defs) for key, value in keys.items()]:
+        if rows := [_row(key, value, defs, operational) for key, value in keys.items()]:
             lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -61,15 +60,18 @@ def _anchor(title: str) -> str:
     return kept.replace(" ", "-")
 
 
-def _sections(path: str, schema: Schema, defs: dict[str, Schema]) -> Iterator[tuple[str, Schema]]:
-    """Each section with its path, a form with its kind in brackets; outer ones first."""
-    yield path or "A run", schema
+def _sections(
+    path: str, schema: Schema, defs: dict[str, Schema], operational: bool = False
+) -> Iterator[tuple[str, Schema, bool]]:
+    """Each section with its path, a form with its kind in brackets, and whether all of it is operational; outer ones first."""
+    yield path or "A run", schema, operational
     for name, key in schema.get("properties", {}).items():
         forms = [form for form in _forms(key, defs) if "properties" in form]
+        marked = operational or "operational" in key
         for form in forms:
             inner = f"{path} / {name}" if path else name
             kind = form["properties"].get("kind", {}).get("const")
-            yield from _sections(f"{inner} ({kind})" if kind and len(forms) > 1 else inner, form, defs)
+            yield from _sections(f"{inner} ({kind})" if kind and len(forms) > 1 else inner, form, defs, marked)
 
 
 def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
@@ -82,18 +84,11 @@ def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
     return [key]
 
 
-def _row(section: str, name: str, key: Schema, defs: dict[str, Schema]) -> str:
+def _row(name: str, key: Schema, defs: dict[str, Schema], operational: bool) -> str:
     meaning = " ".join(key.get("description", "").split())
-    mark = "°" if _is_operational(section, name) else ""
+    mark = "°" if operational or "operational" in key else ""
     cells = (f"`{name}`{mark}", _type(key, defs), _default(key), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _is_operational(section: str, name: str) -> bool:
-    steps = [] if section == "A run" else [step.split(" (")[0] for step in section.split(" / ")]
-    return ".".join([*steps, name]).startswith(OPERATIONAL) or any(
-        entry.rstrip(".") == ".".join([*steps, name]) for entry in OPERATIONAL
-    )
 
 
 def _type(key: Schema, defs: dict[str, Schema]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from roundhouse.config.secrets import VariableName
-from roundhouse.config.section import Section
+from roundhouse.config.section import Operational, Section
 
 Url = Annotated[str, Field(pattern=r"^https?://[^/]+")]
 ServerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]+([-_][A-Za-z0-9]+)*$")]
@@ -30,7 +30,7 @@ class RemoteEnvironment(Section):
     session_mcp: bool = True
     """Offer the policy the MCP tools that the server's answer to /seed_session offers, but for those that the row has already.
     False passes the offer over, and saves the connection that each rollout would have."""
-    restore: Literal["none", "replay"] = "none"
+    restore: Operational[Literal["none", "replay"]] = "none"
     """What becomes of a rollout that was interrupted between two model calls. `none`: it starts again. `replay`: its finished
     model calls are kept, and its tool calls (or steps) are made again on a new session, in order; where an answer differs, it
     starts again after all. For servers that answer the same every time and where a repeated call changes nothing outside the

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from roundhouse.config.distribution import Distribution, InProcessCollection
-from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section
+from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section
 
 
 class RetryPolicy(Section):
@@ -44,21 +44,21 @@ class RolloutConfig(Section):
     """Model calls a rollout."""
     max_tokens: PositiveInt = 400
     """Tokens of a whole rollout, prompt included; it is truncated there."""
-    concurrency: PositiveInt | None = 128
+    concurrency: Operational[PositiveInt | None] = 128
     """Rollouts in flight at once, in all shards together. Null: as many as there are."""
-    distribution: Distribution = InProcessCollection()
+    distribution: Operational[Distribution] = InProcessCollection()
     """Over which workers the collection is spread, for training and evaluation alike."""
-    timeout_seconds: PositiveFloat = 120
+    timeout_seconds: Operational[PositiveFloat] = 120
     """Time limit of one rollout attempt, all turns and tools."""
-    tool_timeout_seconds: PositiveFloat = 20
+    tool_timeout_seconds: Operational[PositiveFloat] = 20
     """Time limit of one tool call."""
     parallel_tool_calls: bool = False
     """Run the tool calls of one reply at the same time, where their order does not matter: in an environment without
     session state, or on a remote server of which you know it. Outputs stand in the order of the calls either way."""
     dynamic_sampling: DynamicSampling | None = None
     """Unset: one round, whatever its rewards; groups without spread are not trained on either way."""
-    retry: RetryPolicy = RetryPolicy()
-    max_failed_fraction: Fraction = 0.2
+    retry: Operational[RetryPolicy] = RetryPolicy()
+    max_failed_fraction: Operational[Fraction] = 0.2
     """The collect stage fails when a larger share of its rollouts failed."""
 
 
@@ -73,16 +73,16 @@ class ValidationConfig(Section):
     min_group_fraction: Fraction = 0.5
     """The same as a share of `rollout.group_size`, rounded up: what is left of a group that lost most of its rollouts is a
     biased sample (long and hard ones fail first), with a baseline as noisy as it is small. Not for offline data."""
-    max_quarantine_fraction: Fraction = 0.5
+    max_quarantine_fraction: Operational[Fraction] = 0.5
     """The validate stage fails when a larger share was refused."""
     check_text: bool = True
     """Hold each rollout's recorded messages against its tokens, decoded with the policy's tokenizer. Not possible, and not
     done, where an agent or worker keeps the record (environment.kind agent, worker)."""
-    recompute_tolerance: PositiveFloat | None = 0.25
+    recompute_tolerance: Operational[PositiveFloat | None] = 0.25
     """The train stage recomputes the log-probability of every token that it trains on. A sequence that differs from what the
     engine recorded by more than this has weight 0 and is counted: the mean of the absolute difference over its tokens in
     nats, of at least 16. A few times `train/logprob_abs_diff_mean` of a good iteration is a sharp value.
     Not done under top-k, top-p or temperature 0, where the engine draws from another distribution than the trainer
     computes. Null: never."""
-    max_mismatched_fraction: Fraction = 0.05
+    max_mismatched_fraction: Operational[Fraction] = 0.05
     """The train stage fails, and its weights become no version, when a larger share of the sequences differs so."""

@@ -6,7 +6,8 @@ when the run began.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo
 
@@ -16,6 +17,22 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 ProperFraction = Annotated[float, Field(ge=0, lt=1)]
 Target = Annotated[str, Field(pattern=r"^(?:[\w.]+|.+\.py):[\w.]+$")]
 """A class by name: `module:Class` or `path/to/file.py:Class` (`roundhouse.import_string`)."""
+
+
+_MARK = {"operational": True}
+T = TypeVar("T")
+Operational = Annotated[T, Field(json_schema_extra=dict(_MARK))]
+"""A key, or a whole section, that may differ between two starts of one run: it changes how and how long the run is carried out,
+not what it is. Example: `threads: Operational[int] = 0`."""
+
+
+def operational_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
+    """The keys that are marked so, dotted; of a section that is, the section alone."""
+    for name, field in type(section).model_fields.items():
+        if field.json_schema_extra == _MARK:
+            yield prefix + name
+        elif isinstance(inner := getattr(section, name), BaseModel):
+            yield from operational_keys(inner, f"{prefix}{name}.")
 
 
 class Section(BaseModel):

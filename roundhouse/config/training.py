@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
+from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, Section, is_recorded
 from roundhouse.config.train_service import ResidentService, TrainServiceConfig
 
 
@@ -50,7 +50,7 @@ class TrainConfig(Section):
     lora: LoraConfig | None = None
     """Train an adapter and leave the model as it is; learning rates are then about ten times higher. Published checkpoints hold
     the merged model, so that nothing else has to know."""
-    service: TrainServiceConfig = ResidentService()
+    service: Operational[TrainServiceConfig] = ResidentService()
     """Where it runs."""
     minibatches: PositiveInt = 4
     """Optimizer steps an epoch; the sequences that teach are split into as many parts."""
@@ -67,7 +67,7 @@ class TrainConfig(Section):
     """Keep only the input of each layer and compute the rest again in the backward pass: less memory, a third more time."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Operational[Annotated[int, Field(ge=0)]] = 0
     """CPU threads; 0 takes half of the cores, at least one."""
 
     @model_validator(mode="before")

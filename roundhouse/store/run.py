@@ -9,7 +9,7 @@
 Iteration k (from 1) refits the engine to version k-1, and its training makes version k. Version 0 is the starting policy.
 
 Invariant: a run's identity is created once. Opening it again with a configuration that would make other data is refused;
-only keys that steer how the run is carried out may change (`OPERATIONAL`).
+only keys that steer how the run is carried out may change (`config.section.Operational`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from roundhouse.config.loading import config_digest, differences, parse_config
+from roundhouse.config.loading import changes_of_identity, config_digest, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.identity import IDENTITY, code_version, read_identity
@@ -32,53 +32,6 @@ from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.stage import Attempt, Stage, StageKind
-
-OPERATIONAL = (
-    "iterations",
-    "store",
-    "resume.",
-    "checkpoint.",
-    "tracking.",
-    "cost.",
-    "infra.",
-    "failures.",
-    "alerts.",
-    "evaluation.every",
-    "evaluation.before_training",
-    "evaluation.promotion_confidence",
-    "evaluation.success_threshold",
-    "offline.epochs",
-    "offline.evaluate",
-    "offline.max_",
-    "offline.min_",
-    "offline.on_stale",
-    "offline.precheck_rollouts",
-    "evaluation.approval.",
-    "environment.restore",
-    "rollout.concurrency",
-    "rollout.distribution",
-    "rollout.retry.",
-    "rollout.timeout_seconds",
-    "rollout.tool_timeout_seconds",
-    "rollout.max_failed_fraction",
-    "validation.max_quarantine_fraction",
-    "validation.recompute_tolerance",
-    "validation.max_mismatched_fraction",
-    "train.service",
-    "placement.",
-    "generation.replicas",
-    "generation.engine_url",
-    "generation.kv_cache_gib",
-    "generation.gpu_memory_utilization",
-    "generation.start_timeout_seconds",
-    "generation.request_timeout_seconds",
-    "generation.refit_timeout_seconds",
-    "generation.weight_sync",
-    "generation.weights_cache_gib",
-    "generation.transfer_backend",
-    "train.threads",
-)
-"""Keys that may differ between two starts of one run: they change how and how long it runs, not what it is."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +242,7 @@ def _refuse_existing(config: RunConfig, first_start: bool) -> None:
 
 def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> None:
     old = parse_config(identity["config"], origin="run.json", recorded=True)
-    changed = {key: pair for key, pair in differences(old, config).items() if not key.startswith(OPERATIONAL)}
-    if changed:
+    if changed := changes_of_identity(old, config):
         lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
         raise ConfigError(
             f"Run {config.run_id!r} exists with another configuration:\n{lines}\n"

@@ -8,7 +8,14 @@ import pytest
 from pydantic import BaseModel
 
 from roundhouse.config import forms
-from roundhouse.config.loading import config_digest, config_yaml, differences, load_config, parse_config
+from roundhouse.config.loading import (
+    changes_of_identity,
+    config_digest,
+    config_yaml,
+    differences,
+    load_config,
+    parse_config,
+)
 from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.config.patterns import in_words
 from roundhouse.config.train_service import ProcessService
@@ -269,3 +276,17 @@ def test_gpus_that_no_trainer_would_use_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"infra\.trainer\.gpus is 8, but train\.service\.processes is 2"):
         parse_config(on_kubernetes)
     assert parse_config(on_kubernetes, recorded=True).train.service == ProcessService(processes=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "other"),
+    [
+        ({"iterations": 9, "train": {"threads": 1}, "rollout": {"distribution": {"kind": "process"}}}, []),
+        ({"infra": {"state": "elsewhere"}, "evaluation": {"approval": {"required": True}}}, []),
+        ({"iterations": 9, "train": {"minibatches": 2, "threads": 1}}, ["train.minibatches"]),
+        ({"evaluation": {"every": 1, "tasks": 3}}, ["evaluation.tasks"]),
+    ],
+)
+def test_only_keys_that_are_not_marked_operational_make_another_run(changed: dict, other: list[str]) -> None:
+    found = changes_of_identity(parse_config({"run_id": "a"}), parse_config({"run_id": "a", **changed}))
+    assert list(found) == other
