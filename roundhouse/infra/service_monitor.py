@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from roundhouse.infra import processes
 from roundhouse.infra.service_specs import SERVICE_SPECS, Launch, service_environment
 from roundhouse.infra.state import ServiceRecord, StateDirectory
+from roundhouse.retry import Backoff
 from roundhouse.store.process_identity import birth
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class ServiceMonitor:
         self._set("restarting")
         await self._end(grace_seconds=0)
         process.wait()
-        await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (self.record.restarts - 1))
+        await asyncio.sleep(Backoff(FIRST_PAUSE_SECONDS).pause(self.record.restarts))
         return True
 
     async def _end(self, grace_seconds: float | None = None) -> None:

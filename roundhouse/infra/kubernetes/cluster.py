@@ -11,10 +11,10 @@ The official client carries credentials, TLS and token renewal; bodies are plain
 from __future__ import annotations
 
 import email.utils
+import itertools
 import json
 import logging
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.errors import ConfigError, InfraError
+from roundhouse.retry import Backoff
 
 if TYPE_CHECKING:
     import urllib3
@@ -37,8 +38,7 @@ CALL_SECONDS = (10.0, 30.0)
 _PASSING = (408, 429, 500, 502, 503, 504)
 _CONTENDED = "Conflict"
 """Reason of a 409 of a create that met another write of its namespace's quota; a name that is taken is `AlreadyExists`."""
-_SLOWEST = 15.0
-"""Longest pause between two tries."""
+_BACKOFF = Backoff(0.2, longest=15.0, spread=0.5)
 IN_CLUSTER_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
@@ -133,8 +133,8 @@ class Cluster:
     ) -> Object:
         from urllib3.exceptions import HTTPError
 
-        deadline, pause = time.monotonic() + self._patience, 0.2
-        while True:
+        deadline = time.monotonic() + self._patience
+        for attempt in itertools.count(1):
             wait = None
             try:
                 answer = self._send(method, path, query, body, headers or {}, CALL_SECONDS, _VERBS[method])
@@ -145,7 +145,7 @@ class Cluster:
                 problem, wait = str(refused), refused.retry_after
             except (HTTPError, OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            wait = min(wait if wait is not None else pause * random.uniform(0.5, 1.5), _SLOWEST)
+            wait = min(_BACKOFF.pause(attempt) if wait is None else wait, _BACKOFF.longest)
             if time.monotonic() + wait > deadline:
                 raise InfraError(
                     f"The API server {self.host} did not do {method} {path} for {self._patience:g} s "
@@ -153,7 +153,7 @@ class Cluster:
                 )
             logger.info("%s %s: %s; again in %.1f s", method, path, problem, wait)
             time.sleep(wait)
-            pause = min(2 * pause, _SLOWEST)
+        raise AssertionError("attempts never end")
 
     def _send(
         self,

@@ -38,6 +38,7 @@ from roundhouse.infra.kubernetes.serve_config import (
     with_application,
 )
 from roundhouse.infra.kubernetes.watching import Watched
+from roundhouse.retry import Backoff
 from roundhouse.store.location import Location
 from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
 
@@ -45,8 +46,8 @@ Object = dict[str, Any]
 
 API = "ray.io/v1"
 FIELD_MANAGER = "roundhouse"
-ASK_SECONDS = (0.1, 1.0)
-"""Between two questions to the replicas: at first, and after a while."""
+ASK_AGAIN = Backoff(0.1, longest=1.0, factor=1.5)
+"""Between two questions to the replicas."""
 STALE_SECONDS = 8.0
 """KubeRay reads Serve's status before it hands on a change, so a failure that was there before counts only when it stays."""
 MOST_WRITERS = 5
@@ -225,9 +226,10 @@ class _RefitWait:
         watched = Watched(
             self.cluster, self.served.collection, "", lambda _: changed.set(), fields=f"metadata.name={name}"
         )
-        found, pause, first = [], ASK_SECONDS[0], None
+        found, first, asked = [], None, 0
         try:
             while time.monotonic() - self.began < self.seconds:
+                asked += 1
                 changed.clear()
                 word = told(self._present(watched))
                 first = first or word
@@ -236,8 +238,7 @@ class _RefitWait:
                 if self._all_there(found) and word.is_running:
                     return found
                 self._raise_failures(word)
-                changed.wait(pause)
-                pause = min(1.5 * pause, ASK_SECONDS[1])
+                changed.wait(ASK_AGAIN.pause(asked))
         finally:
             watched.stop()
         raise DeploymentFailed(

@@ -25,6 +25,7 @@ from typing import Any
 
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, explained
+from roundhouse.retry import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ WATCH_SECONDS = 240
 """After this the server ends a watch, and the next one begins."""
 SILENCE_SECONDS = 120.0
 """A connection that says nothing for longer is taken for dead; the server sends a bookmark every minute."""
-_QUICKEST, _SLOWEST = 0.1, 5.0
-"""Pauses before a watch begins again: the first, doubled until one goes well, and the longest."""
+_BACKOFF = Backoff(0.1, longest=5.0)
+"""Before a watch begins again, since the last one that went well."""
 _SHORT = 1.0
 """A watch that lasted for less and brought nothing did not go well: a server that ends each at once is not asked in a storm."""
 
@@ -110,8 +111,9 @@ class Watched:
         self._thread.join(5)
 
     def _follow(self) -> None:
-        well_at, pause = time.monotonic(), _QUICKEST
+        well_at, attempts = time.monotonic(), 0
         while not self._stopped.is_set():
+            attempts += 1
             self._opened, self._heard = None, None
             try:
                 problem, wait = self._watch()
@@ -121,7 +123,7 @@ class Watched:
             now = time.monotonic()
             lasted = 0.0 if self._opened is None else now - self._opened
             if self._heard is not None or _SHORT <= lasted < SILENCE_SECONDS:
-                well_at, pause = self._heard or now, _QUICKEST
+                well_at, attempts = self._heard or now, 1
             if now - well_at > self._cluster.patience_seconds:
                 self._fail(
                     InfraError(
@@ -130,10 +132,9 @@ class Watched:
                     )
                 )
                 return
-            wait = max(pause, min(wait, _SLOWEST))
+            wait = max(_BACKOFF.pause(attempts), min(wait, _BACKOFF.longest))
             logger.info("watch of %s: %s; again in %.1f s", self._path, problem, wait)
             self._stopped.wait(wait)
-            pause = min(2 * pause, _SLOWEST)
 
     def _watch(self) -> tuple[str, float]:
         """Watch until the watch ends: why it did, and how long the server asks to be left alone.
@@ -246,6 +247,7 @@ def shut(stream: Any) -> None:
 
 
 LOG_SILENCE_SECONDS = 300.0
+_LOG_BACKOFF = Backoff(0.2)
 _TRIES = 5
 """Connections in a row that bring no line, before the log is given up."""
 
@@ -294,9 +296,9 @@ class PodLog:
                 logger.info("%s: %s: %s", self._path, type(error).__name__, error)
             idle = 0 if self._last != last else idle + 1
             if over:
-                time.sleep(0.2 * 2**idle)
+                time.sleep(_LOG_BACKOFF.pause(idle + 1))
             else:
-                self._ended.wait(0.2 * 2**idle)
+                self._ended.wait(_LOG_BACKOFF.pause(idle + 1))
 
     def _read(self) -> None:
         query = {"container": self._container, "follow": "true", "timestamps": "true"}
