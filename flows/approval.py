@@ -22,7 +22,8 @@ from prefect.input import RunInput
 from prefect.states import Cancelled, Scheduled
 from pydantic import Field
 
-from flows.controls import PAUSE_SECONDS, let_go_on
+from flows._prefect.suspension import PAUSE_SECONDS
+from flows.controls import let_go_on
 from roundhouse.config.forms import ApproveForm
 from roundhouse.stages.approval import ApprovalDecision, Question, answer, answer_to, open_questions, settle_expired
 from roundhouse.store.location import Location

@@ -10,16 +10,12 @@ import itertools
 import time
 from typing import Any
 
-import httpx
-from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
-from prefect.exceptions import Pause
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
+from flows._prefect.suspension import PAUSE_SECONDS, heed_suspension, is_deployed
 from flows.approval import WAITS, carry_out, put_to_prefect
-from flows.controls import PAUSE_SECONDS
 from roundhouse.errors import ConfigError
 from roundhouse.health.alerts import Alert
 from roundhouse.health.errors import Severity
@@ -52,28 +48,6 @@ def before_iteration(run: Run, k: int) -> None:
     _stay_within_budget(run, k)
 
 
-def heed_suspension() -> None:
-    """Rest, where the server says that this flow run is suspended.
-
-    Prefect tells a flow run of it by an event, which it sends before the state is committed: whoever asks at once, while the
-    database is busy, is told that the flow run is running, and Prefect's observer does not ask again.
-
-    Raises:
-        Pause: as Prefect raises it, for all that runs under the flow run.
-    """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or not _is_deployed():
-        return
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(context.flow_run.id).state
-    except httpx.HTTPError:  # the next border asks again
-        return
-    if state is not None and state.is_paused() and state.name == "Suspended":
-        context.flow_run_suspension_request.mark_requested(state)
-        raise Pause(state=state)
-
-
 def after_last_iteration(run: Run) -> None:
     """Behind the last iteration."""
     _tell_alerts(run, run.config.iterations)
@@ -92,7 +66,7 @@ def _ask_for_approval(run: Run, k: int) -> None:
         return
     versions = "-".join(str(question.version) for question in waiting)
     announce("waiting", text=f"version {versions} waits for approval: roundhouse runs approve {run.run_id} {versions}")
-    if _is_deployed():
+    if is_deployed():
         suspend_flow_run(
             key=f"{WAITS}{versions}-{k}", timeout=PAUSE_SECONDS
         )  # Resume without an answer: go on meanwhile
@@ -129,7 +103,7 @@ def _stay_within_budget(run: Run, k: int) -> None:
         if number == 0:
             said = f"The budget is used up before iteration {k}: {'; '.join(lines)}."
             tell(run, Alert("budget_reached", said), f"iteration {k}")
-        if run.config.cost.on_reached == "stop" or not _is_deployed():
+        if run.config.cost.on_reached == "stop" or not is_deployed():
             raise budget_reached(run, k, lines)
         form = _budget_form(run, k, lines, note)
         given = suspend_flow_run(wait_for_input=form, key=f"budget-{k}-{raised}-{number}", timeout=PAUSE_SECONDS)
@@ -162,9 +136,3 @@ def _take(run: Run, given: RunInput) -> str:
     except ConfigError as error:
         return f"{error}\n\n"
     return "" if more else "The last answer raised nothing.\n\n"
-
-
-def _is_deployed() -> bool:
-    """Whether Prefect can start this flow run again, so that it may wait without a process."""
-    context = FlowRunContext.get()
-    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None

@@ -5,83 +5,18 @@ Invariant: only the flow run that a deployment started is touched, the newest on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
-from uuid import UUID
+from contextlib import suppress
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import ArtifactFilter, DeploymentFilter, FlowRunFilter
+from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, Pause, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelling, Suspended
 
+from flows._prefect.suspension import PAUSE_SECONDS
 from roundhouse.errors import ConfigError, InfraError, StoreError
-
-PAUSE_SECONDS = 365 * 86_400
-"""Prefect gives a pause an end, after which the flow run fails. A paused run waits for a person."""
-
-
-@contextmanager
-def lasting_suspensions() -> Iterator[None]:
-    """For the block, this flow run rests until a person resumes it, however it was suspended.
-
-    *Suspend* on the Prefect page gives the suspension an end, after 300 s unless a person changes that, and the flow run fails
-    then. The end is moved away as soon as this process hears of the suspension, which is long before a stage has ended.
-    """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        yield
-        return
-    flow_run, request = context.flow_run.id, context.flow_run_suspension_request
-    mark = request.mark_requested
-
-    def mark_for_long(state: State) -> None:
-        _prolong(flow_run)
-        mark(state)
-
-    request.mark_requested = mark_for_long  # type: ignore[method-assign]
-    try:
-        yield
-    except Pause:
-        _prolong(flow_run)
-        raise
-    finally:
-        request.mark_requested = mark  # type: ignore[method-assign]
-
-
-async def prolong_suspensions(deployments: Sequence[UUID]) -> None:
-    """The same for all flow runs of these deployments, also those whose process ended before it could hear of its suspension.
-
-    Raises:
-        httpx.HTTPError, PrefectHTTPStatusError: the server does not answer, or refuses.
-    """
-    async with get_client() as client:
-        suspended = await client.read_flow_runs(
-            flow_run_filter=FlowRunFilter.model_validate({"state": {"name": {"any_": ["Suspended"]}}}),
-            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": list(deployments)}}),
-        )
-        for flow_run in suspended:
-            if _ends_soon(flow_run.state):
-                await client.set_flow_run_state(flow_run.id, Suspended(timeout_seconds=PAUSE_SECONDS), force=True)
-
-
-def _prolong(flow_run: UUID) -> None:
-    with suppress(httpx.HTTPError, PrefectHTTPStatusError), get_client(sync_client=True) as client:
-        if _ends_soon(client.read_flow_run(flow_run).state):
-            client.set_flow_run_state(flow_run, Suspended(timeout_seconds=PAUSE_SECONDS), force=True)
-
-
-def _ends_soon(state: State | None) -> bool:
-    """Whether it is a suspension with an end that is near or past. One that waits with a form is ours, and ends late."""
-    if state is None or not state.is_paused() or state.name != "Suspended":
-        return False
-    end = state.state_details.pause_timeout
-    return end is not None and end < datetime.now(UTC) + timedelta(seconds=PAUSE_SECONDS / 2)
 
 
 def pause(run_id: str) -> str:

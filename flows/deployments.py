@@ -22,7 +22,7 @@ from flows import collect as collecting
 from flows import evaluate as evaluating
 from flows._prefect.reruns import is_first_start
 from flows._prefect.scheduled_time import scheduled_time
-from flows.controls import lasting_suspensions
+from flows._prefect.suspension import lasting_suspensions
 from flows.prefect_log import reports_to_prefect
 from flows.train_offline import training_flow
 from roundhouse.config.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm

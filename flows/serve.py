@@ -79,7 +79,7 @@ async def _keep_suspensions(served: Sequence[UUID]) -> None:
     """Let no suspended flow run end by itself: one whose process was killed cannot see to that."""
     from prefect.exceptions import PrefectHTTPStatusError
 
-    from flows.controls import prolong_suspensions
+    from flows._prefect.suspension import prolong_suspensions
 
     while True:
         try:

@@ -2,6 +2,9 @@
 
 Prefect keeps the same flow run then and starts the flow's function from the top. What is complete is
 known by the store alone; these two functions keep Prefect's own memory from getting in the way.
+
+Upstream: PrefectHQ/prefect#22259, #18601. Since #22286 a sub-flow that a task calls has a key of its own; one that a flow calls
+is still told from others by the order of the calls alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who was told to end, ends: SIGTERM and SIGINT that Python drops are sent again.
+"""A SIGTERM or SIGINT whose exception Python drops is sent again.
 
-Both are exceptions, raised wherever the main thread happens to be. In a few places Python has nobody to hand an exception to:
-in a finalizer, or in an `isinstance` that compiled code asks for, as it does for all that Prefect takes as a parameter. There
-it prints the exception and goes on, and a cancelled run would train until its runner kills it half a minute later.
+Prefect raises both as exceptions, wherever the main thread happens to be. In a few places Python cannot hand an exception to a
+caller: in a finalizer, or in an `isinstance` that compiled code calls, as it does for each parameter of a Prefect flow. There
+it prints the exception and continues, and a cancelled run would train until its runner kills it half a minute later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGAIN_SECONDS = 0.1
 
 @contextmanager
 def redeliver_lost_signals() -> Iterator[None]:
-    """For the block."""
+    """In the block, a termination that `sys.unraisablehook` is given is sent to this process again."""
     before = sys.unraisablehook
 
     def repeat(dropped: sys.UnraisableHookArgs) -> None:

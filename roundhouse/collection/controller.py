@@ -30,7 +30,7 @@ from roundhouse.errors import DataError
 
 
 @dataclass(slots=True)
-class ReplicaStatus:
+class ControlledReplica:
     """An engine with weights of its own."""
 
     version: int | None = None
@@ -46,7 +46,7 @@ class Controller:
     def __init__(self, terms: StalenessBound, replicas: Iterable[str] = ()) -> None:
         self.terms = terms
         self.rollouts = Rollouts(terms)
-        self.replicas = {name: ReplicaStatus() for name in replicas}
+        self.replicas = {name: ControlledReplica() for name in replicas}
         self.version = terms.first_version
         """The newest version in the store."""
         self.batch: tuple[int, ...] | None = None
@@ -270,7 +270,7 @@ class Controller:
         serving = (place for place in self.replicas.values() if place.version is not None)
         return None if all(place.version == self.version for place in serving) else Hold.BARRIER
 
-    def _replica(self, name: str) -> ReplicaStatus:
+    def _replica(self, name: str) -> ControlledReplica:
         if name not in self.replicas:
             raise DataError(f"There is no replica {name}; there are: {', '.join(self.replicas) or 'none'}.")
         return self.replicas[name]
@@ -284,14 +284,14 @@ class Controller:
         self.rollouts.train(self.batch)
         self.batch, self.in_training, self.version = None, False, self.version + 1
 
-    def _joining(self, version: int | None) -> ReplicaStatus:
+    def _joining(self, version: int | None) -> ControlledReplica:
         """A new replica. One that serves what no replica is to hold yet is given other weights before it is used."""
-        return ReplicaStatus(version if version is not None and version <= self._wanted() else None)
+        return ControlledReplica(version if version is not None and version <= self._wanted() else None)
 
     def _left(self, key: Key, replica: str) -> None:
         self.replicas[replica].running.discard(key)
 
-    def _abandon(self, place: ReplicaStatus) -> None:
+    def _abandon(self, place: ControlledReplica) -> None:
         for key in sorted(place.running):
             self.rollouts.abandon(key)
         place.running.clear()

@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller, ReplicaStatus
+from roundhouse.collection.controller import ControlledReplica, Controller
 from roundhouse.collection.events import Event, event_from_json, event_to_json
 from roundhouse.collection.rollouts import Group, RunningRollout
 from roundhouse.errors import DataError, StoreError
@@ -226,7 +226,7 @@ def restore(terms: StalenessBound, state: ControllerState) -> Controller:
             "the run began with, or raise it."
         )
     controller = Controller(terms)
-    controller.replicas = {place.name: ReplicaStatus(place.version, place.incoming) for place in state.replicas}
+    controller.replicas = {place.name: ControlledReplica(place.version, place.incoming) for place in state.replicas}
     controller.version, controller.evaluated, controller.evaluating = state.version, state.evaluated, state.evaluating
     controller.batch = None if state.batch is None else tuple(state.batch)
     controller.in_training = state.in_training

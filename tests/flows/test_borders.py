@@ -12,15 +12,15 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import Suspended
 
-from flows import between_iterations
-from flows.between_iterations import heed_suspension
+from flows._prefect import suspension
+from flows._prefect.suspension import heed_suspension
 from tests.flows.served import Served
 
 
 def test_a_suspended_flow_run_rests_at_the_border_whoever_has_told_it(
     prefect_client: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(between_iterations, "_is_deployed", lambda: True)
+    monkeypatch.setattr(suspension, "is_deployed", lambda: True)
     passed = []
 
     @flow(name="rests")
@@ -31,7 +31,7 @@ def test_a_suspended_flow_run_rests_at_the_border_whoever_has_told_it(
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(context.flow_run.id, Suspended(timeout_seconds=3600), force=True)
         with monkeypatch.context() as away:
-            away.setattr(between_iterations, "get_client", refused)
+            away.setattr(suspension, "get_client", refused)
             heed_suspension()
         passed.append("the server is away")
         with pytest.raises(Pause):

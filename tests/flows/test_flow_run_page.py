@@ -23,7 +23,7 @@ from prefect.states import Cancelled, Scheduled, Suspended
 
 from flows import controls
 from flows._prefect.delivery import deliver_queued_records
-from flows.controls import lasting_suspensions
+from flows._prefect.suspension import lasting_suspensions
 from flows.prefect_log import ENDED, FIGURES, reports_to_prefect
 from roundhouse.progress import announce
 from roundhouse.store.stage import read_manifest
