@@ -84,9 +84,7 @@ class Parts:
             self.attempt.write_table("turns", turns_table(waiting))
             self.attempt.write_table("rollouts", rollouts_table(waiting))
         if (calls := self.journal.take()) is not None:
-            name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
-            self._own_journal.append(name)
-            self._location.write(name, journal_parquet(calls))
+            self._write_journal(calls)
         self._flushed_at = time.monotonic()
 
     def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
