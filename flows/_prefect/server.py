@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import sys
 import threading
@@ -141,7 +142,17 @@ def wrap_server() -> None:
     server.create_app = create_app  # type: ignore[assignment]
 
 
+def take_database_url(arguments: list[str]) -> list[str]:
+    """The arguments without `--database-url=…`, which Prefect's command does not have: it becomes Prefect's setting."""
+    option = "--database-url="
+    for argument in arguments:
+        if argument.startswith(option):
+            os.environ["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = argument.removeprefix(option)
+    return [argument for argument in arguments if not argument.startswith(option)]
+
+
 def main() -> None:
+    sys.argv[1:] = take_database_url(sys.argv[1:])
     collect_garbage_elsewhere()
     wrap_server()
     from prefect.cli import app

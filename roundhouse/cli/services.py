@@ -16,6 +16,10 @@ app = typer.Typer()
 
 @app.command()
 def up(
+    config: Annotated[
+        Path | None, typer.Argument(help="Run configuration whose infra section names state directory and databases.")
+    ] = None,
+    overrides: Overrides = None,
     state: StateOption = DEFAULT_STATE,
     ray: Annotated[
         bool, typer.Option("--ray", help="Keep Ray up too: an engine then outlives its run, and is there at once.")
@@ -26,9 +30,12 @@ def up(
     from roundhouse.infra.state import PREFECT_AUTH_FILE
 
     terminal = console()
+    infra = None if config is None else load(config, overrides).infra
+    state = state if infra is None else Path(infra.state)
     started = services.up(
         state / "services",
         (*services.STANDING_SERVICES, *(["ray"] if ray else [])),
+        arguments={} if infra is None else services.server_arguments(infra),
         on_progress=lambda record: terminal.print(
             f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False, markup=False
         ),

@@ -86,9 +86,40 @@ class TrackingConfig(Section):
         return value
 
 
+DatabaseUrl = Annotated[str, Field(pattern=r"^[a-z0-9]+(\+[a-z0-9]+)?://")]
+"""Without a password, which a configuration does not hold: PGPASSWORD, or the file that PGPASSFILE names."""
+
+
+class PrefectServerSettings(Section):
+    """The local Prefect server."""
+
+    database_url: DatabaseUrl | None = None
+    """Where it keeps its data, such as postgresql+asyncpg://prefect@host/prefect. Unset: SQLite in `state`."""
+
+
+class MLflowServerSettings(Section):
+    """The local MLflow server."""
+
+    backend_store_uri: DatabaseUrl | None = None
+    """Where it keeps its runs, such as postgresql://mlflow@host/mlflow, which needs psycopg2. Unset: SQLite in `state`.
+    Artifacts stay in `state`."""
+
+
 class LocalInfra(Section):
     """Processes on this machine, Ray local."""
 
     kind: Literal["local"] = "local"
     state: str = ".roundhouse"
     """Directory of service state and logs."""
+    prefect: PrefectServerSettings = PrefectServerSettings()
+    mlflow: MLflowServerSettings = MLflowServerSettings()
+
+    @model_validator(mode="after")
+    def _drivers(self) -> LocalInfra:
+        url = self.prefect.database_url
+        if url is not None and not url.startswith(("postgresql+asyncpg://", "sqlite+aiosqlite://")):
+            raise ValueError(
+                f"infra.prefect.database_url is {url!r}: Prefect takes postgresql+asyncpg://user@host/database "
+                "(or sqlite+aiosqlite)."
+            )
+        return self

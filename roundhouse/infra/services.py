@@ -13,6 +13,7 @@ without an owner, ended by `down`), or a process (`owner`), which loses it by en
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roundhouse.config.models import KubernetesInfra, RunConfig
-from roundhouse.errors import InfraError
+from roundhouse.config.models import KubernetesInfra, LocalInfra, RunConfig
+from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import lease_client
 from roundhouse.infra.engine_lock import engine_lock
@@ -47,6 +48,27 @@ STANDING_SERVICES = ("prefect", "mlflow", "deployments")
 """What a person leaves running. Ray comes and goes with the run that needs it, and takes its engine along."""
 DEFAULT_TIME_LIMIT = 300.0
 COMING = ("starting", "restarting", "ready")
+
+
+def server_arguments(infra: LocalInfra | KubernetesInfra) -> dict[str, list[str]]:
+    """Arguments of the servers for which the configuration names a database of its own.
+
+    Raises:
+        ConfigError: the driver for it is not installed.
+    """
+    arguments: dict[str, list[str]] = {}
+    if not isinstance(infra, LocalInfra):
+        return arguments
+    if (url := infra.prefect.database_url) is not None:
+        arguments["prefect"] = [f"--database-url={url}"]
+    if (uri := infra.mlflow.backend_store_uri) is not None:
+        if uri.startswith("postgresql") and importlib.util.find_spec("psycopg2") is None:
+            raise ConfigError(
+                "infra.mlflow.backend_store_uri names a PostgreSQL, and MLflow's driver for it, psycopg2, is not installed "
+                "here: pip install psycopg2-binary, or unset the key."
+            )
+        arguments["mlflow"] = [f"--backend-store-uri={uri}"]
+    return arguments
 
 
 def state_directory(config: RunConfig) -> Path:
@@ -274,7 +296,12 @@ def services_of(config: RunConfig) -> Iterator[Services]:
     with (
         about(run=config.run_id),
         local_services(
-            state_directory(config), wanted, keep=kept, unawaited=("mlflow",), on_progress=on_progress
+            state_directory(config),
+            wanted,
+            keep=kept,
+            unawaited=("mlflow",),
+            arguments={name: each for name, each in server_arguments(config.infra).items() if name in wanted},
+            on_progress=on_progress,
         ) as services,
         engine_lock(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
     ):

@@ -10,11 +10,8 @@ import base64
 import importlib.util
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +23,7 @@ import yaml
 
 from tests.k8s.test_manifests import with_kubectl
 from tests.k8s.validation import OVERLAYS, ROOT, pod_specs, problems, rendered_at, unrestricted
+from tests.postgres import database, free_port, tables, until
 
 Object = dict[str, Any]
 
@@ -166,65 +164,6 @@ def test_the_servers_have_the_versions_of_the_lock() -> None:
     assert charts["mlflow"]["server"]["value_options"]["app_name"] == "basic-auth"
 
 
-def postgres_binaries() -> Path | None:
-    found = shutil.which("initdb")
-    places = [Path(found).resolve().parent] if found else []
-    places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    return next((place for place in places if (place / "postgres").exists() and (place / "psql").exists()), None)
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-@contextmanager
-def database(directory: Path, passwords: dict[str, str]) -> Iterator[int]:
-    """A PostgreSQL with the component's own script run on it; its port."""
-    binaries = postgres_binaries()
-    if binaries is None:
-        pytest.skip("PostgreSQL is not installed (initdb, postgres, psql): the servers are not run on it")
-    user: Object = {}
-    if os.getuid() == 0:  # which PostgreSQL refuses to run as
-        user = {"user": "nobody", "group": "nogroup", "extra_groups": []}
-        shutil.chown(directory, "nobody")
-    port, data = free_port(), directory / "data"
-    environment = os.environ | passwords | {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(directory)}
-    run: Object = {"env": environment, "check": True, "cwd": directory, **user}
-    (directory / "password").write_text(passwords["POSTGRES_PASSWORD"])
-    initdb = [
-        binaries / "initdb",
-        "-D",
-        data,
-        "-U",
-        "postgres",
-        "--auth=scram-sha-256",
-        f"--pwfile={directory / 'password'}",
-    ]
-    subprocess.run(initdb, stdout=subprocess.DEVNULL, **run)
-    server = subprocess.Popen(
-        [binaries / "postgres", "-D", data, "-k", directory, "-h", "127.0.0.1", "-p", str(port)],
-        **{key: value for key, value in run.items() if key != "check"},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        environment |= {"PGHOST": "127.0.0.1", "PGPORT": str(port), "PGPASSWORD": passwords["POSTGRES_PASSWORD"]}
-        until(lambda: subprocess.run([binaries / "pg_isready", "-q"], env=environment).returncode == 0, "PostgreSQL")
-        subprocess.run(["sh", COMPONENT / "databases.sh"], stdout=subprocess.DEVNULL, **{**run, "env": environment})
-        yield port
-    finally:
-        server.send_signal(2)  # a fast stop, as the manifest's preStop
-        server.wait(60)
-
-
-def until(holds: Any, what: str, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"no {what} in {seconds:.0f} s"
-        time.sleep(0.2)
-
-
 @contextmanager
 def server(
     name: str, directory: Path, port: int, secrets: dict[str, dict[str, str]], database_port: int
@@ -284,15 +223,6 @@ def server(
             process.wait()
 
 
-def tables(port: int, database: str, user: str, password: str) -> set[str]:
-    done = subprocess.run(
-        ["psql", "-h", "127.0.0.1", "-p", str(port), "-U", user, "-At", "-c", "select tablename from pg_tables", database],
-        env=os.environ | {"PGPASSWORD": password, "PATH": f"{postgres_binaries()}:{os.environ['PATH']}"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return set(done.stdout.split())
-
-
 @pytest.mark.long
 def test_prefect_and_mlflow_run_on_postgresql_as_the_manifests_start_them() -> None:
     import tempfile
@@ -306,7 +236,7 @@ def test_prefect_and_mlflow_run_on_postgresql_as_the_manifests_start_them() -> N
         )  # open to PostgreSQL's user, and short
         directory.chmod(0o755)
         (directory / "postgres").mkdir()
-        port = stack.enter_context(database(directory / "postgres", passwords))
+        port = stack.enter_context(database(directory / "postgres", passwords, COMPONENT / "databases.sh"))
         prefect = stack.enter_context(server("roundhouse-prefect", directory / "prefect", free_port(), secrets, port))
         assert httpx.post(f"{prefect}/api/flows/filter", json={}).status_code == 401
         auth = httpx.BasicAuth("admin", "of-the-test")
