@@ -38,7 +38,7 @@ from roundhouse.compat.nemo_gym.servers.venvs import install
 from roundhouse.errors import InfraError
 from roundhouse.http.http_thread import HttpThread
 from roundhouse.http.ports import describe_owner
-from roundhouse.infra.children import Child, Children
+from roundhouse.infra.children import Children
 from roundhouse.infra.ray_cluster import start_cluster, with_token
 
 START_SECONDS = 300.0
@@ -205,9 +205,13 @@ class GymServers:
                 raise InfraError(f"{command.instance.name}: port {port} is taken by {owner}.")
 
     def _raise_ended(self) -> None:
-        ended = self._children.ended() if self._children else []
-        if ended:
-            raise InfraError("\n".join(_obituary(child) for child in ended))
+        texts = []
+        for child in self._children.ended() if self._children else []:
+            code = child.process.returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            texts.append(f"{child.name} {how}. The end of {child.log}:\n{child.tail()}")
+        if texts:
+            raise InfraError("\n".join(texts))
 
     def _silent(self, waiting: Mapping[str, str]) -> str:
         lines = [f"Not everything answered within {self._options.start_seconds:g} s (--start-seconds):"]
@@ -221,7 +225,8 @@ class GymServers:
 
     def _told(self, instance: Instance) -> RunningServer:
         command = self._commands.get(instance.name)
-        child = self._child(instance.name)
+        children = self._children.all if self._children else []
+        child = next((child for child in children if child.name == instance.name), None)
         host, port = self._resolution.address(instance)
         alive = child is None or child.process.poll() is None
         return RunningServer(
@@ -240,10 +245,6 @@ class GymServers:
             url=self._resolution.base_url(instance),
         )
 
-    def _child(self, name: str) -> Child | None:
-        children: list[Any] = self._children.all if self._children else []
-        return next((child for child in children if child.name == name), None)
-
     async def _close(self) -> None:
         if self._children is not None:
             order = [
@@ -259,12 +260,6 @@ class GymServers:
 
 def _named(endpoints: Mapping[str, str]) -> str:
     return ", ".join(f"{url} ({name})" for url, name in endpoints.items())
-
-
-def _obituary(child: Child) -> str:
-    code = child.process.returncode
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"{child.name} {how}. The end of {child.log}:\n{child.tail()}"
 
 
 def _reachable(host: str) -> str:
@@ -286,10 +281,10 @@ def run(
     Raises:
         InfraError: a server could not be started, did not answer in time, or ended by itself.
     """
-    asyncio.run(_live(resolution, commands, options, ready))
+    asyncio.run(_run(resolution, commands, options, ready))
 
 
-async def _live(
+async def _run(
     resolution: Resolution, commands: Sequence[Command], options: StartOptions, ready: Callable[[dict[str, Any]], None]
 ) -> None:
     stop = asyncio.Event()
@@ -305,19 +300,11 @@ async def _live(
             await asyncio.gather(starting, return_exceptions=True)
         else:
             starting.result()
-            ready(_readiness(servers))
+            told = [
+                {"name": one.process_name, "type": one.server_type, "url": one.url, "pid": one.pid}
+                for one in servers.running()
+            ]
+            ready({"status": "ready", "head": servers.head_url, "pid": os.getpid(), "servers": told})
             await servers.until(stop)
         stopped.cancel()
         options.announce("ending the servers")
-
-
-def _readiness(servers: GymServers) -> dict[str, Any]:
-    return {
-        "status": "ready",
-        "head": servers.head_url,
-        "pid": os.getpid(),
-        "servers": [
-            {"name": one.process_name, "type": one.server_type, "url": one.url, "pid": one.pid}
-            for one in servers.running()
-        ],
-    }

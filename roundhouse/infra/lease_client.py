@@ -128,7 +128,15 @@ def _await_ready(
                 shown[name] = record.status
                 on_progress(record)
             if record.status == "failed" and name not in wish.unawaited:
-                raise InfraError(_failure(state, record))
+                text = (
+                    f"{name} did not start. {record.detail} Its log, {record.log}, ends with:\n{log_tail(state, name)}"
+                )
+                ray = (
+                    f"\nRay's own logs are in {state.path / 'ray' / 'session_latest' / 'logs'}."
+                    if name == "ray"
+                    else ""
+                )
+                raise InfraError(text + ray)
         late = [name for name in wish.services if not _is_there(wish, current, records, name)]
         if not late:
             return records
@@ -223,13 +231,6 @@ def _start_supervisor(state: StateDirectory) -> None:
         if state.running().supervisor_pid == supervisor.pid:
             return
         time.sleep(0.05)
-
-
-def _failure(state: StateDirectory, record: ServiceRecord) -> str:
-    text = f"{record.name} did not start. {record.detail} Its log, {record.log}, ends with:\n{log_tail(state, record.name)}"
-    if record.name == "ray":
-        text += f"\nRay's own logs are in {state.path / 'ray' / 'session_latest' / 'logs'}."
-    return text
 
 
 def log_tail(state: StateDirectory, name: str) -> str:

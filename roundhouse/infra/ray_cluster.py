@@ -45,10 +45,13 @@ async def start_cluster(
     Raises:
         InfraError: it ended, or has no address in time; with the end of its log.
     """
-    place = _fresh_address_file(children)
+    log = children.log(NAME)
+    place = log.with_suffix(".address")
+    for left in (log, place):
+        left.unlink(missing_ok=True)
     child = children.start(NAME, [python, "-c", _SCRIPT, str(place)], directory, environment)
     deadline = time.monotonic() + seconds
-    while (address := _address(place)) is None:
+    while not place.exists():
         if child.process.poll() is not None:
             raise InfraError(
                 f"The Ray cluster of the foreign servers did not start. The end of {child.log}:\n{child.tail()}"
@@ -59,16 +62,4 @@ async def start_cluster(
                 f"{child.tail()}"
             )
         await asyncio.sleep(LOOK_SECONDS)
-    return address
-
-
-def _fresh_address_file(children: Children) -> Path:
-    log = children.log(NAME)
-    log.unlink(missing_ok=True)
-    place = log.with_suffix(".address")
-    place.unlink(missing_ok=True)
-    return place
-
-
-def _address(place: Path) -> str | None:
-    return place.read_text() if place.exists() else None
+    return place.read_text()

@@ -57,7 +57,11 @@ class Supervisor:
                 return
             await self._tick(stop, seen)
         log.info("told to stop")
-        self._forget_wishes()
+        if self.state.path.exists():
+            with self.state.lock():
+                wanted = self.state.wanted()
+                wanted.services = {}
+                self.state.write_wanted(wanted)
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -134,13 +138,6 @@ class Supervisor:
             supervision.close()
         log.info("nothing is wanted any more")
         return True
-
-    def _forget_wishes(self) -> None:
-        if self.state.path.exists():
-            with self.state.lock():
-                wanted = self.state.wanted()
-                wanted.services = {}
-                self.state.write_wanted(wanted)
 
     def publish(self) -> None:
         try:

@@ -89,14 +89,10 @@ def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOu
         return Succeeded()
     if "Failed" in conditions:
         return _failed(job, conditions["Failed"], pods, keys)
-    if not {"FailureTarget", "Suspended"} & set(conditions) and _all_succeeded(job, pods):
+    done = {pod["metadata"].get("annotations", {}).get(INDEX) for pod in pods if _ended_well(pod)} - {None}
+    if not {"FailureTarget", "Suspended"} & set(conditions) and len(done) >= int(job["spec"].get("completions") or 1):
         return Succeeded()
     return _waiting(job, pods, keys)
-
-
-def _all_succeeded(job: Status, pods: Sequence[Status]) -> bool:
-    done = {pod["metadata"].get("annotations", {}).get(INDEX) for pod in pods if _ended_well(pod)}
-    return len(done - {None}) >= int(job["spec"].get("completions") or 1)
 
 
 def _ended_well(pod: Status) -> bool:
@@ -183,10 +179,12 @@ def _waiting(job: Status, pods: Sequence[Status], keys: PodKeys) -> Waiting:
     name, wanted = job["metadata"]["name"], int(job["spec"].get("completions") or 1)
     if job["spec"].get("suspend"):
         return Waiting("waiting in the queue to be admitted", queued=True)
-    living = [pod for pod in pods if not _is_gone(pod)]
     started = 0
-    for pod in living:
-        if pod.get("status", {}).get("phase") in ("Running", "Succeeded"):
+    for pod in pods:
+        phase = pod.get("status", {}).get("phase")
+        if pod["metadata"].get("deletionTimestamp") or phase == "Failed":
+            continue
+        if phase in ("Running", "Succeeded"):
             started += 1
             continue
         if (waiting := _pending(pod, keys)) is not None:
@@ -218,10 +216,6 @@ def _pending(pod: Status, keys: PodKeys) -> Waiting | None:
             text = f"pod {name} cannot start ({reason}: {message})"
             return Waiting(text, ConfigError(f"P{text[1:]}. {keys.remedy_for_start}"))
     return None
-
-
-def _is_gone(pod: Status) -> bool:
-    return bool(pod["metadata"].get("deletionTimestamp")) or pod.get("status", {}).get("phase") == "Failed"
 
 
 def _terminated(pod: Status) -> Status | None:

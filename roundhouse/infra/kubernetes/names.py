@@ -67,6 +67,11 @@ def run_labels(run_id: str, run_uid: str) -> dict[str, str]:
     }
 
 
+def component_labels(component: str) -> dict[str, str]:
+    """Labels by which network policies and PodMonitors of `k8s/` select the pods of a component."""
+    return {"app.kubernetes.io/name": f"roundhouse-{component}", "app.kubernetes.io/component": component}
+
+
 def run_object_name(run_id: str, run_uid: str) -> str:
     """Name of the run's ConfigMap, which owns the rest, and of its headless Service."""
     return f"rh-{dns_label(run_id, 40)}-{run_uid[:6]}"

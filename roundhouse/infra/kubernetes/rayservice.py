@@ -235,7 +235,8 @@ class _RefitWait:
                 first = first or word
                 self.changed_since |= (word.status, word.message) != (first.status, first.message)
                 found = self.served.replicas()
-                if self._all_there(found) and word.is_running:
+                digest = deployment.digest_of(self.application)
+                if word.is_running and deployment.all_there(found, self._count, digest, self._desired):
                     return found
                 self._raise_failures(word)
                 changed.wait(ASK_AGAIN.pause(asked))
@@ -255,9 +256,6 @@ class _RefitWait:
     @property
     def _desired(self) -> Object:
         return dict(self.application["deployments"][0]["user_config"])
-
-    def _all_there(self, found: list[ReplicaStatus]) -> bool:
-        return deployment.all_there(found, self._count, deployment.digest_of(self.application), self._desired)
 
     def _present(self, watched: Watched) -> Object:
         """The RayService as it is now."""

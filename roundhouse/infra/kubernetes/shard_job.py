@@ -13,7 +13,7 @@ from typing import Any
 from roundhouse.config.distribution import JobShards
 from roundhouse.config.kubernetes import CollectorPods, KubernetesInfra
 from roundhouse.infra.kubernetes import stage_pod
-from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
+from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels
 from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, PodKeys
 
 Manifest = dict[str, Any]
@@ -82,27 +82,13 @@ class ShardJob:
             "backoffLimit": 0,
             "activeDeadlineSeconds": self.seconds(),
             "ttlSecondsAfterFinished": infra.keep_jobs_seconds,
-            "podFailurePolicy": self._pod_failure_policy(),
+            "podFailurePolicy": stage_pod.pod_failure_policy(CONTAINER, "FailJob"),
         }
+        labels = self.identity.labels() | component_labels("collector")
         return stage_pod.job(
-            self.identity, number, self.namespace, owner, spec, pod, self._labels(), infra.queue, {PLACE: self.stage}
+            self.identity, number, self.namespace, owner, spec, pod, labels, infra.queue, {PLACE: self.stage}
         )
 
     def command(self, number: int) -> list[str]:
         """Arguments of the interpreter."""
         return ["-m", WORKER, "--spec", self.spec]
-
-    def _labels(self) -> dict[str, str]:
-        return self.identity.labels() | {
-            "app.kubernetes.io/name": "roundhouse-collector",
-            "app.kubernetes.io/component": "collector",
-        }
-
-    def _pod_failure_policy(self) -> Manifest:
-        codes = {"containerName": CONTAINER, "operator": "In", "values": stage_pod.FINAL_EXIT_CODES}
-        return {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": codes},
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        }

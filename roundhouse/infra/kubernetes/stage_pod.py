@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from roundhouse.config.kubernetes import Toleration
 from roundhouse.errors import EXIT_CODES, ConfigError, DataError, InfraError
@@ -143,6 +143,17 @@ def job(
     }
 
 
+def pod_failure_policy(container: str, disrupted: Literal["Ignore", "FailJob"]) -> Manifest:
+    """Fails the Job if repeating cannot help; `disrupted`: for a pod that was drained, preempted, or lost with its node."""
+    codes = {"containerName": container, "operator": "In", "values": FINAL_EXIT_CODES}
+    return {
+        "rules": [
+            {"action": "FailJob", "onExitCodes": codes},
+            {"action": disrupted, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        ]
+    }
+
+
 def pod(
     settings: PodSettings,
     container: Manifest,
@@ -227,8 +238,9 @@ def container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "scratch", "mountPath": SCRATCH}, *mounts],
     }
-    if (port := _metrics_port(environment)) is not None:
-        found["ports"] = [{"name": METRICS, "containerPort": port}]
+    host, _, port = environment.get(METRICS_VARIABLE, "").rpartition(":")
+    if port.isdigit() and host and not is_loopback(host.strip("[]")):  # the page for Prometheus is open to others
+        found["ports"] = [{"name": METRICS, "containerPort": int(port)}]
     if store_claim:
         path = str(Location(store).local_path)
         found["volumeMounts"].append({"name": "store", "mountPath": path})
@@ -242,9 +254,3 @@ def _scraped(pod: Manifest) -> Manifest:
     declared = [port for container in pod["containers"] for port in container.get("ports", [])]
     found = [port["containerPort"] for port in declared if port["name"] == METRICS]
     return {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": str(found[0])}} if found else {}
-
-
-def _metrics_port(environment: Mapping[str, str]) -> int | None:
-    """Port of the page for Prometheus, where the environment opens one to others."""
-    host, _, port = environment.get(METRICS_VARIABLE, "").rpartition(":")
-    return int(port) if port.isdigit() and host and not is_loopback(host.strip("[]")) else None

@@ -14,7 +14,7 @@ from typing import Any
 from roundhouse.config.kubernetes import KubernetesInfra, TrainerPods
 from roundhouse.config.train_service import ProcessService
 from roundhouse.infra.kubernetes import stage_pod
-from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, run_labels, run_object_name
+from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels, run_labels, run_object_name
 from roundhouse.infra.kubernetes.stage_pod import TRAINER, PodKeys
 
 Manifest = dict[str, Any]
@@ -94,32 +94,17 @@ class TrainJob:
             "backoffLimit": self.infra.trainer.restarts if self.pods == 1 else 0,
             "activeDeadlineSeconds": self.seconds(),
             "ttlSecondsAfterFinished": self.infra.keep_jobs_seconds,
-            "podFailurePolicy": self._pod_failure_policy(),
+            # a disrupted pod is replaced; its peers in a group of several have failed with it
+            "podFailurePolicy": stage_pod.pod_failure_policy(CONTAINER, "Ignore" if self.pods == 1 else "FailJob"),
         }
+        labels = self.identity.labels() | component_labels("trainer")
         return stage_pod.job(
-            self.identity, number, self.namespace, owner, spec, self._pod(number), self._labels(), self.infra.queue
+            self.identity, number, self.namespace, owner, spec, self._pod(number), labels, self.infra.queue
         )
 
     def seconds(self) -> int:
         """The Job's deadline: the wait for nodes, and the step."""
         return int(self.infra.trainer.pending_seconds + self.service.timeout_seconds)
-
-    def _labels(self) -> dict[str, str]:
-        return self.identity.labels() | {
-            "app.kubernetes.io/name": "roundhouse-trainer",
-            "app.kubernetes.io/component": "trainer",
-        }
-
-    def _pod_failure_policy(self) -> Manifest:
-        # A disrupted pod (drain, preemption, lost node) is replaced. Its peers in a group of several have failed with it.
-        disrupted = "Ignore" if self.pods == 1 else "FailJob"
-        codes = {"containerName": CONTAINER, "operator": "In", "values": stage_pod.FINAL_EXIT_CODES}
-        return {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": codes},
-                {"action": disrupted, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        }
 
     def _pod(self, number: int) -> Manifest:
         infra, trainer = self.infra, self.infra.trainer
