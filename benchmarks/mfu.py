@@ -28,11 +28,10 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from roundhouse.training.attention import PACKED, register
 from roundhouse.training.balance import cost_model
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.forward import Scorer
-from roundhouse.training.layers import checkpoint_activations
+from roundhouse.training.layers import PACKED, checkpoint_activations, register_packed_attention
 from roundhouse.training.packing import Microbatch, build_microbatches
 
 PEAKS = {
@@ -56,7 +55,7 @@ TINY: dict[str, Any] = {
 
 def make_scorer(device: torch.device, chunk: int, recompute: bool) -> Scorer:
     """A model with random weights, bf16 on a GPU."""
-    register()
+    register_packed_attention()
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     size = (LARGE if on_gpu else TINY) | {"attn_implementation": PACKED}

@@ -260,7 +260,7 @@ def _in_process(
 
 def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
     """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it."""
-    from roundhouse.training.service.opening import open_service
+    from roundhouse.training.service.verbs import open_service
     from roundhouse.training.trainer import Trainer
 
     key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))

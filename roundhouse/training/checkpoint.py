@@ -28,7 +28,7 @@ from roundhouse.fast_imports import lean_transformers
 with lean_transformers():
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from roundhouse.training.attention import PACKED, check_packable, register
+from roundhouse.training.layers import PACKED, check_packable, register_packed_attention
 from roundhouse.training.lora import merged
 from roundhouse.training.parallel import Ranks
 
@@ -65,7 +65,7 @@ def load_model(directory: Path, *, packed: bool, device: torch.device) -> PreTra
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
-    register()
+    register_packed_attention()
     try:
         with _no_progress_bars():
             model, loaded = _from_pretrained(directory, PACKED if packed else "sdpa")

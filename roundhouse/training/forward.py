@@ -2,6 +2,15 @@
 
 Invariant: logits exist only at the positions that predict a trained token, in float32, divided by the sampling temperature
 before the softmax: the distribution that the engine sampled from. No dropout is ever active.
+
+`chunked_log_probs` computes them in chunks of positions, so that logits of a whole batch never exist. Values and gradients are
+those of `log_softmax(hidden @ weightᵀ / temperature)` at the targets, in float32; at any moment there are at most `chunk` rows
+of logits. Forward keeps none of them, backward computes each chunk again:
+
+    z = h · Wᵀ / τ        log p_t = z_t − logsumexp(z)        H = −Σ p log p
+    ∂/∂z (a · log p_t + b · H) = a · (1_t − p) − b · p · (log p + H)
+
+One row of logits for a vocabulary of 150,000 takes 0.6 MB: 32,768 positions would take 20 GB, and their gradient as much again.
 """
 
 from __future__ import annotations
@@ -15,10 +24,10 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from roundhouse.training.attention import PACKED
+from roundhouse.errors import ConfigError
 from roundhouse.training.balance import Dealer
-from roundhouse.training.logits import chunked_log_probs
-from roundhouse.training.packing import FlatTokens, Microbatch, build_microbatches
+from roundhouse.training.layers import PACKED
+from roundhouse.training.packing import FlatTokens, Microbatch, Span, build_microbatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +51,7 @@ class Scorer(torch.nn.Module):
     Args:
         temperature: that the sequences were sampled at.
         dtype: bfloat16 runs the model in autocast; the softmax is float32 all the same.
-        logits_chunk: rows of logits at a time (`logits`); 0 computes all at once and keeps them for backward.
+        logits_chunk: rows of logits at a time (`chunked_log_probs`); 0 computes all at once and keeps them for backward.
         sharded: parameters are spread over ranks and come gathered in `dtype`.
     """
 
@@ -151,3 +160,138 @@ def cpu_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """(hidden [M, D], weight [V, D], bias [V] or None, targets [M]) → log-probabilities [M], entropies [M]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = hidden.new_empty(len(hidden), dtype=_exact(hidden))
+        entropy = torch.zeros_like(log_probs)
+        for part in _chunks(len(hidden), chunk):
+            every = _log_softmax(hidden[part], weight, bias, temperature)
+            log_probs[part] = every.gather(1, targets[part, None]).squeeze(1)
+            if with_entropy:
+                entropy[part] = -(every.exp() * every).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.temperature, ctx.chunk, ctx.with_entropy = temperature, chunk, with_entropy
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        by_log_prob, by_entropy = gradients  # zeros where an output was not used
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        for_hidden = torch.empty_like(hidden) if wanted[0] else None
+        for_weight = torch.zeros_like(weight, dtype=_exact(weight)) if wanted[1] else None
+        for_bias = torch.zeros_like(bias, dtype=_exact(bias)) if wanted[2] else None
+        for part in _chunks(len(hidden), ctx.chunk):
+            every = _log_softmax(hidden[part], weight, bias, ctx.temperature)
+            by_both = by_log_prob[part, None], by_entropy[part, None] if ctx.with_entropy else None
+            slope = _slope(every, targets[part, None], entropy[part, None], *by_both) / ctx.temperature
+            if for_bias is not None:
+                for_bias += slope.sum(0)
+            slope = slope.to(hidden.dtype)
+            if for_hidden is not None:
+                for_hidden[part] = slope @ weight
+            if for_weight is not None:
+                for_weight += slope.t() @ hidden[part]
+        return (
+            for_hidden,
+            None if for_weight is None else for_weight.to(weight.dtype),
+            None if for_bias is None else for_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def chunked_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    dtype: torch.dtype,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each target and, when asked for, entropy of its distribution: [M] float32 with a gradient.
+
+    Args:
+        hidden: [M, D] states at the predicting positions, after the last norm.
+        weight, bias: of the output layer, [V, D] and [V].
+        targets: [M] token ids.
+        chunk: rows of logits at a time.
+        dtype: of the matrix products; softmax and sums are float32.
+    """
+    layer = weight.to(dtype), None if bias is None else bias.to(dtype)
+    log_probs, entropy = _ChunkedLogProbs.apply(hidden.to(dtype), *layer, targets, temperature, chunk, with_entropy)
+    return log_probs, entropy if with_entropy else None
+
+
+def check_plain_logits(model: Any) -> None:
+    """Refuse a model whose logits are more than its output layer applied to its last hidden state.
+
+    Raises:
+        ConfigError: it scales or caps them, as Gemma 2 and Granite do.
+    """
+    device = next(model.parameters()).device
+    inputs: dict[str, Any] = {
+        "input_ids": torch.tensor([[0, 1]], device=device),
+        "position_ids": torch.tensor([[0, 1]], device=device),
+        "spans": (Span(0, 2, 1, 2, None, None),),
+        "use_cache": False,
+    }
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        hidden = model.base_model(**inputs).last_hidden_state
+        plain = model.get_output_embeddings()(hidden)
+    if not torch.allclose(plain, expected, rtol=1e-4, atol=1e-5):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits after the output layer, which train.logits_chunk_tokens does not know. "
+            "Set it to 0."
+        )
+
+
+def _chunks(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+
+
+def _exact(tensor: torch.Tensor) -> torch.dtype:
+    """In which softmax and sums are computed: float32, unless the tensor is in float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _log_softmax(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """[rows, V]."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_exact(hidden))
+    if temperature != 1.0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _slope(
+    every: torch.Tensor,
+    targets: torch.Tensor,
+    entropy: torch.Tensor,
+    by_log_prob: torch.Tensor,
+    by_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """[rows, V] gradient by the scaled logits; the arguments after the first are [rows, 1]."""
+    probs = every.exp()
+    slope = probs * -by_log_prob
+    if by_entropy is not None:
+        slope -= probs * (every + entropy) * by_entropy
+    return slope.scatter_add_(1, targets, by_log_prob)

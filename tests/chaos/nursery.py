@@ -35,7 +35,7 @@ _IMPORTED = (
     "roundhouse.compat.nemo_gym.servers.resources",
     "roundhouse.compat.nemo_gym.clients.resources",
     "roundhouse.training.trainer",
-    "roundhouse.training.service.opening",
+    "roundhouse.training.service.verbs",
     "transformers.models.qwen3.modeling_qwen3",
     "s3fs",
 )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundhouse.errors import ConfigError
-from roundhouse.training.logits import check_plain_logits, chunked_log_probs
+from roundhouse.training.forward import check_plain_logits, chunked_log_probs
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "with_entropy": True}
 

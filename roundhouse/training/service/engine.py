@@ -29,9 +29,15 @@ from roundhouse.training.checkpoint import (
     save_cursor,
     save_model,
 )
-from roundhouse.training.forward import Prediction, Scorer, cpu_threads, recompute_log_probs, vocabulary_size
+from roundhouse.training.forward import (
+    Prediction,
+    Scorer,
+    check_plain_logits,
+    cpu_threads,
+    recompute_log_probs,
+    vocabulary_size,
+)
 from roundhouse.training.layers import checkpoint_activations, decoder_layers, replace_norms
-from roundhouse.training.logits import check_plain_logits
 from roundhouse.training.lora import attach, save_adapter
 from roundhouse.training.loss import LossTokens, token_loss
 from roundhouse.training.metrics import MetricSums

@@ -21,7 +21,10 @@ from typing import Protocol
 
 import numpy as np
 
-from roundhouse.errors import DataError
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.secrets import read_secret
+from roundhouse.config.train_service import ProcessService, RayService, RemoteService, ResidentService
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithm import LossSettings, TokenColumns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
@@ -193,3 +196,43 @@ def check_fits(facts: ModelFacts, sequences: TrainingSequences) -> None:
             f"sequence {owner!r} has {longest} tokens, but the model has {facts.positions} positions. Lower "
             "rollout.max_tokens."
         )
+
+
+def open_service(
+    config: TrainConfig, *, owner: str, temperature: float, placement_group: str | None = None
+) -> TrainService:
+    """The service that `config.service` names, to be closed by the caller; nothing is shared between two calls.
+
+    Args:
+        owner: who trains; a remote service tells runs apart by it.
+        placement_group: id of Ray's, in whose last bundle an actor is to be.
+
+    Raises:
+        ConfigError: the service is one process a step, which has no verbs, or a token cannot be read.
+        InfraError: Ray cannot be reached.
+    """
+    service = config.service
+    if isinstance(service, ResidentService):
+        from roundhouse.training.service.engine import TrainEngine
+
+        return TrainEngine(config, temperature=temperature)
+    if isinstance(service, RayService):
+        from roundhouse.training.service.actor import RayTrainService
+
+        return RayTrainService(config, service, temperature=temperature, placement_group=placement_group)
+    if isinstance(service, RemoteService):
+        from roundhouse.training.service.client import RemoteTrainService
+
+        return RemoteTrainService(
+            service.url,
+            config,
+            owner=owner,
+            token=read_secret(service.token_variable, service.token_file),
+            temperature=temperature,
+            timeout_seconds=service.timeout_seconds,
+            retry_seconds=service.retry_seconds,
+        )
+    assert isinstance(service, ProcessService)
+    raise ConfigError(
+        "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
+    )
