@@ -19,43 +19,56 @@ def told(number, frame):
 signal.signal(signal.SIGTERM, told)
 
 class Finalized:
+    def __init__(self, act):
+        self.act = act
+
     def __del__(self):
-        signal.raise_signal(getattr(signal, sys.argv[1]))
-        time.sleep(0)
+        self.act()
 
-began = time.monotonic()
-try:
-    with redeliver_lost_signals():
-        Finalized()
-        print("dropped", flush=True)
-        while time.monotonic() - began < 30:
-            time.sleep(0.01)
-except (TerminationSignal, KeyboardInterrupt) as error:
-    print(type(error).__name__)
-"""
+def raises(name):
+    signal.raise_signal(getattr(signal, name))
+    time.sleep(0)
 
+def fails():
+    raise ValueError("in a finalizer")
 
-@pytest.mark.parametrize(("signal", "raised"), [("SIGTERM", "TerminationSignal"), ("SIGINT", "KeyboardInterrupt")])
-def test_a_termination_that_python_drops_is_raised_again(signal: str, raised: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, signal]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
-    assert ended.stdout.split() == ["dropped", raised], ended.stderr
-    assert "ignored" not in ended.stderr
+for name in ("SIGTERM", "SIGINT"):
+    began = time.monotonic()
+    try:
+        with redeliver_lost_signals():
+            Finalized(lambda: raises(name))
+            print("dropped", end=" ")
+            while time.monotonic() - began < 30:
+                time.sleep(0.01)
+    except (TerminationSignal, KeyboardInterrupt) as error:
+        print(type(error).__name__)
 
-
-def test_what_else_is_dropped_is_told_as_ever() -> None:
-    program = """
-import sys
-from flows._prefect.signals import redeliver_lost_signals
-class Finalized:
-    def __del__(self):
-        raise ValueError("in a finalizer")
+print("ignored so far:", file=sys.stderr, flush=True)
 before = sys.unraisablehook
 with redeliver_lost_signals():
-    Finalized()
+    Finalized(fails)
 assert sys.unraisablehook is before
+print("the hook is the one of before")
 """
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
-    assert ended.returncode == 0
-    assert "ValueError: in a finalizer" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def ended() -> subprocess.CompletedProcess[str]:
+    """The program, which drops a signal of each kind and another error."""
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(("line", "raised"), [(0, "TerminationSignal"), (1, "KeyboardInterrupt")])
+def test_a_termination_that_python_drops_is_raised_again(
+    ended: subprocess.CompletedProcess[str], line: int, raised: str
+) -> None:
+    assert ended.stdout.splitlines()[line].split() == ["dropped", raised], ended.stderr
+    before, _, _ = ended.stderr.partition("ignored so far:")
+    assert "ignored" not in before.lower(), before
+
+
+def test_what_else_is_dropped_is_told_as_ever(ended: subprocess.CompletedProcess[str]) -> None:
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[2] == "the hook is the one of before"
+    assert "ValueError: in a finalizer" in ended.stderr.partition("ignored so far:")[2]
