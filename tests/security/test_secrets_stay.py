@@ -79,7 +79,9 @@ def played(tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator
                 "parameters": {"api_key": {"variable": "CANARY_JUDGE"}},
             }
             root = str(Path(__file__).resolve().parents[2])
-            flow = built.train(built.configuration("played", environment=judged), {"PYTHONPATH": root})
+            few = {"prompts_per_iteration": 2, "group_size": 2, "max_failed_fraction": 0}
+            configuration = built.configuration("played", environment=judged, rollout=few)
+            flow = built.train(configuration, {"PYTHONPATH": root})
             assert flow.wait(600) == 0, (directory / "played.log").read_text()[-3000:]
             os.environ["ROUNDHOUSE_ENGINE_TOKEN"] = "wrong"
             refused = built.train(built.configuration("refused", environment=judged), {"PYTHONPATH": root})
