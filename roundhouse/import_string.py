@@ -6,6 +6,8 @@ once in a process, however often it is named, so that its classes keep their ide
 A relative path is looked for under each of `bases` in turn, then under NEXRL_PATH, where it is set, then in the working
 directory.
 
+A name of a module that moved, as a stored run's configuration has it, stands for the module's new name (`MOVED`).
+
     load_class("evaluator.py:Exact", Evaluator, "environment.evaluator", ["recipes/quiz/agent_workspace"])
 """
 
@@ -25,6 +27,14 @@ from roundhouse.errors import ConfigError
 
 T = TypeVar("T")
 
+MOVED = {
+    "roundhouse.gym.environments": "roundhouse.environments",
+    "roundhouse.gym.environment": "roundhouse.environments.base",
+    "roundhouse.gym.gymnasium": "roundhouse.environments.gymnasium",
+    "roundhouse.gym.workers": "roundhouse.compat.nexrl",
+}
+"""Packages and modules whose classes configurations name, by the name that they had."""
+
 
 def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases: Sequence[str | Path] = ()) -> type[T]:
     """The class that `target` names.
@@ -39,7 +49,7 @@ def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases
     where, separator, name = target.rpartition(":")
     if not separator or not where or not name:
         raise ConfigError(f"{key} is {target!r}: write path/to/file.py:Class or package.module:Class.")
-    module = _file_module(where, key, bases) if where.endswith(".py") else _module(where, key)
+    module = _file_module(where, key, bases) if where.endswith(".py") else _module(_moved(where), key)
     found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -62,13 +72,25 @@ def add_import_path(directory: str | Path) -> None:
         sys.path.append(path)
 
 
+def _moved(name: str) -> str:
+    old = next((old for old in MOVED if name == old or name.startswith(f"{old}.")), None)
+    return name if old is None else MOVED[old] + name.removeprefix(old)
+
+
+def _hint(error: BaseException) -> str:
+    """Where the modules are that a file of the user's still imports by their old names."""
+    if not isinstance(error, ModuleNotFoundError) or not str(error.name).startswith("roundhouse.gym"):
+        return ""
+    return " These modules moved: " + ", ".join(f"{old} is {new}" for old, new in MOVED.items()) + "."
+
+
 def _module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"{key}: importing {name} failed ({error}). Install the package, put its directory on PYTHONPATH, or name a file: "
-            "path/to/file.py:Class."
+            f"path/to/file.py:Class.{_hint(error)}"
         ) from error
 
 
@@ -86,7 +108,7 @@ def _file_module(path: str, key: str, bases: Sequence[str | Path]) -> ModuleType
         spec.loader.exec_module(module)
     except Exception as error:  # the file's own code ends here
         del sys.modules[name]
-        raise ConfigError(f"{key}: {file} cannot be executed: {error!r}") from error
+        raise ConfigError(f"{key}: {file} cannot be executed: {error!r}.{_hint(error)}") from error
     return module
 
 

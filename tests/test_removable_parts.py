@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +34,36 @@ def test_an_iteration_runs_without_the_removable_parts() -> None:
     entered = done.stdout.splitlines()
     assert "roundhouse.training.step" in entered
     assert not [name for name in entered if name.startswith(REMOVABLE)]
+
+
+USERS_OF_COMPAT = ("roundhouse/compat/", "roundhouse/infra/gym_servers.py", "roundhouse/infra/gym_start.py")
+"""compat itself, and the services that are NeMo Gym's servers."""
+
+
+def imported_with_the_module(node: ast.AST) -> set[str]:
+    """Names of the modules that are imported outside of functions."""
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module:
+            found |= {child.module, *(f"{child.module}.{name.name}" for name in child.names)}
+        elif isinstance(child, ast.Import):
+            found |= {name.name for name in child.names}
+        found |= imported_with_the_module(child)
+    return found
+
+
+def test_no_module_imports_the_compatibility_with_foreign_worlds_at_its_start() -> None:
+    files = [*ROOT.glob("roundhouse/**/*.py"), *ROOT.glob("flows/**/*.py"), *ROOT.glob("tasks/**/*.py")]
+    users = {
+        name
+        for file in files
+        if not (name := str(file.relative_to(ROOT))).startswith(USERS_OF_COMPAT)
+        and any(
+            module.startswith("roundhouse.compat") for module in imported_with_the_module(ast.parse(file.read_text()))
+        )
+    }
+    assert users == set()

@@ -11,8 +11,7 @@ from itertools import product
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
-from roundhouse.environments.generated import GeneratedEnvironment
+from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, closing_text, returns, says
 
 GOODS = ("bolts", "nuts", "nails", "screws", "hooks", "rings", "pins", "springs")
 SHELVES = "ABCDEFGH"

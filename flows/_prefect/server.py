@@ -25,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from roundhouse.http.asgi import ClientGone, read_body
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.http.same_origin import SameOrigin
 
@@ -80,7 +81,9 @@ class AsksAgain:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (body := await _body(receive)) is None:
+        try:
+            body = await read_body(receive)
+        except ClientGone:
             return
         until, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
         while not await self._answered(scope, body, receive, send, is_last=time.monotonic() + pause > until):
@@ -112,16 +115,6 @@ class AsksAgain:
         for message in held:
             await send(message)
         return True
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """The whole request; None when the client has gone."""
-    parts = []
-    while (message := await receive())["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-    return None
 
 
 def wrap_server() -> None:

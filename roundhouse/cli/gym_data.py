@@ -13,7 +13,7 @@ from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
     from roundhouse.compat.nemo_gym.exchange.collection import Summary
-    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
     from roundhouse.compat.nemo_gym.exchange.resume import Remaining
     from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization
 
@@ -53,7 +53,7 @@ def collect(
     seed: Annotated[int, typer.Option(help="Seed of the sampling, with --environment.")] = 0,
 ) -> None:
     """Collect rollouts of task rows from agent servers, or from a running policy and an environment."""
-    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
 
     place = open_place(
         Place(
@@ -105,7 +105,7 @@ def reverify(
 
     from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY
     from roundhouse.compat.nemo_gym.exchange.collection import collect as collect_rows
-    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
     from roundhouse.compat.nemo_gym.exchange.reverify import Reverification, Verifiers, begin, verifiers_of_head
 
     if (head is None) == (resources_url is None):
@@ -137,7 +137,7 @@ def profile(
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Profile what there is.")] = False,
 ) -> None:
     """Statistics of each task's rollouts and of each agent's, as files beside the rollouts."""
-    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
     from roundhouse.compat.nemo_gym.exchange.profile import write_profile
 
     files = CollectionFiles(rollouts)
@@ -188,8 +188,8 @@ def import_file(
     policy_version: Annotated[int, typer.Option(help="Version of the weights that made foreign rollouts.", min=0)] = 0,
 ) -> None:
     """Import rollouts of NeMo Gym as a Parquet dataset that validation and training read."""
-    from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
-    from roundhouse.compat.nemo_gym.exchange.to_store import import_rollouts
+    from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
+    from roundhouse.compat.nemo_gym.exchange.reading import import_rollouts
 
     reference = import_rollouts(CollectionFiles(file), store, name, version, policy_version=policy_version)
     counts = ", ".join(f"{count} {kind}" for kind, count in reference.counts.items() if count)
@@ -242,8 +242,7 @@ def materialization(
         ConfigError: an override is none, or about something else.
     """
     from roundhouse.compat.nemo_gym.config.overrides import parse_override
-    from roundhouse.compat.nemo_gym.exchange.prompts import read_prompt
-    from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats
+    from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, read_prompt
 
     params: dict[str, Any] = {}
     add_seed = False

@@ -16,8 +16,15 @@ from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.calculator import ERROR, Tally, answer_sentence, evaluate
-from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import (
+    GeneratedEnvironment,
+    Message,
+    calls,
+    closing_text,
+    distinct,
+    returns,
+    says,
+)
 
 LARGEST = 999
 

@@ -17,8 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
-from roundhouse.environments.conversations import Message, calls, closing_text, returns, says, user
-from roundhouse.environments.splits import TaskList, deal, split_problems
+from roundhouse.environments.generated import (
+    Message,
+    TaskList,
+    calls,
+    closing_text,
+    deal,
+    returns,
+    says,
+    split_problems,
+    user,
+)
 
 MAX_CALLS = 3
 ERROR = "error"

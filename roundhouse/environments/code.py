@@ -21,8 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import (
+    GeneratedEnvironment,
+    Message,
+    calls,
+    closing_text,
+    distinct,
+    returns,
+    says,
+)
 from roundhouse.environments.sandbox import CodeFailed, Sandbox, canonical
 
 RUNS, PASSED, ALL = 0.1, 0.4, 0.5

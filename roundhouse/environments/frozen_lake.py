@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import Split, TaskRow, final_text, task_row
-from roundhouse.environments.conversations import Message, says, user
-from roundhouse.environments.generated import distinct
+from roundhouse.environments.generated import Message, TaskList, deal, distinct, says, split_problems, user
 from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
-from roundhouse.environments.splits import TaskList, deal, split_problems
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 SHORTEST = 3

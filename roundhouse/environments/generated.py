@@ -16,18 +16,27 @@ session, earns reward 1.
 
         async def verify(self, session, row, response):
             return Verdict(reward=float(closing_text(response) == row["answer"]))
+
+Which problems are held out: a pure function of the problem's name, so that every process agrees without a file.
+
+Invariant: train and held-out together are all problems, and share none. The order is fixed and unrelated to the problems'
+natural order (it is the order of their digests), so that any stretch of tasks is a fair sample.
+
+The pieces of conversations: chat messages of demonstrations, and what a verifier reads of a response.
+
+Invariant: an answer counts only when the rollout ended with it. Text beside a tool call is not a final answer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
-from roundhouse.environments.base import Environment, Split, TaskRow, task_row
-from roundhouse.environments.conversations import Message, user
-from roundhouse.environments.splits import TaskList, deal, split_problems
+from roundhouse.environments.base import Environment, Split, TaskRow, final_text, task_row
 from roundhouse.errors import ConfigError
 
 P = TypeVar("P")
@@ -92,3 +101,95 @@ def distinct(draw: Callable[[random.Random], P], key: Callable[[P], str], count:
         if repeats == REPEATS:
             raise ConfigError(f"environment.problems is {count}, but {seed} has only about {len(found)}. Lower it.")
     return list(found.values())
+
+
+def position(name: str) -> float:
+    """A number in [0, 1) that depends on `name` alone, evenly spread over names."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+
+
+def split_problems(problems: Iterable[P], name: Callable[[P], str], heldout_fraction: float) -> dict[Split, list[P]]:
+    """Deal `problems` into train and held-out by the digests of their names.
+
+    Raises:
+        ConfigError: nothing is left to train on.
+    """
+    placed = sorted((position(name(problem)), index, problem) for index, problem in enumerate(problems))
+    heldout = [problem for place, _, problem in placed if place < heldout_fraction]
+    train = [problem for place, _, problem in placed if place >= heldout_fraction]
+    if not train:
+        raise ConfigError(
+            f"environment.heldout_fraction is {heldout_fraction}: no task is left to train on. Lower it (0.2 is usual)."
+        )
+    return {"train": train, "heldout": heldout}
+
+
+def deal(shares: dict[str, float], count: int, rng: random.Random) -> list[str]:
+    """`count` names in random order, each as often as its share says (to the nearest whole).
+
+    >>> sorted(deal({"a": 0.25, "b": 0.75}, 4, random.Random(0)))
+    ['a', 'b', 'b', 'b']
+    """
+    total = sum(shares.values())
+    names: list[str] = []
+    reached = 0.0
+    for name, share in shares.items():
+        reached += share / total
+        names += [name] * (round(reached * count) - len(names))
+    rng.shuffle(names)
+    return names
+
+
+class TaskList(Sequence[TaskRow], Generic[P]):
+    """Task rows made when they are asked for: a split may have tens of thousands of problems."""
+
+    def __init__(self, problems: Sequence[P], row: Callable[[P], TaskRow]) -> None:
+        self._problems = problems
+        self._row = row
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> TaskRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TaskRow]: ...
+    def __getitem__(self, index: int | slice) -> TaskRow | Sequence[TaskRow]:
+        if isinstance(index, slice):
+            return TaskList(self._problems[index], self._row)
+        return self._row(self._problems[index])
+
+
+Message = dict[str, Any]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> Message:
+    """The assistant answers in words."""
+    return {"role": "assistant", "content": text}
+
+
+def calls(name: str, call_id: str, **arguments: Any) -> Message:
+    """The assistant calls one tool."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+
+
+def returns(call_id: str, text: str) -> Message:
+    """The tool answers the call."""
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def closing_text(response: dict[str, Any]) -> str | None:
+    """The text with which the rollout ended; None when it ended with something else, such as a tool call."""
+    output = response.get("output", [])
+    if not output or output[-1].get("type") != "message":
+        return None
+    return final_text(response)

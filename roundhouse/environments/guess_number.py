@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
-from roundhouse.environments.conversations import Message, calls, returns, says, user
-from roundhouse.environments.splits import TaskList, deal, position
+from roundhouse.environments.generated import Message, TaskList, calls, deal, position, returns, says, user
 
 GAMES_PER_NUMBER = 20
 """Tasks of a split for each hidden number, so that a batch or an evaluation does not run out of them."""

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict
-from roundhouse.environments.conversations import Message, closing_text, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import GeneratedEnvironment, Message, closing_text, distinct, says
 
 ALL, PARTS = 0.5, 0.5
 WORDS = [

@@ -17,8 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import (
+    GeneratedEnvironment,
+    Message,
+    calls,
+    closing_text,
+    distinct,
+    returns,
+    says,
+)
 
 WORDS = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
 SPARE_CALLS = 2

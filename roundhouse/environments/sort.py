@@ -16,8 +16,7 @@ from itertools import permutations
 from typing import Any
 
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row
-from roundhouse.environments.conversations import Message, closing_text, says, user
-from roundhouse.environments.splits import TaskList, deal, split_problems
+from roundhouse.environments.generated import Message, TaskList, closing_text, deal, says, split_problems, user
 
 
 class Sort(Environment):

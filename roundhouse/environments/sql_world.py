@@ -19,8 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.conversations import Message, calls, closing_text, returns, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import (
+    GeneratedEnvironment,
+    Message,
+    calls,
+    closing_text,
+    distinct,
+    returns,
+    says,
+)
 from roundhouse.environments.sql_child import Result, StatementRefused, execute
 from roundhouse.environments.sql_engine import Database, image_of
 

@@ -23,8 +23,7 @@ from itertools import permutations, product
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict
-from roundhouse.environments.conversations import Message, closing_text, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import GeneratedEnvironment, Message, closing_text, distinct, says
 
 FORM, PART = 0.1, 0.3
 EMPTY = "."

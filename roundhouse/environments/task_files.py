@@ -9,8 +9,8 @@ from __future__ import annotations
 import fsspec
 import orjson
 
-from roundhouse.compat.nemo_gym.model_server.requests import InvalidRequest, check_responses
 from roundhouse.environments.base import TaskRow
+from roundhouse.environments.openai_requests import InvalidRequest, check_responses
 from roundhouse.errors import ConfigError, DataError
 
 PARAMS = "responses_create_params"

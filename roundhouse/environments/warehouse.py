@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.conversations import Message, calls, returns, says
-from roundhouse.environments.generated import GeneratedEnvironment, distinct
+from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, distinct, returns, says
 
 RESTOCK, SHIP, TIDY = 0.4, 0.4, 0.2
 SHELVES, GOODS = "ABC", ("nuts", "bolts", "pins")

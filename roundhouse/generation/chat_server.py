@@ -21,14 +21,10 @@ from roundhouse.generation.chat import ChatCodec, ContinuationBroken
 from roundhouse.generation.engine import AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
+from roundhouse.http.asgi import Receive, Send, read_body, reply, reply_error, reply_json
 from roundhouse.http.body_limit import BodyLimit
 
 logger = logging.getLogger(__name__)
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-
-JSON_HEADER = (b"content-type", b"application/json")
 
 ENGINE_ROUTES = {
     *(("GET", path) for path in ("/v1/models", "/version", "/load", "/ping", "/tokenizer_info")),
@@ -107,12 +103,13 @@ class ChatServer:
         except ContinuationBroken as error:
             await reply_error(send, 400, "continuation_broken", str(error), "messages")
         else:
-            await reply(send, 200, token_list(tokens, self.codec.max_model_len))
+            await reply_json(send, 200, token_list(tokens, self.codec.max_model_len))
         return True
 
     async def _chat(self, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive)
         try:
-            request = read_request(_json(await read_body(receive)), self.model)
+            request = read_request(_json(raw), self.model)
             self.policy.require_sampling(request.draw)
             prompt = self.codec.prompt(request)
             generated = await self.policy.answer(prompt.token_ids, prompt.draw)
@@ -129,7 +126,7 @@ class ChatServer:
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
         else:
             body = self._completion(request, prompt.token_ids, generated)
-            await reply(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
+            await reply_json(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
 
     def _completion(self, request: ChatRequest, prompt: list[int], generated: Generated) -> dict[str, Any]:
         message, finish_reason = self.codec.message(generated, request.tools, only_first_call=request.only_first_call)
@@ -152,43 +149,32 @@ class ChatServer:
         }
 
     async def _status(self, receive: Receive, send: Send) -> None:
-        await reply(send, 200, self.policy.status())
+        await reply_json(send, 200, self.policy.status())
 
     async def _replicas(self, receive: Receive, send: Send) -> None:
-        await reply(send, 200, {"replicas": await self.replicas()})
+        await reply_json(send, 200, {"replicas": await self.replicas()})
 
     async def _only_this(self) -> list[dict[str, Any]]:
         return [self.policy.status()]
 
     async def _health(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
-        await reply(send, 200 if status["ready"] else 503, {"ready": status["ready"], "error": status["error"]})
+        await reply_json(send, 200 if status["ready"] else 503, {"ready": status["ready"], "error": status["error"]})
 
     async def _ready(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
         ready = holds_desired_version(status)
         told = {"ready": ready, "policy_version": status["policy_version"], "desired": status["desired"]}
-        await reply(send, 200 if ready else 503, told | {"error": status["error"]})
+        await reply_json(send, 200 if ready else 503, told | {"error": status["error"]})
 
     async def _metrics(self, receive: Receive, send: Send) -> None:
         text = metrics_page(self.policy.status()).encode() + await engine_metrics_page(self.policy.engine.openai_app())
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": text})
+        await reply(send, 200, text, b"text/plain; version=0.0.4; charset=utf-8")
 
 
 def token_list(tokens: list[int], max_model_len: int) -> dict[str, Any]:
     """The answer of /tokenize, in vLLM's shape."""
     return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": None}
-
-
-async def read_body(receive: Receive) -> bytes:
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    while message.get("more_body"):
-        message = await receive()
-        body += message.get("body", b"")
-    return body
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -206,18 +192,6 @@ def _json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"The body is not JSON: {error}") from error
-
-
-async def reply(send: Send, status: int, body: Any, *headers: tuple[bytes, bytes]) -> None:
-    """Send a JSON reply."""
-    await send({"type": "http.response.start", "status": status, "headers": [JSON_HEADER, *headers]})
-    await send({"type": "http.response.body", "body": orjson.dumps(body)})
-
-
-async def reply_error(send: Send, status: int, code: str, text: str, parameter: str | None = None) -> None:
-    """Send an error in OpenAI's shape."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    await reply(send, status, {"error": {"message": text, "type": kind, "code": code, "param": parameter}})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

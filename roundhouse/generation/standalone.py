@@ -29,9 +29,10 @@ from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import RoundhouseError
-from roundhouse.generation.chat_server import ChatServer, Receive, Send, read_body, reply, reply_error
+from roundhouse.generation.chat_server import ChatServer
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
 from roundhouse.generation.served_policy import ServedPolicy
+from roundhouse.http.asgi import Receive, Send, read_body, reply_error, reply_json
 from roundhouse.http.body_limit import BodyLimit
 from roundhouse.http.same_origin import SameOrigin, is_loopback
 from roundhouse.logs import set_up_logs
@@ -60,7 +61,7 @@ class StandaloneEngine:
         elif self._server is not None:
             await self._server(scope, receive, send)
         elif scope["path"] == "/rh/replicas":
-            await reply(send, 200, {"replicas": []})
+            await reply_json(send, 200, {"replicas": []})
         else:
             await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/desired).")
 
@@ -84,7 +85,7 @@ class StandaloneEngine:
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
         if wanted.weights is None:
-            await reply(send, 202, {"replicas": []})
+            await reply_json(send, 202, {"replicas": []})
             return
         try:
             await asyncio.shield(task)
@@ -93,7 +94,7 @@ class StandaloneEngine:
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
             return
         assert self._server is not None
-        await reply(send, 200, {"replicas": await self._server.replicas()})
+        await reply_json(send, 200, {"replicas": await self._server.replicas()})
 
     async def _bring(self, arguments: dict[str, Any], wanted: DesiredPolicy) -> None:
         async with self._changing:

@@ -18,7 +18,7 @@ import orjson
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.chat_server import Receive, Send, read_body, reply, reply_error, token_list
+from roundhouse.generation.chat_server import token_list
 from roundhouse.generation.engine import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
 from roundhouse.generation.transformers_batch import (
     Change,
@@ -28,6 +28,7 @@ from roundhouse.generation.transformers_batch import (
     load_into,
     score_tokens,
 )
+from roundhouse.http.asgi import Receive, Send, read_body, reply_error, reply_json
 
 BATCH = 64
 """Requests answered together at most; `engine_args: {max_num_seqs: 1}` answers each alone, bit for bit the same each time."""
@@ -178,7 +179,7 @@ class OpenAIRoutes:
                 "owned_by": "roundhouse",
                 "max_model_len": self.codec.max_model_len,
             }
-            await reply(send, 200, {"object": "list", "data": [model]})
+            await reply_json(send, 200, {"object": "list", "data": [model]})
             return
         if route not in (("POST", "/tokenize"), ("POST", "/detokenize")):
             await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
@@ -189,6 +190,6 @@ class OpenAIRoutes:
                 found = token_list(self.codec.encode(body["prompt"]), self.codec.max_model_len)
             else:
                 found = {"prompt": self.codec.tokenizer.decode(body["tokens"])}
-            await reply(send, 200, found)
+            await reply_json(send, 200, found)
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from roundhouse.errors import ConfigError
+from roundhouse.http.asgi import Application, ClientGone, Receive, Scope, Send
 
 MEBIBYTES = 256
 VARIABLE = "ROUNDHOUSE_MAX_BODY_MIB"
-
-Application = Callable[[Any, Any, Any], Awaitable[None]]
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class _TooLarge(Exception):
@@ -62,6 +57,8 @@ class BodyLimit:
 
         try:
             await self._app(scope, counted, answered)
+        except ClientGone:
+            return  # there is nothing to answer
         except Exception:
             if seen <= self._limit:
                 raise

@@ -22,7 +22,8 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from roundhouse.http.body_limit import Application, refuse
+from roundhouse.http.asgi import Application
+from roundhouse.http.body_limit import refuse
 
 VARIABLE = "ROUNDHOUSE_ALLOWED_HOSTS"
 

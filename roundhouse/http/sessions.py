@@ -6,16 +6,27 @@ session that leaves the store, for whatever reason, is handed to `on_end` exactl
 
     put ──> open ──finished──> finished ──┐
               └──── close, idle ──────────┴──> running work cancelled, on_end(session)
+
+Giving sessions back in the background of a server.
+
+Invariant: each ended session's `close` runs once, after what still ran in the session has ended or has had its time to, and
+within a time limit; an error in it is logged and reaches no request; when the server stops, every session that still exists is
+given back before it does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from roundhouse.errors import InfraError
 
@@ -156,3 +167,67 @@ class SessionStore:
             task.cancel()
         if self.on_end is not None:
             self.on_end(seeded)
+
+
+class StickySession:
+    """Gives every request a session id. Inside Starlette's SessionMiddleware, which sends the cookie only when the session
+    was written to: hence the write on each request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            session = scope["session"]
+            session["session_id"] = session.get("session_id") or str(uuid.uuid4())
+        await self._app(scope, receive, send)
+
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+LONGEST_SWEEP_SECONDS = 60.0
+"""Idle sessions end at the next request, or at the next sweep when there is none."""
+
+
+class Closing:
+    """Closes the sessions that leave `sessions` by awaiting `close(state)`."""
+
+    def __init__(self, sessions: SessionStore, close: Callable[[Any], Awaitable[None]] | None) -> None:
+        """`close` None: sessions hold nothing that has to be given back."""
+        self._sessions = sessions
+        self._close = close
+        self._running: set[asyncio.Task[None]] = set()
+        sessions.on_end = self._begin if close is not None else None
+
+    @asynccontextmanager
+    async def lifespan(self, _app: object) -> AsyncIterator[None]:
+        """The server's life: sweeps while it runs, everything given back at its end."""
+        sweeper = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            self._sessions.clear()
+            if self._running:
+                await asyncio.wait(self._running)
+
+    def _begin(self, session: Seeded) -> None:
+        task = asyncio.get_running_loop().create_task(self._end(session))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _end(self, session: Seeded) -> None:
+        assert self._close is not None
+        if session.running:
+            await asyncio.wait(session.running, timeout=CLOSE_SECONDS)
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._close(session.state)
+        except Exception:  # the environment's code ends here, and nobody waits for it
+            log.exception("A session could not be closed")
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(LONGEST_SWEEP_SECONDS, self._sessions.idle_seconds / 2))
+            self._sessions.expire()

@@ -26,14 +26,13 @@ from typing import Any, Self
 import aiohttp
 
 from roundhouse.compat.nemo_gym.config.addresses import LOOPBACK, can_bind
-from roundhouse.compat.nemo_gym.config.instances import Instance, ServerType
-from roundhouse.compat.nemo_gym.config.model_endpoints import model_endpoints
+from roundhouse.compat.nemo_gym.config.instances import Instance, ServerType, model_endpoints
 from roundhouse.compat.nemo_gym.config.resolve import Resolution
 from roundhouse.compat.nemo_gym.servers import head as head_server
 from roundhouse.compat.nemo_gym.servers.commands import Command
 from roundhouse.compat.nemo_gym.servers.head import RunningServer
-from roundhouse.compat.nemo_gym.servers.health import check
-from roundhouse.compat.nemo_gym.servers.own_servers import CONFIG_DICT
+from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
+from roundhouse.compat.nemo_gym.servers.status import check
 from roundhouse.compat.nemo_gym.servers.venvs import install
 from roundhouse.errors import InfraError
 from roundhouse.http.http_thread import HttpThread

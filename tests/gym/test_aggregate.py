@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.exchange.pass_rates import highest_k, majority, pass_at_k, pass_rates
+from roundhouse.compat.nemo_gym.exchange.profile import highest_k, majority, pass_at_k, pass_rates
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics, light
 
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from roundhouse.compat.nexrl.agent import AgentRolloutWorker
+from roundhouse.compat.nexrl.base import AgentEvaluationTarget, EvaluationRunResult
+from roundhouse.compat.nexrl.built_in import AgentRolloutWorker
 from roundhouse.compat.nexrl.client import WorkerClient
-from roundhouse.compat.nexrl.evaluation import AgentEvaluationTarget, EvaluationRunResult
 from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.environments.gymnasium import GymStep

@@ -14,7 +14,7 @@ from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
 from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.servers.own_servers import own_server
+from roundhouse.compat.nemo_gym.servers.own_server import own_server
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, Verdict, task_row, tool
 from roundhouse.errors import ConfigError

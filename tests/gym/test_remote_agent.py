@@ -10,8 +10,8 @@ import yaml
 from fastapi import FastAPI, Request, Response
 
 from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
-from roundhouse.compat.nemo_gym.clients.head_lookup import server_url
-from roundhouse.compat.nemo_gym.clients.run_answer import read_answer
+from roundhouse.compat.nemo_gym.clients.connection import server_url
+from roundhouse.compat.nemo_gym.clients.run_request import read_answer
 from roundhouse.compat.nemo_gym.model_server.app import build_app as model_app
 from roundhouse.compat.nemo_gym.servers.agent import build_app as agent_app
 from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app

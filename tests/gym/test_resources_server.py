@@ -237,7 +237,7 @@ def test_the_command_serves_an_environment():
     ],
 )
 def test_the_command_says_what_to_change(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    from roundhouse.compat.nemo_gym.servers.serve import main
+    from roundhouse.compat.nemo_gym.servers.resources import main
 
     with pytest.raises(SystemExit) as ended:
         main(options)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-import roundhouse.http.closing
+import roundhouse.http.sessions
 import roundhouse.rollout.attempt
 from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.servers.resources import build_app
@@ -115,7 +115,7 @@ async def test_a_rollout_that_ran_out_of_time_and_one_that_was_cancelled_are_clo
 @pytest.mark.parametrize("owner", ["cannot close", "closes for ever"])
 async def test_a_session_that_cannot_be_closed_changes_nothing(place, owner: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(roundhouse.rollout.attempt, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(roundhouse.http.closing, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(roundhouse.http.sessions, "CLOSE_SECONDS", 0.1)
     counter, client = place
     async with client:
         rollout = await run_rollout(

@@ -204,8 +204,8 @@ async def test_each_of_our_servers_refuses_other_sites(
         monkeypatch.delenv(variable)
     (tmp_path / "config.json").write_text("{}")
     if name == "gym server":
-        from roundhouse.compat.nemo_gym import serve as gym_serve
-        from roundhouse.compat.nemo_gym.servers.own_servers import OwnServer
+        from roundhouse.compat.nemo_gym.servers import own_server as gym_serve
+        from roundhouse.compat.nemo_gym.servers.own_server import OwnServer
 
         monkeypatch.setattr(gym_serve, "own_server", lambda environ: OwnServer("own", "127.0.0.1", 1, Reached()))
         gym_serve.main()

@@ -14,7 +14,7 @@ import pytest
 from roundhouse.compat.nemo_gym import model_server
 from roundhouse.compat.nemo_gym.model_server import __main__ as model_server_main
 from roundhouse.compat.nemo_gym.model_server.__main__ import configuration
-from roundhouse.compat.nemo_gym.servers import serve
+from roundhouse.compat.nemo_gym.servers import resources
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import CalculatorEnvironment
 from roundhouse.config.generation import TOKEN_VARIABLE as ENGINE_TOKEN
@@ -41,7 +41,7 @@ def to(app: App) -> httpx.AsyncClient:
 MAINS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
     "engine": (standalone.main, []),
     "train service": (train_server.main, ["--model", "."]),
-    "resources server": (serve.main, ["--environment", "calculator"]),
+    "resources server": (resources.main, ["--environment", "calculator"]),
     "model server": (model_server_main.main, ["--base-url", "http://127.0.0.1:1"]),
 }
 

@@ -38,7 +38,7 @@ from mcp.types import Tool as McpTool
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from roundhouse.compat.mcp.names import FAILURE, TOKEN_HEADER, bare_response
+from roundhouse.compat.mcp.connection import FAILURE, TOKEN_HEADER, bare_response
 from roundhouse.compat.nemo_gym.servers.endpoints import within
 from roundhouse.environments.base import Tool
 from roundhouse.environments.tools import ToolResult

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from roundhouse.compat.mcp.connection import McpConnection
-from roundhouse.compat.mcp.names import bare, bare_response
+from roundhouse.compat.mcp.connection import McpConnection, bare, bare_response
 from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
 from roundhouse.environments.tools import ToolResult
 from roundhouse.errors import ConfigError

@@ -5,20 +5,24 @@ A recipe imports what it needs from here:
     from roundhouse.compat.nexrl import AgentRolloutWorker, EvaluationRunResult, Evaluator
 """
 
-from roundhouse.compat.nexrl.agent import AgentRolloutWorker
-from roundhouse.compat.nexrl.data import BaseDataLoader, FileDataLoader, MockDataLoader
-from roundhouse.compat.nexrl.evaluation import (
+from roundhouse.compat.nexrl.base import (
     AgentEvaluationTarget,
     BaseEvaluationTarget,
+    BaseRolloutWorker,
     EvaluationRunResult,
     Evaluator,
     NexAUEvaluationTarget,
+    StepResult,
 )
+from roundhouse.compat.nexrl.built_in import (
+    AgentRolloutWorker,
+    MockRolloutWorker,
+    SimpleRolloutWorker,
+    Tracer,
+    TraceRolloutWorker,
+)
+from roundhouse.compat.nexrl.data import BaseDataLoader, FileDataLoader, MockDataLoader
 from roundhouse.compat.nexrl.llm import LlmClient, RolloutLimit
-from roundhouse.compat.nexrl.mock import MockRolloutWorker
-from roundhouse.compat.nexrl.simple import SimpleRolloutWorker
-from roundhouse.compat.nexrl.trace import Tracer, TraceRolloutWorker
-from roundhouse.compat.nexrl.worker import BaseRolloutWorker, StepResult
 
 __all__ = [
     "AgentEvaluationTarget",

@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from roundhouse.compat.nexrl.base import BaseRolloutWorker, Evaluator, NoTrajectory, ReRollout, StepResult, WorkerFailed
 from roundhouse.compat.nexrl.data import Item, read_items
-from roundhouse.compat.nexrl.evaluation import Evaluator
 from roundhouse.compat.nexrl.llm import LlmClient, RolloutLimit
-from roundhouse.compat.nexrl.worker import BaseRolloutWorker, NoTrajectory, ReRollout, StepResult, WorkerFailed
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.secrets import resolved
 from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict, task_row
-from roundhouse.environments.splits import TaskList
+from roundhouse.environments.generated import TaskList
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.import_string import add_import_path, load_class
 from roundhouse.rollout.attempt import RolloutAttempt
@@ -26,9 +25,9 @@ from roundhouse.rollout.protocol import checked_verdict
 from roundhouse.trajectories.records import Status
 
 WORKERS = {
-    "mock": "roundhouse.compat.nexrl.mock:MockRolloutWorker",
-    "simple": "roundhouse.compat.nexrl.simple:SimpleRolloutWorker",
-    "agent": "roundhouse.compat.nexrl.agent:AgentRolloutWorker",
+    "mock": "roundhouse.compat.nexrl.built_in:MockRolloutWorker",
+    "simple": "roundhouse.compat.nexrl.built_in:SimpleRolloutWorker",
+    "agent": "roundhouse.compat.nexrl.built_in:AgentRolloutWorker",
 }
 """Workers that come with Roundhouse, by type."""
 

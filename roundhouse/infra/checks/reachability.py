@@ -152,8 +152,7 @@ def _agent(environment: AgentEnvironment) -> list[Finding]:
 
 
 async def _looked_up(environment: AgentEnvironment) -> str:
-    from roundhouse.compat.nemo_gym.clients.connection import Connection
-    from roundhouse.compat.nemo_gym.clients.head_lookup import look_up
+    from roundhouse.compat.nemo_gym.clients.connection import Connection, look_up
 
     assert environment.head_server is not None
     assert environment.agent is not None

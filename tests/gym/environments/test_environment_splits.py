@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from roundhouse.config.models import CalculatorEnvironment, GuessNumberEnvironment, SortEnvironment
 from roundhouse.environments import Calculator, Sort, guess_number, load
-from roundhouse.environments.splits import deal, split_problems
+from roundhouse.environments.generated import deal, split_problems
 
 
 def questions(rows) -> list[str]:

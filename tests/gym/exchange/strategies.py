@@ -6,8 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from roundhouse.compat.nemo_gym.exchange.outgoing import OWN
-from roundhouse.compat.nemo_gym.exchange.reply_items import input_items
+from roundhouse.compat.nemo_gym.exchange.outgoing import OWN, input_items
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.tokens import digest_tokens
 

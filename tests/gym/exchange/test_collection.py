@@ -18,10 +18,9 @@ from pydantic import TypeAdapter
 from roundhouse.compat.nemo_gym.exchange import collection
 from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
 from roundhouse.compat.nemo_gym.exchange.collection import Summary
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, line_of, read_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows
 from roundhouse.compat.nemo_gym.exchange.own_policy import OwnPolicy
-from roundhouse.compat.nemo_gym.exchange.pass_rates import pass_rates
+from roundhouse.compat.nemo_gym.exchange.profile import pass_rates
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
 from roundhouse.compat.nemo_gym.exchange.resume import Remaining, max_attempts, remaining
 from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource, run_rollouts, stream

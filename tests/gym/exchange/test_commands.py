@@ -10,8 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, read_rows, write_rows
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
 from roundhouse.config.models import ValidationConfig
 from roundhouse.errors import ConfigError, RoundhouseError

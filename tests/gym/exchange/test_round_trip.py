@@ -12,12 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, line_of, read_rows, write_rows
-from roundhouse.compat.nemo_gym.exchange.originals import Original, originals_from_table, originals_table
-from roundhouse.compat.nemo_gym.exchange.reading import read_collection
+from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows, write_rows
+from roundhouse.compat.nemo_gym.exchange.reading import (
+    Original,
+    import_rollouts,
+    originals_from_table,
+    originals_table,
+    read_collection,
+)
 from roundhouse.compat.nemo_gym.exchange.to_files import export_rollouts, write_collection
-from roundhouse.compat.nemo_gym.exchange.to_store import import_rollouts
 from roundhouse.errors import DataError, StoreError
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table

@@ -7,8 +7,13 @@ import orjson
 import pytest
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row, write_rows
-from roundhouse.compat.nemo_gym.exchange.prompts import PromptTemplate, read_prompt
-from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, materialize
+from roundhouse.compat.nemo_gym.exchange.task_rows import (
+    Materialization,
+    PromptTemplate,
+    Repeats,
+    materialize,
+    read_prompt,
+)
 from roundhouse.errors import ConfigError, DataError
 
 AGENT = "math"

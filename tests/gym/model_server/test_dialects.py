@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.compat.nemo_gym.model_server import anthropic, sse
-from roundhouse.compat.nemo_gym.model_server.requests import InvalidRequest, check_responses
-from roundhouse.compat.nemo_gym.model_server.streaming_dialect import strict_body, with_namespaces
+from roundhouse.compat.nemo_gym.model_server.sse import strict_body, with_namespaces
+from roundhouse.environments.openai_requests import InvalidRequest, check_responses
 from roundhouse.rollout.responses import assistant_items, chat_messages, response_object
 
 

@@ -15,10 +15,10 @@ from roundhouse.compat.nemo_gym.model_server.engine_call import (
     ends_in_reasoning_only,
     engine_body,
     tokenize_body,
+    with_recorded_tokens,
 )
-from roundhouse.compat.nemo_gym.model_server.history import with_recorded_tokens
-from roundhouse.compat.nemo_gym.model_server.requests import InvalidRequest, check_chat, check_responses
 from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.environments.openai_requests import InvalidRequest, check_chat, check_responses
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": None}

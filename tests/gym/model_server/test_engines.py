@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.compat.nemo_gym.model_server.engines import DOUBTS, LONGEST_OUT_SECONDS, EngineChoice
+from roundhouse.compat.nemo_gym.model_server.engine_client import DOUBTS, LONGEST_OUT_SECONDS, EngineChoice
 
 
 def choice(count: int = 3, max_sessions: int = 1000) -> EngineChoice:

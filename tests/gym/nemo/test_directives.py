@@ -2,7 +2,7 @@
 
 import pytest
 
-from roundhouse.compat.nemo_gym.config.directives import apply_directives
+from roundhouse.compat.nemo_gym.config.merging import apply_directives
 from roundhouse.errors import ConfigError
 
 

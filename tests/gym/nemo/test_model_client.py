@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServerClient
-from roundhouse.compat.nemo_gym.servers.rollout_ids import path_prefix, rollout_id
+from roundhouse.compat.nemo_gym.rollout_path import path_prefix, rollout_id
 from roundhouse.config.models import Sampling
 from roundhouse.generation.protocol import (
     BadReply,

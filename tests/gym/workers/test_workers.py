@@ -15,9 +15,9 @@ from roundhouse.compat.nexrl import (
     SimpleRolloutWorker,
     TraceRolloutWorker,
 )
+from roundhouse.compat.nexrl.base import AnswerTag, BaseEvaluationTarget
+from roundhouse.compat.nexrl.built_in import hash_reward
 from roundhouse.compat.nexrl.client import WorkerClient
-from roundhouse.compat.nexrl.evaluation import AnswerTag, BaseEvaluationTarget
-from roundhouse.compat.nexrl.mock import hash_reward
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.models import ValidationConfig
 from roundhouse.environments.base import tool

@@ -13,6 +13,11 @@ Three kinds of server:
     foreign   has `entrypoint`: started in its directory, as NeMo Gym does it
     external  has `url` and no entrypoint: runs elsewhere; it is checked and never started
     own       its implementation is one of `roundhouse_environment`, `roundhouse_agent`, `roundhouse_model`
+
+The inference engines behind the model servers of a configuration.
+
+Invariant: each engine is named once, with the field that names it, since it may be a judge's and not the policy's. A model
+server answers as soon as it has started, whatever is behind it; so these are asked as well.
 """
 
 from __future__ import annotations
@@ -74,7 +79,7 @@ class ServerFields(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerReference:
+class InstanceReference:
     """{type, name}: one server's mention of another."""
 
     type: str
@@ -96,7 +101,7 @@ class Instance:
         """Where its fields stand in the configuration."""
         return self.name, self.type, self.implementation
 
-    def references(self) -> dict[str, ServerReference]:
+    def references(self) -> dict[str, InstanceReference]:
         """Servers named by its first-level fields, by field."""
         values = self.fields.model_extra or {}
         found = {field: as_reference(value) for field, value in values.items()}
@@ -132,7 +137,7 @@ def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[Almost
 def unresolved_references(instances: Iterable[Instance]) -> list[str]:
     """One sentence for each reference to a server that is not there, with the nearest names."""
     instances = list(instances)
-    there = {ServerReference(one.type, one.name) for one in instances}
+    there = {InstanceReference(one.type, one.name) for one in instances}
     problems = []
     for instance in instances:
         for field, reference in instance.references().items():
@@ -148,7 +153,7 @@ def unresolved_references(instances: Iterable[Instance]) -> list[str]:
     return problems
 
 
-def as_reference(value: Any) -> ServerReference | None:
+def as_reference(value: Any) -> InstanceReference | None:
     """{type: one of the three, name: text} as a reference; anything else is none."""
     if (
         not isinstance(value, Mapping)
@@ -156,7 +161,7 @@ def as_reference(value: Any) -> ServerReference | None:
         or not isinstance(value.get("name"), str)
     ):
         return None
-    return ServerReference(value["type"], value["name"])
+    return InstanceReference(value["type"], value["name"])
 
 
 def _instance(name: str, entry: Mapping[str, Any]) -> Instance | AlmostServer | None:
@@ -215,3 +220,25 @@ def _validated(
             name, (f"{place}.entrypoint is {fields.entrypoint!r}; it must be relative to its directory",)
         )
     return Instance(name, server_type, implementation, "foreign", fields)
+
+
+def model_endpoints(instances: Iterable[Instance]) -> dict[str, str]:
+    """From the address to ask (any HTTP answer will do) to `<instance>.<field>`."""
+    found: dict[str, str] = {}
+    for instance in instances:
+        if instance.type != "responses_api_models" or instance.kind == "external":
+            continue
+        for field, value in (instance.fields.model_extra or {}).items():
+            for url in _urls(value) if field.endswith("base_url") else ():
+                found.setdefault(_probe(url), f"{instance.name}.{field}")
+    return found
+
+
+def _urls(value: Any) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    return [url for url in listed if isinstance(url, str) and url.startswith(("http://", "https://"))]
+
+
+def _probe(url: str) -> str:
+    trimmed = url.rstrip("/")
+    return f"{trimmed}/models" if trimmed.endswith("/v1") else trimmed

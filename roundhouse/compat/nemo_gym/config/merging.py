@@ -1,16 +1,34 @@
 """Many sources, one tree: plain containers in which interpolations and directives stand as they were written.
 
 Invariant: nothing is filled in or applied here but the order of precedence; see `sources` for the files' part of it.
+
+`_inherit_from`, `_copy` and `_delete_key`: parts of a configuration that are made from other parts.
+
+Invariant: every source is read as it stood before any directive, with the directives inside it applied; so the order of keys
+does not matter, and several targets may use one source. A source that is inherited is moved: it is gone from its old place.
+
+    math: {_inherit_from: generic, host: a}     math: generic's values, then host: a; `generic` is removed
+    judge: {_copy: policy}                      judge: policy's values; `policy` stays
+    name: ${copy:policy.name}                   the same for a single value; ${inherit_from:a.b} moves it
+    math: {_delete_key: "x, y"}                 math without x and y, also where they were inherited
+
+Trees are plain containers: interpolations are texts, unset values are `???`.
+
+A configuration with its interpolations filled in, as far as they can be.
+
+Invariant: a value that cannot be filled stays as it was written and is reported with the reason; nothing raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from roundhouse.compat.nemo_gym.config.directives import COPY, INHERIT, MISSING, merged
 from roundhouse.compat.nemo_gym.config.overrides import Override, nested, parse_override
 from roundhouse.compat.nemo_gym.config.sources import DOTENV, SearchRoots, config_paths_of, load_yaml, read_layers
 from roundhouse.errors import ConfigError
@@ -125,3 +143,178 @@ def merge_dummy_models(tree: Tree) -> None:
 def _plain(config: Any) -> Tree:
     tree: Any = OmegaConf.to_container(config, resolve=False)
     return dict(tree)
+
+
+INHERIT, COPY, DELETE = "_inherit_from", "_copy", "_delete_key"
+MISSING = "???"
+
+_CALL = re.compile(r"\$\{(inherit_from|copy):\s*([^${}]+?)\s*\}")
+
+KeyPath = tuple[str, ...]
+
+
+def apply_directives(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with all directives applied; `tree` itself stays as it is.
+
+    Raises:
+        ConfigError: a source does not exist or is made from its own target; a key to delete does not exist.
+    """
+    expansion = _Expansion(tree)
+    result: dict[str, Any] = expansion.expand(tree, ())
+    for path in sorted(expansion.moved, key=len, reverse=True):
+        _remove(result, path)
+    return result
+
+
+class _Expansion:
+    def __init__(self, original: dict[str, Any]) -> None:
+        self._original = original
+        self._open: list[str] = []
+        """Sources that are being read, the outermost first."""
+        self.moved: set[KeyPath] = set()
+
+    def expand(self, node: Any, where: KeyPath) -> Any:
+        if isinstance(node, dict):
+            return self._mapping(node, where)
+        if isinstance(node, list):
+            return [self.expand(child, (*where, str(index))) for index, child in enumerate(node)]
+        if isinstance(node, str) and (call := _CALL.fullmatch(node)):
+            return self._source(call[2], where, moves=call[1] == "inherit_from")
+        return node
+
+    def _mapping(self, node: dict[str, Any], where: KeyPath) -> Any:
+        unwanted = _names(node.get(DELETE), where)
+        own = {key: child for key, child in node.items() if key not in (INHERIT, COPY, DELETE) and key not in unwanted}
+        expanded = {key: self.expand(child, (*where, str(key))) for key, child in own.items()}
+        if INHERIT not in node and COPY not in node:
+            return expanded
+        named = node[INHERIT] if INHERIT in node else node[COPY]
+        source = self._source(named, where, moves=INHERIT in node)
+        if source == MISSING:
+            return MISSING
+        if not isinstance(source, dict):
+            raise ConfigError(f"{'.'.join(where)} is made from {named!r}, which is no mapping.")
+        made = merged(source, expanded)
+        for key in sorted(unwanted - node.keys()):
+            if key not in made:
+                raise ConfigError(
+                    f"{'.'.join(where)}.{DELETE} names {key!r}, which is not there; there are: {', '.join(made)}."
+                )
+            del made[key]
+        return made
+
+    def _source(self, dotted: Any, where: KeyPath, *, moves: bool) -> Any:
+        """The expanded value at a dotted path of the original tree."""
+        name = ".".join(where)
+        if not isinstance(dotted, str) or not dotted:
+            raise ConfigError(f"{name} is made from {dotted!r}; give a dotted path.")
+        if dotted in self._open:
+            raise ConfigError(f"{name} is made from itself: {' <- '.join([*self._open, dotted])}.")
+        path = tuple(dotted.split("."))
+        if where[: len(path)] == path:
+            raise ConfigError(f"{name} is made from {dotted!r}, which holds it.")
+        node: Any = self._original
+        for depth, key in enumerate(path):
+            if node == MISSING:
+                return MISSING
+            node = self._member(node, key, path[:depth], lambda: f"{name} is made from {dotted!r}")
+        if moves:
+            self.moved.add(path)
+        self._open.append(dotted)
+        try:
+            return self.expand(node, path)
+        finally:
+            self._open.pop()
+
+    def _member(self, node: Any, key: str, parent: KeyPath, who: Callable[[], str]) -> Any:
+        # An ancestor may itself be made from something else, or be an interpolation.
+        if isinstance(node, str) and "${" in node:
+            node = OmegaConf.select(OmegaConf.create(self._original), ".".join(parent))
+            node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+        if isinstance(node, dict) and (INHERIT in node or COPY in node):
+            node = self.expand(node, parent)
+        if not isinstance(node, dict) or key not in node:
+            there = ", ".join(map(str, node)) if isinstance(node, dict) else repr(node)
+            raise ConfigError(
+                f"{who()}, but {'.'.join(parent) or 'the configuration'} has no {key!r}; it has: {there}."
+            )
+        return node[key]
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`: mappings key by key, everything else replaced, an unset `???` replaces nothing."""
+    result: Any = OmegaConf.to_container(OmegaConf.merge(base, over), resolve=False)
+    return dict(result)
+
+
+def _names(given: Any, where: KeyPath) -> set[str]:
+    if given is None:
+        return set()
+    if not isinstance(given, str):
+        raise ConfigError(f"{'.'.join(where)}.{DELETE} is {given!r}; give names separated by commas, in one text.")
+    return {name.strip() for name in given.split(",") if name.strip()}
+
+
+def _remove(tree: dict[str, Any], path: KeyPath) -> None:
+    node: Any = tree
+    for key in path[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(path[-1], None)
+
+
+_NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
+
+
+@dataclass(slots=True)
+class Filled:
+    """Plain containers, and why some of their values are still interpolations."""
+
+    value: Any
+    unfilled: dict[KeyPath, str] = field(default_factory=dict)
+
+
+def filled(config: DictConfig, path: Sequence[str] = ()) -> Filled:
+    """The subtree at `path` with its interpolations filled from the whole of `config`.
+
+    Raises:
+        KeyError: there is nothing at `path`.
+    """
+    node: Any = config
+    for key in path:
+        if key not in node:
+            raise KeyError(".".join(path))
+        node = node[key]
+    result = Filled(None)
+    result.value = _fill(node, tuple(path), result.unfilled)
+    return result
+
+
+def _fill(node: Any, where: KeyPath, unfilled: dict[KeyPath, str]) -> Any:
+    if isinstance(node, DictConfig):
+        if node._is_none():
+            return None
+        return {key: _child(node, key, (*where, str(key)), unfilled) for key in node}
+    if isinstance(node, ListConfig):
+        if node._is_none():
+            return None
+        return [_child(node, index, (*where, str(index)), unfilled) for index in range(len(node))]
+    return node
+
+
+def _child(node: Any, key: Any, where: KeyPath, unfilled: dict[KeyPath, str]) -> Any:
+    if OmegaConf.is_missing(node, key):
+        return "???"
+    try:
+        value = node[key]
+    except (OmegaConfBaseException, ValueError, KeyError) as error:
+        unfilled[where] = _reason(error)
+        return str(node._get_node(key)._value())
+    return _fill(value, where, unfilled)
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if found := _NOT_FOUND.search(first):
+        return f"refers to {found[1]!r}, which is not set. Set it on the command line (++{found[1]}=…) or in env.yaml"
+    return first

@@ -7,6 +7,14 @@ decides about servers is read with its interpolations filled.
     resolution = resolve(["math.yaml"], ["++policy_model_name=tiny"], SearchRoots.of())
     resolution.raise_problems()
     resolution.yaml()
+
+NeMo Gym's own servers replaced by ours of the same contract (`roundhouse gym start --ours`).
+
+Invariant: a replaced server keeps its instance name, its place and its fields, so that references to it and clients of it see
+no difference; what ours does not know is refused by its configuration, not dropped.
+
+    responses_api_agents: simple_agent, gymnasium_agent   ->  roundhouse_agent
+    responses_api_models: vllm_model                      ->  roundhouse_model
 """
 
 from __future__ import annotations
@@ -21,13 +29,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roundhouse.compat.nemo_gym.config import addresses
-from roundhouse.compat.nemo_gym.config.directives import MISSING, apply_directives
-from roundhouse.compat.nemo_gym.config.filled import filled
-from roundhouse.compat.nemo_gym.config.instances import Instance, find_instances, unresolved_references
-from roundhouse.compat.nemo_gym.config.merging import Tree, merge_dummy_models, merge_sources, unset_values
-from roundhouse.compat.nemo_gym.config.replacements import use_own_servers
+from roundhouse.compat.nemo_gym.config.instances import OWN, Instance, find_instances, unresolved_references
+from roundhouse.compat.nemo_gym.config.merging import (
+    MISSING,
+    Tree,
+    apply_directives,
+    filled,
+    merge_dummy_models,
+    merge_sources,
+    unset_values,
+)
 from roundhouse.compat.nemo_gym.config.sources import DOTENV, SearchRoots
-from roundhouse.compat.nemo_gym.servers.own_servers import capture_problems, own_problems
+from roundhouse.compat.nemo_gym.servers.own_server import capture_problems, own_problems
 from roundhouse.config.secrets import masked
 from roundhouse.errors import ConfigError
 
@@ -203,3 +216,25 @@ def _set_defaults(tree: Tree) -> None:
         # Absolute, since every server has a working directory of its own.
         tree[key] = str(Path(tree.get(key) or key.removesuffix("_dir")).expanduser().resolve())
     tree.setdefault("uv_cache_dir", str(Path(tree["cache_dir"]) / "uv"))
+
+
+_REPLACED: dict[str, tuple[str, dict[str, Any]]] = {
+    "simple_agent": ("responses_api_agents", {}),
+    "gymnasium_agent": ("responses_api_agents", {"protocol": "gymnasium", "max_steps": 10}),
+    "vllm_model": ("responses_api_models", {}),
+}
+"""From an implementation to its type and to what it does that ours has to be told."""
+
+
+def use_own_servers(tree: dict[str, Any]) -> list[str]:
+    """Replace in place; the names of the instances that were."""
+    replaced = []
+    for name, entry in tree.items():
+        for implementation, (server_type, told) in _REPLACED.items():
+            block = entry.get(server_type) if isinstance(entry, dict) else None
+            fields = block.pop(implementation, None) if isinstance(block, dict) else None
+            if isinstance(fields, dict):
+                own = {key: value for key, value in fields.items() if key != "entrypoint"}
+                block[OWN[server_type]] = {**told, **own}  # type: ignore[index]
+                replaced.append(str(name))
+    return replaced

@@ -7,17 +7,16 @@ row is at fault, but for those that ask to try later; a 5xx says nothing about t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import aiohttp
 
-from roundhouse.compat.nemo_gym.clients.connection import Connection, json_object
-from roundhouse.compat.nemo_gym.clients.head_lookup import look_up_all
+from roundhouse.compat.nemo_gym.clients.connection import Connection, json_object, look_up_all
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row
 from roundhouse.compat.nemo_gym.exchange.stream import NotReached
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.rollout.failures import EnvironmentUnreachable
+from roundhouse.rollout.failures import AgentFailed, BadAgentAnswer, EnvironmentUnreachable
 
 RUN_SECONDS = 3600.0
 """Time limit of one /run: a whole rollout, its tools and its verifier."""
@@ -29,43 +28,48 @@ EVERY = "*"
 """In place of an instance name: the agent server for all rows."""
 
 
-class AgentFailed(InfraError):
-    """The agent answered with a 5xx, or asked to come again."""
-
-
 class AgentRefused(DataError):
     """The agent answered with a 4xx."""
 
 
-class BadAgentAnswer(DataError):
-    """The agent's answer is no JSON object."""
+class RowServers:
+    """Servers by the instance name of an agent; a row goes to the one that its `agent_ref` names, or to `*`."""
 
+    route: ClassVar[str]
+    unavailable: ClassVar[type[InfraError]]
+    """Raised for a 5xx, or a request to come again."""
+    refused: ClassVar[type[DataError]]
+    """Raised for another 4xx."""
+    malformed: ClassVar[type[DataError]]
+    """Raised for an answer that is no JSON object."""
 
-class AgentServers:
-    """Agent servers by instance name; a row goes to the one that its `agent_ref` names, or to `*`."""
-
-    def __init__(self, urls: Mapping[str, str], run_seconds: float = RUN_SECONDS, *, key: str = "--agent-url") -> None:
+    def __init__(self, urls: Mapping[str, str], seconds: float = RUN_SECONDS, *, key: str = "--agent-url") -> None:
         """`key` is the option that holds the URLs, for errors. The name `*` stands for every agent."""
-        self._connections = {name: Connection(url, run_seconds, key=key) for name, url in urls.items()}
+        self._connections = {name: Connection(url, seconds, key=key) for name, url in urls.items()}
 
     async def run(self, row: Row) -> Row:
         connection = self._of(row["agent_ref"]["name"])
         try:
-            status, text = await connection.post("run", row)
+            status, text = await connection.post(self.route, row)
         except EnvironmentUnreachable as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorError):
                 raise NotReached(str(error)) from error
             raise
-        return _answer(f"{connection.url}/run", status, text)
+        where = f"{connection.url}/{self.route}"
+        if status >= 500 or status in RETRIABLE:
+            raise self.unavailable(f"{where} answered {status}: {text[:MOST_QUOTED]}")
+        if status >= 300:
+            raise self.refused(f"{where} answered {status}: {text[:MOST_QUOTED]}")
+        return json_object(text, where, self.malformed)
 
     async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
-        """The agent's own statistics; ours where it has none."""
+        """The server's own statistics; ours where it has none."""
         connection = self._of(agent)
         try:
             status, text = await connection.post("aggregate_metrics", {"verify_responses": rows}, seconds=SHORT_SECONDS)
         except InfraError:
             return aggregate_metrics(rows)
-        return aggregate_metrics(rows) if status >= 300 else _answer(connection.url, status, text)
+        return aggregate_metrics(rows) if status >= 300 else json_object(text, connection.url, self.malformed)
 
     async def __aenter__(self) -> Self:
         return self
@@ -77,9 +81,18 @@ class AgentServers:
     def _of(self, agent: str) -> Connection:
         connection = self._connections.get(agent, self._connections.get(EVERY))
         if connection is None:
-            there = ", ".join(self._connections) or "none"
-            raise DataError(f"The row's agent_ref names {agent!r}; agents there: {there}.")
+            known = ", ".join(self._connections) or "none"
+            raise DataError(f"The row's agent_ref names {agent!r}; agents there: {known}.")
         return connection
+
+
+class AgentServers(RowServers):
+    """Agent servers: POST /run plays a whole row."""
+
+    route = "run"
+    unavailable = AgentFailed
+    refused = AgentRefused
+    malformed = BadAgentAnswer
 
 
 async def agents_of_head(url: str) -> dict[str, str]:
@@ -97,11 +110,3 @@ async def agents_of_head(url: str) -> dict[str, str]:
     if not found:
         raise ConfigError(f"--head is {url}, which knows no agent that has an address. Is the configuration started?")
     return found
-
-
-def _answer(where: str, status: int, text: str) -> Row:
-    if status >= 500 or status in RETRIABLE:
-        raise AgentFailed(f"{where} answered {status}: {text[:MOST_QUOTED]}")
-    if status >= 300:
-        raise AgentRefused(f"{where} answered {status}: {text[:MOST_QUOTED]}")
-    return json_object(text, where, BadAgentAnswer)

@@ -15,8 +15,14 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
-from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, Row, iter_rows, mend_tail, write_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import (
+    Appender,
+    CollectionFiles,
+    Row,
+    iter_rows,
+    mend_tail,
+    write_rows,
+)
 from roundhouse.compat.nemo_gym.exchange.outgoing import ATTEMPT, is_index
 from roundhouse.compat.nemo_gym.exchange.resume import Remaining, key_of, max_attempts, remaining
 from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource, RowOutcome, stream

@@ -23,11 +23,13 @@ from roundhouse.compat.nemo_gym.exchange.outgoing import (
     SCALARS,
     TURN_SCALARS,
     VERSION,
+    Item,
+    carries_tokens,
+    input_items,
     is_index,
     task_under,
     with_tokens,
 )
-from roundhouse.compat.nemo_gym.exchange.reply_items import Item, carries_tokens, input_items
 from roundhouse.errors import DataError
 from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, detail_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row
-from roundhouse.compat.nemo_gym.exchange.reply_items import Item, carries_tokens
+from roundhouse.compat.nemo_gym.exchange.outgoing import Item, carries_tokens
 from roundhouse.errors import DataError
 
 _CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")

@@ -2,19 +2,37 @@
 
 Invariants: each (task, rollout) makes one record: of its row in the rollouts file, otherwise of its newest failure. Every line
 comes back equal from an export: by the record alone where that is proven here, by record and remnant, or by the line itself.
+
+What an imported dataset keeps of the files it came from, beside its rollouts and turns.
+
+Invariant: with it, an export gives back the imported files, line for line. A dataset that Roundhouse collected has none, nor
+has one whose import could prove that the export's own rule gives the same lines.
+
+One row a line of a file: the file, the line's number, the rollout that it made (none for an attempt that a later one
+replaced), and what the record has no place for.
+
+NeMo Gym's files into a Parquet dataset of the store: a collect stage that validation and training read.
+
+Invariant: the dataset gives back its files (`to_files`), equal value by value. A name and version that exist are not written
+again: they are what they were.
+
+    run.jsonl + run_failures.jsonl + run_materialized_inputs.jsonl  ->  <store>/datasets/<name>/<version>/
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal
 
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
+import orjson
+import pyarrow as pa
+
 from roundhouse.compat.nemo_gym.exchange.incoming import Remnant, foreign_rollout, is_own, rollout_of
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, iter_rows
-from roundhouse.compat.nemo_gym.exchange.originals import File, Original
+from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, iter_rows, line_of
 from roundhouse.compat.nemo_gym.exchange.outgoing import (
     OWN,
     Address,
@@ -25,8 +43,14 @@ from roundhouse.compat.nemo_gym.exchange.outgoing import (
     task_under,
 )
 from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
-from roundhouse.errors import DataError
+from roundhouse.errors import DataError, StoreError
+from roundhouse.store.identity import code_version
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Provenance, Reference
+from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 Key = tuple[int, int]
 """Task and rollout index."""
@@ -190,3 +214,124 @@ def _original_task(number: int, row: Row, given: tuple[Rollout, Row] | None) -> 
     if given is not None and given[0].task == row:
         return Original("materialized_inputs", number, given[0].rollout_id)
     return Original("materialized_inputs", number, row=row)
+
+
+DATASET = "nemo_gym"
+"""Name of the table in its stage."""
+
+File = Literal["rollouts", "failures", "materialized_inputs"]
+FILES: tuple[File, ...] = ("rollouts", "failures", "materialized_inputs")
+
+ORIGINALS = pa.schema(
+    [
+        ("file", pa.string()),
+        ("line", pa.int32()),
+        ("rollout_id", pa.string()),
+        ("remnant", pa.string()),  # JSON; null where the row is the record's task (materialized inputs)
+        ("row", pa.string()),  # JSON: the whole row, where no record stands for it
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """One line of an imported file."""
+
+    file: File
+    line: int
+    rollout_id: str | None = None
+    remnant: Remnant | None = None
+    row: Row | None = None
+
+
+def originals_table(originals: Sequence[Original]) -> pa.Table:
+    """The `nemo_gym` dataset."""
+    rows = [
+        {
+            "file": one.file,
+            "line": one.line,
+            "rollout_id": one.rollout_id,
+            "remnant": None if one.remnant is None else _text(_fields(one.remnant)),
+            "row": None if one.row is None else _text(one.row),
+        }
+        for one in originals
+    ]
+    return pa.Table.from_pylist(rows, schema=ORIGINALS)
+
+
+def originals_from_table(table: pa.Table) -> list[Original]:
+    """The lines behind the dataset, as they were written."""
+    return [
+        Original(
+            file=row["file"],
+            line=row["line"],
+            rollout_id=row["rollout_id"],
+            remnant=None if row["remnant"] is None else Remnant(**orjson.loads(row["remnant"])),
+            row=None if row["row"] is None else orjson.loads(row["row"]),
+        )
+        for row in table.to_pylist()
+    ]
+
+
+def _fields(remnant: Remnant) -> dict[str, Any]:
+    return {field.name: getattr(remnant, field.name) for field in fields(remnant)}
+
+
+def _text(value: dict[str, Any]) -> str:
+    return line_of(value).decode().rstrip("\n")
+
+
+PART_ROLLOUTS = 1024
+"""Rollouts in one Parquet part."""
+
+
+def import_rollouts(
+    files: CollectionFiles, store: str, name: str, version: str = "v000001", *, policy_version: int = 0
+) -> Reference:
+    """Import a collection as `<store>/datasets/<name>/<version>`; importing the same files again is a no-op.
+
+    Args:
+        policy_version: of the weights that made foreign rollouts; Roundhouse's own rows say it.
+
+    Raises:
+        DataError: a file cannot be read, or holds a (task, rollout) twice.
+        StoreError: the version exists and was made of other files.
+    """
+    stage = Stage(Location(store) / f"datasets/{name}/{version}", kind=StageKind.COLLECT, run_id=name, iteration=0)
+    digest = _digest(files)
+    if (done := stage.reference()) is not None:
+        _refuse_other(done, digest)
+        return done
+    found = read_collection(files, policy_version=policy_version)
+    versions = {turn.policy_version for rollout in found.rollouts for turn in rollout.turns}
+    provenance = Provenance(
+        policy_version=max(versions, default=policy_version), config_digest=digest, code_version=code_version(), seed=0
+    )
+    attempt = stage.begin(provenance)
+    for start in range(0, max(1, len(found.rollouts)), PART_ROLLOUTS):
+        part = found.rollouts[start : start + PART_ROLLOUTS]
+        attempt.write_table("turns", turns_table(part))
+        attempt.write_table("rollouts", rollouts_table(part))
+    if found.originals:
+        attempt.write_table(DATASET, originals_table(found.originals))
+    ledger = Ledger.from_rollouts(found.rollouts, requested=len(found.rollouts))
+    details: dict[str, Any] = {"failures": ledger.failures, "imported": str(files.rollouts)}
+    return attempt.commit(counts=ledger.counts(), details=details)
+
+
+def _digest(files: CollectionFiles) -> str:
+    digest = hashlib.sha256()
+    for path in (files.rollouts, files.failures, files.materialized_inputs):
+        if path.exists():
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _refuse_other(reference: Reference, digest: str) -> None:
+    manifest = read_manifest(reference)
+    if manifest.provenance.config_digest != digest:
+        raise StoreError(
+            f"{reference.uri} exists and was imported from other files ({manifest.details.get('imported')}). "
+            "Give the import another --name or --version."
+        )

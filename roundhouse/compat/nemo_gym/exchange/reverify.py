@@ -13,24 +13,20 @@ failures sidecar files as judge_failed are judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import aiohttp
-
-from roundhouse.compat.nemo_gym.clients.connection import Connection, json_object
-from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, RETRIABLE, SHORT_SECONDS
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
-from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, Row, iter_rows
+from roundhouse.compat.nemo_gym.clients.connection import Connection
+from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, SHORT_SECONDS, RowServers
+from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, CollectionFiles, Row, iter_rows
 from roundhouse.compat.nemo_gym.exchange.outgoing import is_index
 from roundhouse.compat.nemo_gym.exchange.resume import Key, Remaining, key_of, max_attempts, remaining
-from roundhouse.compat.nemo_gym.exchange.stream import NotReached
-from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK, aggregate_metrics
-from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.rollout.failures import FAILURE, EnvironmentUnavailable, EnvironmentUnreachable, VerifierFailed
+from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.rollout.failures import FAILURE, EnvironmentUnavailable, VerifierFailed
 
 JUDGE_FAILED = "judge_failed"
 STATELESS = "stateless"
@@ -61,55 +57,18 @@ class Reverification:
             raise ConfigError("--append keeps the output and --overwrite removes it: give one.")
 
 
-class Verifiers:
-    """Resources servers by the agent whose rows they judge, as a source of rows."""
+class Verifiers(RowServers):
+    """Resources servers by the agent whose rows they judge."""
 
-    def __init__(self, urls: Mapping[str, str], seconds: float, *, key: str) -> None:
-        """`key` is the option that names them, for errors. The name `*` stands for every agent."""
-        self._connections = {name: Connection(url, seconds, key=key) for name, url in urls.items()}
+    route = "verify"
+    unavailable = EnvironmentUnavailable
+    refused = VerifierFailed
+    malformed = VerifierFailed
 
     async def not_stateless(self) -> list[str]:
         """URLs of the servers that do not say of themselves that they judge by row and response alone."""
-        told = {one.url: await one.get("reverify_mode", seconds=SHORT_SECONDS) for one in self._connections.values()}
-        return sorted(url for url, (status, text) in told.items() if status != 200 or text.strip('"\n') != STATELESS)
-
-    async def run(self, row: Row) -> Row:
-        connection = self._of(row["agent_ref"]["name"])
-        try:
-            status, text = await connection.post("verify", row)
-        except EnvironmentUnreachable as error:
-            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
-                raise NotReached(str(error)) from error
-            raise
-        where = f"{connection.url}/verify"
-        if status >= 500 or status in RETRIABLE:
-            raise EnvironmentUnavailable(f"{where} answered {status}: {text[:2000]}")
-        if status >= 300:
-            raise VerifierFailed(f"{where} answered {status}: {text[:2000]}")
-        return json_object(text, where, VerifierFailed)
-
-    async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
-        connection = self._of(agent)
-        try:
-            status, text = await connection.post("aggregate_metrics", {"verify_responses": rows}, seconds=SHORT_SECONDS)
-        except InfraError:
-            return aggregate_metrics(rows)
-        return aggregate_metrics(rows) if status >= 300 else json_object(text, connection.url, VerifierFailed)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for connection in self._connections.values():
-            await connection.close()
-
-    def _of(self, agent: str) -> Connection:
-        connection = self._connections.get(agent, self._connections.get(EVERY))
-        if connection is None:
-            raise DataError(
-                f"The row's agent_ref names {agent!r}; agents there: {', '.join(self._connections) or 'none'}."
-            )
-        return connection
+        modes = {one.url: await one.get("reverify_mode", seconds=SHORT_SECONDS) for one in self._connections.values()}
+        return sorted(url for url, (status, text) in modes.items() if status != 200 or text.strip('"\n') != STATELESS)
 
 
 async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[CollectionFiles, Remaining]:
@@ -202,7 +161,7 @@ async def verifiers_of_head(url: str, seconds: float) -> Verifiers:
         InfraError: it does not answer, or not with a configuration.
         ConfigError: it knows none.
     """
-    from roundhouse.compat.nemo_gym.clients.head_lookup import look_up_verifiers
+    from roundhouse.compat.nemo_gym.clients.connection import look_up_verifiers
 
     connection = Connection(url, SHORT_SECONDS, key="--head")
     try:

@@ -13,11 +13,10 @@ from typing import Any
 
 import orjson
 
-from roundhouse.compat.nemo_gym.exchange.files import CollectionFiles
 from roundhouse.compat.nemo_gym.exchange.incoming import restored_row
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, write_rows
-from roundhouse.compat.nemo_gym.exchange.originals import DATASET, File, Original, originals_from_table
+from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, write_rows
 from roundhouse.compat.nemo_gym.exchange.outgoing import Address, addresses, materialized_row, result_row
+from roundhouse.compat.nemo_gym.exchange.reading import DATASET, File, Original, originals_from_table
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics, light
 from roundhouse.store.manifest import Reference
 from roundhouse.store.stage import read_manifest, read_table

@@ -17,8 +17,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundhouse.compat.nemo_gym.model_server.requests import RESPONSES_FIELDS, Body
 from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.environments.openai_requests import RESPONSES_FIELDS, Body
 from roundhouse.generation.protocol import TOKEN_FIELDS, BadReply
 from roundhouse.rollout.responses import Message, assistant_items, response_object, usage_object, with_token_fields
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from roundhouse.compat.nemo_gym.model_server.requests import Body, invalid
+from roundhouse.environments.openai_requests import Body, invalid
 
 _STOP_REASONS = {"max_output_tokens": "max_tokens", "content_filter": "refusal"}
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}

@@ -13,6 +13,11 @@ whole answer. Token arrays are read and written as JSON once, and never validate
     GET, DELETE /captures/<id>  calls recorded under /ng-rollout/<id>/training-token-capture/…
 
 A raw ASGI callable, no web framework: with an instant engine the framework would cost more than the translation.
+
+Bodies, replies and errors of the model server as ASGI messages.
+
+Invariant: every error has a body that a client of its dialect can read, and a status that tells whether asking again may help:
+422 and 400 will not, 502, 503 and 504 may.
 """
 
 from __future__ import annotations
@@ -40,28 +45,21 @@ from roundhouse.compat.nemo_gym.model_server.engine_call import (
     chat_from_responses,
     ends_in_reasoning_only,
     engine_body,
+    reply_digest,
     tokenize_body,
+    with_recorded_tokens,
 )
 from roundhouse.compat.nemo_gym.model_server.engine_client import EngineClient
-from roundhouse.compat.nemo_gym.model_server.history import reply_digest, with_recorded_tokens
-from roundhouse.compat.nemo_gym.model_server.http import (
-    EVENTS,
-    JSON,
-    ClientGone,
-    anthropic_error_reply,
-    error_reply,
-    read_json,
-    reply,
-    while_connected,
-)
-from roundhouse.compat.nemo_gym.model_server.requests import Body, InvalidRequest, check_chat, check_responses
-from roundhouse.compat.nemo_gym.model_server.rollout_path import KEY, RolloutMark, RolloutPath
-from roundhouse.compat.nemo_gym.model_server.streaming_dialect import strict_body, with_namespaces
+from roundhouse.compat.nemo_gym.model_server.sse import strict_body, with_namespaces
+from roundhouse.compat.nemo_gym.rollout_path import KEY, RolloutMark, RolloutPath
 from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.generation.protocol import ContextOverflow
+from roundhouse.environments.openai_requests import Body, InvalidRequest, check_chat, check_responses, invalid
+from roundhouse.errors import InfraError
+from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
+from roundhouse.http.asgi import JSON, ClientGone, read_body, reply, while_connected
 from roundhouse.http.body_limit import BodyLimit
-from roundhouse.http.middleware import StickySession
 from roundhouse.http.same_origin import host_name, is_loopback
+from roundhouse.http.sessions import StickySession
 
 log = logging.getLogger(__name__)
 
@@ -252,3 +250,47 @@ def _from_this_machine(scope: Scope) -> bool:
     headers = dict(scope["headers"])
     caller, name = (scope.get("client") or ("",))[0], host_name(headers.get(b"host", b"localhost").decode("latin-1"))
     return (caller == "" or is_loopback(caller)) and is_loopback(name) and not PROXY_HEADERS & headers.keys()
+
+
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+async def read_json(receive: Receive) -> Any:
+    """The request's body.
+
+    Raises:
+        InvalidRequest: it is not JSON.
+        ClientGone: it did not come to its end.
+    """
+    raw = await read_body(receive)
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise invalid([error.pos], f"JSON decode error: {error.msg}") from error
+
+
+def error_reply(error: Exception) -> tuple[int, Any]:
+    """Status and JSON body of an error. A defect of ours is told as NeMo Gym does: 500, the exception as a JSON string."""
+    if isinstance(error, InvalidRequest):
+        return 422, {"detail": error.problems}
+    if isinstance(error, EngineUnreachable):
+        return 503, _error("engines_unreachable", error)
+    if isinstance(error, EngineTimeout):
+        return 504, _error("engine_timeout", error)
+    if isinstance(error, EngineRejected):
+        return 400, _error("engine_rejected", error)
+    if isinstance(error, InfraError):
+        return 502, _error("engine_failed", error)
+    return 500, repr(error)
+
+
+def anthropic_error_reply(error: Exception) -> tuple[int, Any]:
+    """The same in the Messages dialect."""
+    status, _ = error_reply(error)
+    kind = "invalid_request_error" if status < 500 else "overloaded_error" if status == 503 else "api_error"
+    return 400 if status == 422 else status, {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _error(code: str, error: Exception) -> dict[str, Any]:
+    kind = "server_error" if isinstance(error, InfraError) else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "code": code, "param": None}}

@@ -18,7 +18,7 @@ from pathlib import Path
 from roundhouse.compat.nemo_gym.config.instances import Instance
 from roundhouse.compat.nemo_gym.config.resolve import Resolution
 from roundhouse.compat.nemo_gym.config.sources import EXTRA_ROOTS, SearchRoots
-from roundhouse.compat.nemo_gym.servers.own_servers import CONFIG_PATH
+from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_PATH
 
 PROJECT_FILES = ("requirements.txt", "pyproject.toml")
 """A directory is a foreign server's when it holds one of these."""

@@ -15,10 +15,11 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.sessions import SessionMiddleware
 
+from roundhouse.compat.nemo_gym.rollout_path import RolloutPath
 from roundhouse.environments.tools import ToolResult, bad_request, raised
 from roundhouse.errors import InfraError
 from roundhouse.http.body_limit import BodyLimit
-from roundhouse.http.middleware import RolloutPrefix, StickySession
+from roundhouse.http.sessions import StickySession
 from roundhouse.rollout.failures import FAILURE_HEADER
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def with_sessions(app: FastAPI, class_name: str, name: str) -> None:
     cookie = f"{class_name}___{name}"
     app.add_middleware(StickySession)
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
-    app.add_middleware(RolloutPrefix)
+    app.add_middleware(RolloutPath)
     app.add_middleware(BodyLimit)
 
 

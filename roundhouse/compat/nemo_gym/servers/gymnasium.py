@@ -20,8 +20,7 @@ from fastapi import FastAPI, Request, Response
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import guarded, json_answer, object_body, with_sessions
 from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
-from roundhouse.http.closing import Closing
-from roundhouse.http.sessions import Seeded, SessionStore, outcome
+from roundhouse.http.sessions import Closing, Seeded, SessionStore, outcome
 
 CAPABILITIES = {"supports_explicit_close": True, "supports_step_idempotency": True}
 

@@ -17,21 +17,27 @@ A client that will not use its session after the verdict says so in the request 
 the answer then says `closed`, and no call to /close is needed.
 
     python -m roundhouse.compat.nemo_gym.servers.resources --environment calculator --port 8001
+
+The command that serves one environment: `python -m roundhouse.compat.nemo_gym.servers.resources`.
+
+Invariant: it either serves, or ends at once with one line that says what to change.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import (
     REQUEST_SECONDS,
-    RequestTimeout,
     answer,
     guarded,
     json_answer,
@@ -39,18 +45,19 @@ from roundhouse.compat.nemo_gym.servers.endpoints import (
     object_body,
     with_sessions,
 )
+from roundhouse.environments import load_any
 from roundhouse.environments.base import Environment, Verdict
 from roundhouse.environments.gymnasium import GymnasiumEnvironment
+from roundhouse.environments.naming import environment_config
 from roundhouse.environments.tools import NOT_FOUND, RESERVED, Toolbox, ToolResult
-from roundhouse.errors import ConfigError
-from roundhouse.http.closing import Closing
-from roundhouse.http.sessions import SessionStore, outcome
+from roundhouse.errors import ConfigError, RoundhouseError
+from roundhouse.http.same_origin import SameOrigin
+from roundhouse.http.sessions import Closing, SessionStore, outcome
+from roundhouse.observability import set_up_observability
 from roundhouse.rollout.failures import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
 
 if TYPE_CHECKING:
     from roundhouse.compat.mcp.server import McpEndpoint
-
-__all__ = ["RequestTimeout", "build_app"]
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +232,50 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
     return fields
 
 
-if __name__ == "__main__":
-    from roundhouse.compat.nemo_gym.servers.serve import main
+KEEP_ALIVE_SECONDS = 30
+"""As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
 
-    main()
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        environment = load_any(environment_config(options.environment, options.parameters))
+        app = build_app(environment, options.name, expose_tools_over_mcp=options.mcp)
+        registry = set_up_observability()
+    except RoundhouseError as error:
+        sys.exit(f"resources server: {error}")
+    served: Any = app
+    if registry is not None:
+        from roundhouse.http.request_metrics import MeasuredRequests
+
+        served = MeasuredRequests(app, registry)
+    uvicorn.run(
+        SameOrigin(served, options.host),
+        host=options.host,
+        port=options.port,
+        log_level=options.log_level,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m roundhouse.compat.nemo_gym.servers.resources", description=main.__doc__
+    )
+    parser.add_argument("--environment", required=True, help="a built-in kind (docs/environments.md), or module:Class")
+    parser.add_argument("--parameters", default="{}", help="the environment's parameters as a JSON object")
+    parser.add_argument("--name", help="instance name (default: the environment's); part of the cookie's name")
+    parser.add_argument("--mcp", action="store_true", help="serve the tools over MCP as well, at /mcp")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+if __name__ == "__main__":
+    # not the `main` of this copy of the module: the other servers import the one of this name
+    from roundhouse.compat.nemo_gym.servers import resources
+
+    resources.main()

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
-from roundhouse.environments.conversations import Message, calls, returns, says, user
+from roundhouse.environments.generated import Message, calls, returns, says, user
 
 WORDS: dict[Split, tuple[str, ...]] = {
     "train": ("engine", "signal", "tunnel", "whistle", "platform", "carriage", "junction", "steam"),

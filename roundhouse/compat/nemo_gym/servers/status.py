@@ -1,17 +1,24 @@
 """Which servers a head server knows, and whether each answers.
 
 Invariant: the answer comes from the servers themselves, asked at this moment; what the head server last saw is not repeated.
+
+Whether a server answers.
+
+Invariant: any HTTP answer counts, whatever its status: foreign servers need not have a route at `/`. What does not answer has a
+name for how.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
+import aiohttp
 import orjson
 
 from roundhouse.compat.nemo_gym.clients.connection import Connection
-from roundhouse.compat.nemo_gym.servers.health import check_all
+from roundhouse.compat.nemo_gym.servers.head import ServerStatus
 from roundhouse.errors import InfraError
 
 HEAD_SECONDS = 5.0
@@ -42,3 +49,25 @@ async def _statuses(head_url: str) -> list[dict[str, Any]]:
         raise InfraError(f"{head_url}/server_instances answered {status}: {text[:200]}. Is it a head server?")
     fresh = await check_all((str(one.get("url")) for one in servers), SERVER_SECONDS)
     return [{**one, "status": told} for one, told in zip(servers, fresh, strict=True)]
+
+
+PROBE_SECONDS = 5.0
+
+
+async def check(url: str, http: aiohttp.ClientSession, seconds: float = PROBE_SECONDS) -> ServerStatus:
+    """One question."""
+    try:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=seconds), allow_redirects=False):
+            return "success"
+    except TimeoutError:
+        return "timeout"
+    except aiohttp.ClientConnectionError:
+        return "connection_error"
+    except (aiohttp.ClientError, ValueError):
+        return "unknown_error"
+
+
+async def check_all(urls: Iterable[str], seconds: float = PROBE_SECONDS) -> list[ServerStatus]:
+    """All at once, in order."""
+    async with aiohttp.ClientSession() as http:
+        return list(await asyncio.gather(*(check(url, http, seconds) for url in urls)))

@@ -1,4 +1,9 @@
-"""The name under which servers file the calls of one rollout.
+"""The rollout that a call belongs to, read off its path.
+
+Invariant: only the path changes: `/ng-rollout/7-0/training-token-capture/v1/responses` is answered as `/v1/responses`, with or
+without recording.
+
+The name under which servers file the calls of one rollout.
 
 Invariant: it is the name that NeMo Gym's collector will look for: the row's `_ng_rollout_id`, else its task and rollout index,
 followed by the number of the attempt from the second one on.
@@ -11,9 +16,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from roundhouse.rollout.failures import BadTaskRow
+
+_PREFIX = re.compile(r"/ng-rollout/([A-Za-z0-9][A-Za-z0-9._-]*)(/training-token-capture)?(?=/)")
+KEY = "roundhouse.rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMark:
+    """What a path says of the rollout."""
+
+    rollout: str | None = None
+    capture: bool = False
+    """The path asks for the call to be recorded."""
+
+
+class RolloutPath:
+    """Strips the prefix and leaves a `RolloutMark` in the scope."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            mark, path = RolloutMark(), scope["path"]
+            if (found := _PREFIX.match(path)) is not None:
+                mark, path = RolloutMark(found[1], found[2] is not None), path[found.end() :]
+                scope = {**scope, "path": path, "raw_path": path.encode()}
+            scope[KEY] = mark
+        await self._app(scope, receive, send)
+
 
 PREFIX = "ng-rollout"
 CAPTURE = "training-token-capture"

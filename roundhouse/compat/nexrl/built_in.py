@@ -1,0 +1,240 @@
+"""The smallest worker: one completion, judged.
+
+An agent of several turns: the policy calls the worker's tools until it answers without a call.
+
+Invariant: whatever the policy calls, the answer is a text it can be shown (as of an `Environment`'s tools); a limit of turns or
+tokens ends the run, and what there is by then is judged as truncated.
+
+    class Librarian(AgentRolloutWorker):
+        @tool("Look a word up.", word="The word.")
+        async def define(self, task, word: str) -> str:
+            return task["dictionary"].get(word, "unknown")
+
+A worker without a policy: rewards by a hash, or rollouts played back from a recording.
+
+Invariants: no model is called; the same group and run give the same reward and the same record, in every process; what comes
+out is masked, since its tokens are no draw of the policy in training, unless a recording is played back with `trainable`.
+
+    parameters: {}                                      reward 0 or 1 by the hash of (group_id, run_id); no turns
+    parameters: {recorded: store/…/collect}             the rollout of that group and run, from a collect stage's Parquet files
+
+Agents that make their model calls themselves and leave a trace: a tree of spans, in which the calls are found.
+
+Invariant: a rollout's turns are the trace's model calls in the order in which they began, parents before children; a call
+without tokens, or with a different number of log-probabilities, fails the rollout: it could not be trained on.
+
+A span is an object {"type", "inputs", "outputs", "children"}. Of spans with type LLM are read
+
+    inputs.messages, inputs.tools               chat messages and tools
+    outputs.message, outputs.finish_reason      the reply ("stop" where there is none)
+    outputs.nexrl_train                         {"prompt_tokens", "response_tokens", "response_logprobs"}
+
+The agent reaches the policy by itself, at a model server that returns token IDs. NexAU is such an agent framework; nothing of
+it is imported here: whatever offers `dump_traces` can be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import inspect
+import io
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from roundhouse.compat.nexrl.base import (
+    AnswerTag,
+    BaseRolloutWorker,
+    EvaluationRunResult,
+    Evaluator,
+    NoTrajectory,
+    WorkerFailed,
+)
+from roundhouse.compat.nexrl.llm import LlmClient, RolloutLimit
+from roundhouse.environments.base import Tool, marked_tools
+from roundhouse.environments.tools import Toolbox, invalid_arguments
+from roundhouse.errors import ConfigError
+from roundhouse.generation.protocol import Completion
+from roundhouse.rollout.responses import chat_tools, tool_message
+from roundhouse.store.location import Location
+from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.schemas import rollouts_from_tables
+
+
+class SimpleRolloutWorker(BaseRolloutWorker):
+    """Answers the item's `prompt` once. Without an evaluator of its own: the text in <answer> must be the `ground_truth`."""
+
+    evaluator = AnswerTag()
+
+    async def run_agent(self, task: dict[str, Any]) -> str | None:
+        if not task.get("prompt"):
+            return None
+        answer = await self.llm.completion(self.format_task_query(task))
+        return await self.put_trajectory(task, answer["response"])
+
+
+class AgentRolloutWorker(BaseRolloutWorker):
+    """Tools are methods marked with `roundhouse.environments.base.tool`; in the place of the session they get the task."""
+
+    evaluator = AnswerTag()
+
+    def tools(self) -> dict[str, Tool]:
+        """The tools by name."""
+        return marked_tools(self)
+
+    def first_messages(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        """The conversation to begin with: the query as a user message."""
+        return [{"role": "user", "content": self.format_task_query(task)}]
+
+    async def run_agent(self, task: dict[str, Any]) -> str | None:
+        toolbox = Toolbox(self)
+        tools = chat_tools([tool.schema() for tool in self.tools().values()])
+        messages = self.first_messages(task)
+        answer = ""
+        while True:
+            try:
+                told = await self.llm.generate(messages, tools)
+            except RolloutLimit as limit:
+                return await self.cut_short(task, str(limit))
+            answer = told["response"]
+            if self.llm.limit or not told["tool_calls"]:
+                return await self.put_trajectory(task, answer)
+            messages.append(told["message"])
+            for call in told["tool_calls"]:
+                messages.append(tool_message(call["id"], await _answer(toolbox, task, call["function"])))
+
+
+async def _answer(toolbox: Toolbox, task: dict[str, Any], function: dict[str, Any]) -> str:
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError as error:
+        return invalid_arguments(error).text
+    return (await toolbox.call(task, function["name"], arguments)).text
+
+
+class MockRolloutWorker(BaseRolloutWorker):
+    """For tests of everything around the policy."""
+
+    def __init__(
+        self, llm: LlmClient, evaluator: Evaluator | None = None, recorded: str | None = None, trainable: bool = False
+    ) -> None:
+        super().__init__(llm, evaluator)
+        self._recorded = recorded
+        self.trained_on = trainable and recorded is not None
+
+    async def run_agent(self, task: dict[str, Any]) -> str | None:
+        if self._recorded is None:
+            reward = hash_reward(str(task["group_id"]), int(task["run_id"]))
+            return await self.put_trajectory(task, "", result=EvaluationRunResult(reward))
+        played = recording(self._recorded).get((str(task["group_id"]), int(task["run_id"])))
+        if played is None or played.reward is None:
+            return None
+        self.llm.play_back(played)
+        return await self.put_trajectory(task, "", result=EvaluationRunResult(played.reward, metrics=played.metrics))
+
+
+def hash_reward(group_id: str, run_id: int) -> float:
+    """0 or 1, about as often."""
+    return float(hashlib.sha256(f"{group_id}/{run_id}".encode()).digest()[0] & 1)
+
+
+@functools.lru_cache(maxsize=4)
+def recording(uri: str) -> dict[tuple[str, int], Rollout]:
+    """The rollouts under `uri`, by group and sample; of several attempts at one, the last file's.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    location = Location(uri)
+    names = sorted(name for name in location.names() if name.startswith("rollouts-") and name.endswith(".parquet"))
+    if not names:
+        raise ConfigError(f"environment.parameters.recorded is {uri!r}, which has no rollouts-*.parquet.")
+    found: dict[tuple[str, int], Rollout] = {}
+    for name in names:
+        tables = [_table(location, part) for part in (name, f"turns-{name.removeprefix('rollouts-')}")]
+        found |= {(rollout.group_id, rollout.sample): rollout for rollout in rollouts_from_tables(*tables)}
+    return found
+
+
+def _table(location: Location, name: str) -> pa.Table:
+    return pq.read_table(io.BytesIO(location.read(name)))
+
+
+Span = dict[str, Any]
+
+
+class Tracer(Protocol):
+    """Collects the spans of one run."""
+
+    def dump_traces(self) -> list[Span]:
+        """The finished root spans, in the order in which they began."""
+        ...
+
+
+class TraceRolloutWorker(BaseRolloutWorker):
+    """Runs a traced agent; subclasses say which tracer and which agent."""
+
+    @abstractmethod
+    def make_tracer(self) -> Tracer:
+        """A tracer for this rollout alone."""
+
+    @abstractmethod
+    def run_traced(self, query: str, task: dict[str, Any], tracer: Tracer) -> Any:
+        """Run the agent; its final answer as text. May be `async`; as a plain function it runs in a thread."""
+
+    async def run_agent(self, task: dict[str, Any]) -> str | None:
+        tracer, query = self.make_tracer(), self.format_task_query(task)
+        if inspect.iscoroutinefunction(self.run_traced):
+            answer = await self.run_traced(query, task, tracer)
+        else:
+            answer = await asyncio.to_thread(self.run_traced, query, task, tracer)
+        spans = tracer.dump_traces()
+        record_calls(spans, self.llm)
+        return await self.put_trajectory(task, str(answer), observation=spans)
+
+
+def record_calls(spans: Iterable[Span], llm: LlmClient) -> None:
+    """Put all model calls of a trace on record.
+
+    Raises:
+        NoTrajectory: there is none.
+        WorkerFailed: one has no tokens.
+    """
+    calls = list(llm_calls(spans))
+    if not calls:
+        raise NoTrajectory("The trace has no span of type LLM: is the tracer given to the agent?")
+    for number, span in enumerate(calls):
+        inputs = span.get("inputs") or {}
+        llm.record(list(inputs.get("messages") or []), list(inputs.get("tools") or []), _completion(span, number, llm))
+
+
+def llm_calls(spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans of model calls, depth first."""
+    for span in spans:
+        if str(span.get("type", "")).upper() == "LLM":
+            yield span
+        yield from llm_calls(span.get("children") or [])
+
+
+def _completion(span: Span, number: int, llm: LlmClient) -> Completion:
+    outputs = span.get("outputs") or {}
+    tokens = outputs.get("nexrl_train") or {}
+    prompt, generated = tokens.get("prompt_tokens") or [], tokens.get("response_tokens") or []
+    log_probs = tokens.get("response_logprobs") or []
+    if not prompt or not generated or len(log_probs) != len(generated):
+        raise WorkerFailed(
+            f"Model call {number} of the trace has {len(prompt)} prompt tokens, {len(generated)} response tokens and "
+            f"{len(log_probs)} log-probabilities in outputs.nexrl_train: let the agent call a server that returns token IDs."
+        )
+    version = tokens.get("policy_version", llm.policy_version)
+    if version is None:
+        raise WorkerFailed("The policy version that answered is unknown: the trace does not tell it.")
+    message = outputs.get("message") or {"role": "assistant", "content": ""}
+    finish = outputs.get("finish_reason") or "stop"
+    return Completion(message, finish, list(prompt), list(generated), list(log_probs), int(version), 0.0)
