@@ -72,7 +72,7 @@ class TrainEngine:
             )
         self.device = torch.device("cuda" if config.device != "cpu" and gpu else "cpu")
         if self.device.type == "cuda" and (advice := unfit_for_gpu(config)):
-            logger.warning("On a GPU: %s. See docs/training.md, On a GPU.", "; ".join(advice))
+            logger.warning("On a GPU: %s. See docs/training-at-scale.md.", "; ".join(advice))
         self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._scorers: dict[Role, Scorer] = {}
         self._dealer: Dealer | None = None
