@@ -164,8 +164,8 @@ class ChatServer:
     async def _ready(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
         ready = holds_desired_version(status)
-        told = {"ready": ready, "policy_version": status["policy_version"], "desired": status["desired"]}
-        await reply_json(send, 200 if ready else 503, told | {"error": status["error"]})
+        found = {"ready": ready, "policy_version": status["policy_version"], "desired": status["desired"]}
+        await reply_json(send, 200 if ready else 503, found | {"error": status["error"]})
 
     async def _metrics(self, receive: Receive, send: Send) -> None:
         text = metrics_page(self.policy.status()).encode() + await engine_metrics_page(self.policy.engine.openai_app())

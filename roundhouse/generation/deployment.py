@@ -21,7 +21,7 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DeploymentFailed, InfraError
 from roundhouse.generation import serve_app
 from roundhouse.weight_sync.base import load_transport
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport, desired_state
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def ensure_deployed(
     options: RefitOptions = RefitOptions(),
     reserved: Reservation | None = None,
     wait: bool = True,
-) -> list[ReplicaStatus]:
+) -> list[ReplicaReport]:
     """Deploy the policy, or bring a running deployment to this state.
 
     Args:
@@ -99,7 +99,7 @@ def refit(
     weights: str,
     version: int,
     options: RefitOptions = RefitOptions(),
-) -> list[ReplicaStatus]:
+) -> list[ReplicaReport]:
     """Bring all replicas of the running deployment to new weights, in place.
 
     Raises:
@@ -119,7 +119,7 @@ def refit(
         return client.wait(application, config.refit_timeout_seconds)
 
 
-def replicas(serve: ServeEndpoint) -> list[ReplicaStatus]:
+def replicas(serve: ServeEndpoint) -> list[ReplicaReport]:
     """The running replicas, as they describe themselves; empty when none answers."""
     with _Serve(serve) as client:
         return client.replicas() or []
@@ -167,7 +167,7 @@ def wanted_application(
 
 
 def digest_of(application: dict[str, Any]) -> str:
-    """What the application's replicas tell as theirs."""
+    """What replicas of the application report as theirs."""
     return serve_app.application_digest(application["args"])
 
 
@@ -232,22 +232,22 @@ class _Serve:
         http_options = {"host": url.host, "port": url.port or 80}
         self._call("PUT", {"http_options": http_options, "applications": wanted}, seconds)
 
-    def replicas(self) -> list[ReplicaStatus] | None:
+    def replicas(self) -> list[ReplicaReport] | None:
         try:
             reply = self._http.get("/rh/replicas")
             if reply.status_code != 200:
                 return None
-            return [ReplicaStatus.parse(status) for status in reply.json()["replicas"]]
+            return [ReplicaReport.parse(status) for status in reply.json()["replicas"]]
         except (httpx.HTTPError, ValueError):
             return None
 
-    def wait(self, application: dict[str, Any], timeout: float) -> list[ReplicaStatus]:
+    def wait(self, application: dict[str, Any], timeout: float) -> list[ReplicaReport]:
         """Until the application's replicas, and no others, hold its `user_config`."""
         deployment = application["deployments"][0]
         count, user_config = deployment["num_replicas"], deployment["user_config"]
         digest = digest_of(application)
         deadline, next_look = time.monotonic() + timeout, 0.0
-        found: list[ReplicaStatus] | None = None
+        found: list[ReplicaReport] | None = None
         while time.monotonic() < deadline:
             found = self.replicas()
             if found is not None and all_there(found, count, digest, user_config):
@@ -291,7 +291,7 @@ def last_lines(text: str) -> str:
     return "\n".join(lines[-8:])
 
 
-def all_there(found: list[ReplicaStatus], count: int, digest: str, user_config: dict[str, Any]) -> bool:
+def all_there(found: list[ReplicaReport], count: int, digest: str, user_config: dict[str, Any]) -> bool:
     """True when exactly the wanted replicas hold the wanted weights.
 
     Raises:

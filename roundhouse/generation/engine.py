@@ -79,8 +79,8 @@ class Engine(Protocol):
 
         Args:
             version: what tokens drawn from now on are labelled with.
-            running: finish: the caller has waited, none runs. keep: those that run go on with the new weights, and on what the
-                new weights make of their tokens so far. abort: they end with `GenerationAborted`.
+            running: drain: the caller has waited, none runs. continue: those that run resume with the new weights, and on
+                what the new weights make of their tokens so far. restart: they end with `GenerationAborted`.
             keep_prefix_cache: keys and values computed by the old weights stay in use, also those of running generations.
 
         After a failure no generation of before is running any more.

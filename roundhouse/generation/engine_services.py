@@ -18,7 +18,7 @@ from roundhouse.config.secrets import read_secret
 from roundhouse.errors import DeploymentFailed, InfraError
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import ServeEndpoint
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport, desired_state
 
 STATUS_SECONDS = 10.0
 """Time limit of a question that needs no work."""
@@ -36,12 +36,12 @@ class EngineService(Protocol):
         """Base URL of its chat completions."""
         ...
 
-    def replicas(self) -> list[ReplicaStatus]:
+    def replicas(self) -> list[ReplicaReport]:
         """The running replicas in their own words; empty when none answers."""
         ...
 
     def application(self, config: GenerationConfig, model_dir: str) -> str:
-        """`application_digest` that replicas of such an engine tell; those of another one tell another."""
+        """`application_digest` that replicas of such an engine report; those of another one report another."""
         ...
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
@@ -55,7 +55,7 @@ class EngineService(Protocol):
         weights: str,
         version: int,
         options: RefitOptions = RefitOptions(),
-    ) -> list[ReplicaStatus]:
+    ) -> list[ReplicaReport]:
         """Bring all replicas to these weights.
 
         Raises:
@@ -80,7 +80,7 @@ class RayServeEngine:
     def url(self) -> str:
         return self.serve.http_url
 
-    def replicas(self) -> list[ReplicaStatus]:
+    def replicas(self) -> list[ReplicaReport]:
         return deployment.replicas(self.serve)
 
     def application(self, config: GenerationConfig, model_dir: str) -> str:
@@ -96,7 +96,7 @@ class RayServeEngine:
         weights: str,
         version: int,
         options: RefitOptions = RefitOptions(),
-    ) -> list[ReplicaStatus]:
+    ) -> list[ReplicaReport]:
         return deployment.ensure_deployed(
             config, model_dir, self.serve, weights=weights, version=version, options=options, reserved=self.reserved
         )
@@ -111,12 +111,12 @@ class ProcessEngine:
 
     url: str
 
-    def replicas(self) -> list[ReplicaStatus]:
+    def replicas(self) -> list[ReplicaReport]:
         try:
             with _client(self.url) as client:
                 reply = client.get("/rh/replicas", timeout=STATUS_SECONDS)
             return (
-                [ReplicaStatus.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+                [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
             )
         except (httpx.HTTPError, ValueError, KeyError):
             return []
@@ -134,7 +134,7 @@ class ProcessEngine:
         weights: str,
         version: int,
         options: RefitOptions = RefitOptions(),
-    ) -> list[ReplicaStatus]:
+    ) -> list[ReplicaReport]:
         wanted = desired_state(version, weights, options, [replica.desired for replica in self.replicas()])
         found = self._apply(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
         for replica in found:
@@ -148,7 +148,7 @@ class ProcessEngine:
 
     def _apply(
         self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float
-    ) -> list[ReplicaStatus]:
+    ) -> list[ReplicaReport]:
         body = {
             "generation": deployment.engine_arguments(config),
             "model_dir": model_dir,
@@ -168,7 +168,7 @@ class ProcessEngine:
             raise DeploymentFailed(f"The engine at {self.url} refuses the token. Set {TOKEN_VARIABLE} as it has it.")
         if reply.status_code >= 400:
             raise DeploymentFailed(f"The engine at {self.url} refuses ({reply.status_code}): {reply.text[-2000:]}")
-        return [ReplicaStatus.parse(status) for status in reply.json()["replicas"]]
+        return [ReplicaReport.parse(status) for status in reply.json()["replicas"]]
 
 
 def _client(url: str) -> httpx.Client:

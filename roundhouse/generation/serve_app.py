@@ -166,7 +166,7 @@ def build(arguments: dict[str, Any]) -> Application:
         health_check_period_s=2,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=5,
-        # A line for each of thousands of short answers tells nobody anything and costs what the tokenizer costs.
+        # A line for each of thousands of short answers is of no use and costs what the tokenizer costs.
         logging_config={"enable_access_log": False},
         ray_actor_options={
             "num_cpus": REPLICA_CPUS,

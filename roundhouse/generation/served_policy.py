@@ -82,7 +82,7 @@ class Gate:
                 self._empty.set()
 
     async def close(self, until_empty: bool) -> None:
-        """Let nobody in any more, and wait until nobody is inside where that is wanted."""
+        """Admit no more requests; with `until_empty`, wait until those inside have left."""
         self._open.clear()
         if until_empty:
             await self._empty.wait()

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class StandaloneEngine:
-    """The ASGI application. It holds no engine until it is told which."""
+    """The ASGI application. It holds no engine until one is asked for."""
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token

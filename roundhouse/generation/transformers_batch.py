@@ -113,7 +113,7 @@ def generate_batch(
         version: tells which the model holds; without it, the answers say nothing of versions.
 
     Raises:
-        GenerationAborted: new weights came, and the batch was not to go on with them.
+        GenerationAborted: new weights came, and the batch was not to continue with them.
     """
     import torch
 

@@ -101,7 +101,7 @@ class RefitExtension:
         if self._arrivals is not None:
             self._arrivals.stop()
             self._arrivals = None
-        # A reload that begins while another is open goes on with the other's tensors.
+        # A reload that begins while another is open resumes with the other's tensors.
         if self._weight_update_active:  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
         else:

@@ -34,7 +34,7 @@ from roundhouse.weight_sync.base import RunCheckpoint, WeightTransport, load_tra
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint import WEIGHTS_DIGEST
 from roundhouse.weight_sync.proof import proof_of, require_agreement
-from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaStatus
+from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def start_engine(run: Run) -> None:
         engine_service(run).start(served_generation(run.config), model)
 
 
-def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None = None) -> list[ReplicaStatus]:
+def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None = None) -> list[ReplicaReport]:
     """Deploy or refit, until all replicas answer with this checkpoint and have proved to hold the same weights."""
     announce("engine", text=f"refit to version {checkpoint.policy_version}")
     engine = engine or engine_service(run)

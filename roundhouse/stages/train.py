@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import TrainStepResult
     from roundhouse.training.trainer import Trainer
-    from roundhouse.weight_sync.replica_state import ReplicaStatus
+    from roundhouse.weight_sync.replica_state import ReplicaReport
 
 Say = Callable[[str], None]
 
@@ -105,7 +105,7 @@ def train_iteration(
 
 
 @contextmanager
-def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaStatus]]:
+def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
     """The trainer's turn at the memory that it shares with the engine, whose replicas said that they sleep meanwhile; none
     where they share nothing. Behind it, the trainer holds no memory."""
     if not engine_sleeps(run.config):

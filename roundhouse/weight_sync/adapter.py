@@ -29,7 +29,7 @@ from roundhouse.weight_sync.base import (
 )
 from roundhouse.weight_sync.cache import CacheEntry, entry_key
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.tensor_files import copy_side_files, digest_of, weight_files
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -56,7 +56,7 @@ class AdapterTransport(WeightTransport):
             )
 
     @contextmanager
-    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         with checkpoint.in_engine_format() as directory:
             yield Published(digest_of(directory), _adapter_of(checkpoint) or checkpoint_source(checkpoint.dtype))
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from roundhouse.store.manifest import Reference
     from roundhouse.store.run import Run
     from roundhouse.weight_sync.cache import CacheEntry, NodeCache
-    from roundhouse.weight_sync.replica_state import ReplicaStatus
+    from roundhouse.weight_sync.replica_state import ReplicaReport
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def publish(
-        self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]
+        self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]
     ) -> AbstractContextManager[Published]:
         """Make a checkpoint's weights available to replicas, until the context is left.
 

@@ -1,9 +1,9 @@
 """A node's cache of weights: directories by key, made once for all processes of the node, bounded in size.
 
-Invariants: what stands under an entry's name is whole, since it is made aside and renamed; of several processes that want an
-entry one makes it, the others wait for it; an entry that somebody holds is never deleted; what is held by nobody is at most
-`max_bytes`, the newest used. Locks are the kernel's (flock), so of a process that died nothing has to be cleaned up but its
-unfinished directory, which the next one who makes that entry removes.
+Invariants: an entry under its name is whole, since it is made elsewhere and renamed; of several processes that want an entry
+one makes it, the others wait for it; an entry in use is never deleted; what is not in use is at most `max_bytes`, the newest
+used. Locks are the kernel's (flock), so a process that dies leaves only its unfinished directory, which the next process that
+makes that entry removes.
 
     cache = NodeCache(directory, max_bytes)
     entry = cache.entry("a1b2…", fill)     # fill(partial) makes the content; held until entry.release()
@@ -82,7 +82,7 @@ class NodeCache:
         return CacheEntry(final, lock)
 
     def evict(self) -> None:
-        """Delete what nobody holds, the longest unused first, until the rest is within the bound."""
+        """Delete what is not in use, the longest unused first, until the rest is within the bound."""
         entries = []
         for path in self.directory.iterdir():
             with suppress(FileNotFoundError):  # another process deleted it

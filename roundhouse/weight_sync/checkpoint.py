@@ -1,6 +1,6 @@
 """The transport `store`: every replica's node reads the checkpoint's own files. What the others fall back to.
 
-Invariant: nothing is written and nobody has to be there: a checkpoint that is committed is published.
+Invariant: nothing is written and no replica has to be up: a committed checkpoint is published.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from roundhouse.weight_sync.base import Published, RunCheckpoint, WeightTransport
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 
 WEIGHTS_DIGEST = "weights_digest"
 """Under `details` of a checkpoint's manifest: the digest of its tensors."""
@@ -21,7 +21,7 @@ class CheckpointTransport(WeightTransport):
     publishes_engine_format = False
 
     @contextmanager
-    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         from roundhouse.store.stage import read_manifest
 
         yield Published(read_manifest(checkpoint.reference).details.get(WEIGHTS_DIGEST))

@@ -48,7 +48,7 @@ from roundhouse.weight_sync.delta_format import (
     part_name,
     read_delta,
 )
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.tensor_files import Tensor, TensorFile, digest_of, parallel_map, weight_files
 
 PIECE_BYTES = 8 * 2**20
@@ -75,7 +75,7 @@ class DeltaTransport(WeightTransport):
     asks_replicas = True
 
     @contextmanager
-    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         with checkpoint.in_engine_format() as directory:
             digest = digest_of(directory)
             bases = Counter(

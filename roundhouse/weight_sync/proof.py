@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundhouse.errors import DeploymentFailed
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
 """Nats by which replicas of one number format may differ on a token of the probe: batches, kernels and machines round
 differently."""
 
 
-def proof_of(replicas: Sequence[ReplicaStatus]) -> dict[str, Any]:
+def proof_of(replicas: Sequence[ReplicaReport]) -> dict[str, Any]:
     """What is recorded of a refit: one replica's proof, which all were compared with."""
     first = replicas[0]
     return {"digest": first.digest, "tensors": first.tensors, "probe": first.probe}
 
 
-def require_agreement(replicas: Sequence[ReplicaStatus], dtype: str, recorded: Mapping[str, Any] | None = None) -> None:
+def require_agreement(replicas: Sequence[ReplicaReport], dtype: str, recorded: Mapping[str, Any] | None = None) -> None:
     """All against the first, and against what was recorded of this version before.
 
     Raises:
@@ -36,7 +36,7 @@ def require_agreement(replicas: Sequence[ReplicaStatus], dtype: str, recorded: M
     _require(replicas, proof_of(replicas), dtype, f"replica {replicas[0].replica_id}")
 
 
-def _require(replicas: Sequence[ReplicaStatus], proof: Mapping[str, Any], dtype: str, against: str) -> None:
+def _require(replicas: Sequence[ReplicaReport], proof: Mapping[str, Any], dtype: str, against: str) -> None:
     for replica in replicas:
         if proof["digest"] is not None and replica.digest is not None and replica.digest != proof["digest"]:
             raise DeploymentFailed(

@@ -99,7 +99,7 @@ def later_than(states: Iterable[dict[str, Any] | None]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaStatus:
+class ReplicaReport:
     """What a replica reports of itself, from `/rh/replicas`."""
 
     replica_id: str
@@ -130,6 +130,6 @@ class ReplicaStatus:
     """Id of Ray's, in which a trainer has a place near it."""
 
     @classmethod
-    def parse(cls, status: dict[str, Any]) -> ReplicaStatus:
+    def parse(cls, status: dict[str, Any]) -> ReplicaReport:
         present: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
         return cls(**present)

@@ -16,7 +16,7 @@ from roundhouse.errors import ConfigError, DiskFull, StoreError
 from roundhouse.weight_sync.base import FetchRequest, Published, RunCheckpoint, WeightSource, WeightTransport
 from roundhouse.weight_sync.cache import CacheEntry, NodeCache, private_directory
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.tensor_files import digest_of, retype
 
 MEMORY = Path("/dev/shm")
@@ -44,7 +44,7 @@ class SharedMemoryTransport(WeightTransport):
             )
 
     @contextmanager
-    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         """Raises:
         DiskFull: it does not fit this node's memory.
         """

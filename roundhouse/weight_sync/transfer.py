@@ -1,11 +1,11 @@
 """The transport `transfer`: weights straight from the process that refits into the engines of replicas, by vLLM's interface.
 
 Invariant: the checkpoint is read once, by the sender; a replica that comes to the meeting is given a seat in a group or is not,
-within the way's time limit, and can always read the checkpoint instead. Nobody waits for a replica that has died.
+within the source's time limit, and can always read the checkpoint instead. Nothing waits for a replica that has died.
 
-Replicas come when they are able to: each first finishes what is running. So the sender forms a group of those that have come,
-when all have that were there when the weights were offered, or GATHER_SECONDS after the first; those that come later are the
-next group's.
+Replicas come when they are able to: each first finishes its requests in flight. So the sender forms a group of those that have
+come, as soon as all have that were present when the weights were published, or GATHER_SECONDS after the first; those that come
+later are the next group's.
 
     replica  joined += 1 -> n, member/n = {id, workers}      waits for seat/n
     sender   seat/n = {"init": …, "update": …}               arguments of vLLM's interface
@@ -47,7 +47,7 @@ from roundhouse.weight_sync.base import (
     checkpoint_source,
 )
 from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, describe, own_address
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.tensor_files import digest_of, iterate
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class TransferTransport(DirectTransport):
             )
 
     @contextmanager
-    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         generation = checkpoint.run.config.generation
         present = [one.replica_id for one in replicas if one.ready or one.asleep]
         with checkpoint.in_engine_format() as directory:

@@ -10,7 +10,7 @@ import pytest
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import ServeEndpoint
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from tests.generation import tiny
 from tests.generation.cluster import ray_head
 
@@ -60,7 +60,7 @@ def deployed(
 def refit(deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]) -> Callable[[str, int], list]:
     """Bring the shared deployment to a policy by name."""
 
-    def to(name: str, version: int) -> list[ReplicaStatus]:
+    def to(name: str, version: int) -> list[ReplicaReport]:
         return deployment.refit(config, deployed, weights=str(policies[name]), version=version)
 
     return to

@@ -22,7 +22,7 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from roundhouse.training.trainer import Trainer
 from roundhouse.weight_sync.proof import TOLERANCE, difference, proof_of, require_agreement
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation.test_refit import assert_agrees, replies
 from tests.stages.test_checkpoint import trained
@@ -89,7 +89,7 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
         directories.append(tmp_path / f"v{version}")
         checkpoints.append(publish(run, trained(run, version, directories[-1])))
 
-    def refitted(checkpoint: Reference) -> list[ReplicaStatus]:
+    def refitted(checkpoint: Reference) -> list[ReplicaReport]:
         with published(run, checkpoint) as found:
             assert found.source is not None
             options = RefitOptions(found.digest, found.source.model_dump())

@@ -16,7 +16,7 @@ from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.engine import Draw, Generated
 from roundhouse.generation.engine_services import ProcessEngine
 from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
-from roundhouse.weight_sync.replica_state import DesiredPolicy, RefitOptions, ReplicaStatus
+from roundhouse.weight_sync.replica_state import DesiredPolicy, RefitOptions, ReplicaReport
 from tests.generation import tiny
 from tests.generation.test_served_policy import FaultyEngine
 from tests.generation.test_standalone import CONFIG, draw, engine_process
@@ -33,7 +33,7 @@ def engine() -> Iterator[ProcessEngine]:
 
 def put_to_sleep(
     engine: ProcessEngine, model: str, config: GenerationConfig = CONFIG, version: int = 1
-) -> ReplicaStatus:
+) -> ReplicaReport:
     [replica] = engine.ensure(config, model, model, version, RefitOptions(asleep=WHAT_FOR))
     return replica
 

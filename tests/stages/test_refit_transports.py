@@ -17,7 +17,7 @@ from roundhouse.stages.refit import engine_at, engine_service, ensure_version, r
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.training.trainer import Trainer
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.shared_memory import release_memory
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation import tiny
@@ -68,7 +68,7 @@ def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_w
     asked: list[dict[str, Any]] = []
 
     class FakeEngine(ProcessEngine):
-        def ensure(self, *arguments: Any) -> list[ReplicaStatus]:
+        def ensure(self, *arguments: Any) -> list[ReplicaReport]:
             asked.append(arguments[-1].changed())
             raise EngineGone("it is a fake")
 
@@ -92,7 +92,7 @@ def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this
                 publish_starting_policy(run, tiny.make_model(tmp_path / f"policy{seed}", seed=seed), {})
             return run
 
-        def held(run: Run) -> ReplicaStatus:
+        def held(run: Run) -> ReplicaReport:
             """After the run was told that the engine answers with its version 0."""
             assert engine_at(run, 0) == url
             (replica,) = engine_service(run).replicas()

@@ -32,7 +32,7 @@ from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from tests.generation.test_standalone import engine_process
 
 pytestmark = pytest.mark.timeout(900)
@@ -73,7 +73,7 @@ def make_run(directory: Path, engine_url: str, run_id: str, *, sleeps: bool) -> 
     return open_run(parse_config(tree | {"placement": {"engine_sleeps": sleeps}}))
 
 
-def replica(run: Run) -> ReplicaStatus:
+def replica(run: Run) -> ReplicaReport:
     [found] = engine_service(run).replicas()
     return found
 

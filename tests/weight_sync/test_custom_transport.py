@@ -29,7 +29,7 @@ from roundhouse.weight_sync.base import (
     WeightTransport,
     parse_source,
 )
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
@@ -61,7 +61,7 @@ class SharedDirectory(WeightTransport):
             raise ValueError("generation.weight_sync shares a directory, which pods do not.")
 
     @contextmanager
-    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaStatus]) -> Iterator[Published]:
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         assert replicas == [], "it does not ask for them"
         target = Path(self.config.directory) / f"v{checkpoint.reference.policy_version}"
         with checkpoint.in_engine_format() as weights:

@@ -20,7 +20,7 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.weight_sync.base import FetchedWeights, Published, RunCheckpoint, fetch_weights, load_transport
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.proof import require_agreement
-from roundhouse.weight_sync.replica_state import ReplicaStatus
+from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.shared_memory import SharedMemorySource, release_memory
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import make_model
@@ -49,7 +49,7 @@ def begun(tmp_path: Path, store: str, **generation: Any) -> tuple[Run, list[Refe
 
 
 @contextmanager
-def published(run: Run, checkpoint: Reference, replicas: Sequence[ReplicaStatus] = ()) -> Iterator[Published]:
+def published(run: Run, checkpoint: Reference, replicas: Sequence[ReplicaReport] = ()) -> Iterator[Published]:
     cache = NodeCache(Path(run.config.infra.state) / "cache/weights", 10**9)
     with load_transport(run.config.generation.weight_sync).publish(
         RunCheckpoint(run, checkpoint, cache), replicas
@@ -63,7 +63,7 @@ def follow(
     return fetch_weights(checkpoint.uri, found.source, found.digest, cache, held)
 
 
-def says(weights: FetchedWeights, checkpoint: Reference) -> ReplicaStatus:
+def says(weights: FetchedWeights, checkpoint: Reference) -> ReplicaReport:
     """What a replica that holds these weights answers."""
     status = {
         "replica_id": "a",
@@ -72,7 +72,7 @@ def says(weights: FetchedWeights, checkpoint: Reference) -> ReplicaStatus:
         "weights": checkpoint.uri,
         "probe": [-1.0, -2.0],
     }
-    return ReplicaStatus.parse(status)
+    return ReplicaReport.parse(status)
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -151,12 +151,12 @@ def test_what_cannot_work_is_refused_when_the_configuration_is_read(overrides: d
 
 
 @pytest.fixture
-def alike() -> list[ReplicaStatus]:
-    one = ReplicaStatus.parse({"replica_id": "a", "ready": True, "digest": "sha256:1", "probe": [-1.0, -2.0]})
+def alike() -> list[ReplicaReport]:
+    one = ReplicaReport.parse({"replica_id": "a", "ready": True, "digest": "sha256:1", "probe": [-1.0, -2.0]})
     return [one, replace(one, replica_id="b", probe=[-1.0, -2.0000001])]
 
 
-def test_replicas_that_loaded_or_compute_something_else_are_named(alike: list[ReplicaStatus]) -> None:
+def test_replicas_that_loaded_or_compute_something_else_are_named(alike: list[ReplicaReport]) -> None:
     require_agreement(alike, "float32")
     with pytest.raises(DeploymentFailed, match=r"b loaded tensors of digest sha256:2"):
         require_agreement([alike[0], replace(alike[1], digest="sha256:2")], "float32")

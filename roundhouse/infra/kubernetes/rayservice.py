@@ -40,7 +40,7 @@ from roundhouse.infra.kubernetes.serve_config import (
 from roundhouse.infra.kubernetes.watching import Watched
 from roundhouse.retry import Backoff
 from roundhouse.store.location import Location
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaStatus, desired_state
+from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport, desired_state
 
 Object = dict[str, Any]
 
@@ -81,11 +81,11 @@ class RayServiceServed:
         inside = f"http://{self.engine.ray_service}-serve-svc.{self.infra.namespace}.svc:8000"
         return (self.engine.url or inside).rstrip("/")
 
-    def replicas(self) -> list[ReplicaStatus]:
+    def replicas(self) -> list[ReplicaReport]:
         try:
             reply = httpx.get(f"{self.url}/rh/replicas", timeout=deployment.CALL_TIMEOUT_SECONDS)
             return (
-                [ReplicaStatus.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+                [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
             )
         except (httpx.HTTPError, ValueError, KeyError):
             return []
@@ -104,7 +104,7 @@ class RayServiceServed:
         weights: str,
         version: int,
         options: RefitOptions = RefitOptions(),
-    ) -> list[ReplicaStatus]:
+    ) -> list[ReplicaReport]:
         with self._connected() as cluster:
             written, application = self._write_desired(cluster, config, model_dir, weights, version, options)
             patience = config.start_timeout_seconds + config.refit_timeout_seconds
@@ -161,7 +161,7 @@ class RayServiceServed:
         version: int,
         options: RefitOptions,
         current: Object | None,
-        replicas: list[ReplicaStatus],
+        replicas: list[ReplicaReport],
     ) -> Object:
         before = None if current is None else current["deployments"][0].get("user_config")
         wanted = desired_state(version, weights, options, [before, *(replica.desired for replica in replicas)])
@@ -219,7 +219,7 @@ class _RefitWait:
     changed_since: bool = False
     """Whether KubeRay has told of another status than at the start."""
 
-    def until_all_are_there(self) -> list[ReplicaStatus]:
+    def until_all_are_there(self) -> list[ReplicaReport]:
         import threading
 
         changed, name = threading.Event(), self.served.engine.ray_service
