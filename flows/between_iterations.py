@@ -1,7 +1,7 @@
-"""Between two iterations: where a run looks up from its work.
+"""What a run does between two iterations: heed a suspension, raise alerts, ask for approval, check the budget.
 
-Invariant: here nothing of an iteration is in flight, so a run may wait, rest or be told something without losing work. What it
-waits for stands in the store; a run that is killed while it waits, and started again, waits for the same.
+Invariant: nothing of an iteration is in flight here, so a run may wait or be suspended without losing work. What it waits for
+is stored; a run that is killed while it waits, and started again, waits for the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def before_iteration(run: Run, k: int) -> None:
 
 
 def after_last_iteration(run: Run) -> None:
-    """Behind the last iteration."""
+    """Raise the last alerts and put the last questions."""
     _tell_alerts(run, run.config.iterations)
     _open_after_settling(run)
 

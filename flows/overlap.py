@@ -1,9 +1,9 @@
-"""Collecting while training (`asynchrony.staleness` above 0): two loops beside each other, each durable by itself.
+"""Collect while training (`asynchrony.staleness` above 0): two concurrent loops, each durable by itself.
 
     train ──┬── generation from 3      refit to version 2 ── collect 3 ── collect 4 ── refit to version 3 ── collect 5 …
             └── iteration 3 ── iteration 4 …                 each: (waits for its collect) validate, train, checkpoint, …
 
-Who may begin, and who trains on what, is decided by the controller (`roundhouse.collection`), not here.
+The controller (`roundhouse.collection`) decides which rollouts may begin and what a step trains on.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def generation(config: OpaqueConfig, first: int) -> None:
                 for ended in [k for k, future in collecting.items() if future.state.is_final()]:
                     try:
                         collecting.pop(ended).result()
-                    except Exception as failed:  # noqa: BLE001 - raised where the iteration is trained on
+                    except Exception as failed:  # noqa: BLE001 - raised where the iteration is to be trained
                         if not overlap.runner.ended.is_set():  # else it was cancelled, and the loop says why
                             overlap.failed(ended, failed)
                     forget_results()
@@ -104,7 +104,7 @@ def generation(config: OpaqueConfig, first: int) -> None:
 
 
 class GenerationLoop:
-    """The generation loop of a run: a thread with the flow `generation`, begun again when it is wanted after it failed."""
+    """The generation loop of a run: a thread with the flow `generation`, started again on demand after it failed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -112,7 +112,7 @@ class GenerationLoop:
         self._thread: threading.Thread | None = None
 
     def at_work(self) -> Overlap:
-        """Both loops, at work."""
+        """The two loops; the generation loop is started, or started again, first."""
         if self._overlap is not None and self._overlap.given_up:
             self.end()
         if self._overlap is None or (self._overlap.ended and not self._overlap.finished):

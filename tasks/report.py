@@ -132,16 +132,11 @@ def _link(run: Run, tracker: Tracker) -> None:
 
 
 def _show_conversations(run: Run, iteration: int) -> None:
-    rollouts = read_rollouts(_complete(run, iteration, StageKind.EVALUATE))[: run.config.tracking.conversations]
+    evaluation = run.stage(iteration, StageKind.EVALUATE).reference()
+    assert evaluation is not None, "its manifest is among the iteration's"
+    rollouts = read_rollouts(evaluation)[: run.config.tracking.conversations]
     text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
     create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
-
-
-def _complete(run: Run, iteration: int, kind: str) -> Reference:
-    reference = run.stage(iteration, kind).reference()
-    if reference is None:
-        raise ValueError(f"stage {kind} of iteration {iteration} is not complete")
-    return reference
 
 
 def _summary_markdown(summary: dict[str, Any]) -> str:

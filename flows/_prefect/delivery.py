@@ -1,4 +1,4 @@
-"""Sends what Prefect's client still has queued while its server is up.
+"""Sends what Prefect's client still has queued while its server is up (as PrefectHQ/prefect#14854 does for test servers).
 
 At the end of a process Prefect waits for a server that may be gone by then; a run that stops its own services has to let the
 queued states and logs go first.

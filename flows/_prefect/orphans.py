@@ -1,4 +1,6 @@
-"""Flow runs whose process is gone: they say that they run, and nobody runs them.
+"""Flow runs whose process is gone, and which Prefect still shows as running.
+
+Upstream: PrefectHQ/prefect#16746; the documented automation on heartbeats needs minutes, and this is done at a start.
 
 Invariant: called before anything is served, so every flow run of the deployments that Prefect believes to be at work is an
 orphan. It gets the state that a person can act on: what was being cancelled is cancelled, what was being submitted is

@@ -1,16 +1,16 @@
-"""Prefect's own command, for its server: `python -m flows._prefect.server server start …`, which gets on with SQLite.
+"""Prefect's own command for its server: `python -m flows._prefect.server server start …`, made to work with SQLite.
 
-Invariants: the thread of the server's event loop never waits for a lock of the database; a request that the database refused
-because another was quicker is made again here; and no page of another site reaches the server, whose API runs commands.
+Invariants: the thread of the server's event loop never blocks on a lock of the database; a request that SQLite refused because
+another transaction was quicker is repeated here; no page of another site reaches the server, whose API runs commands.
 
-The server has its SQLite connections in threads, and a connection whose thread waits for the write lock (a minute at most) is
-locked itself. What of it is garbage, an old cursor say, waits for that when it is collected. Python collects garbage in
-whichever thread happens to allocate, mostly that of the event loop; and where the write lock belongs to a request which the
-event loop would go on with, nobody gets any further until the minute is over. About a third of the cancelled runs met this:
-the event loop's thread stood in an allocation, a request for a flow run's state held the lock, and three connections waited.
+The server uses its SQLite connections in threads. A connection whose thread waits for the write lock (a minute at most) is
+locked itself, and collecting garbage that belongs to it (an old cursor) blocks until the wait ends. Python collects garbage in
+whichever thread allocates, mostly that of the event loop; when the request that holds the write lock needs the event loop to
+proceed, everything stalls until the 60 s lock timeout. About a third of the cancelled runs met this: the event loop's thread
+was in an allocation, a request for a flow run's state held the lock, and three connections waited.
 
-Of two transactions that have read before they write, SQLite refuses one at once. Prefect then answers 503, and means that the
-request may be made again: its client does, its page does not, and a person's click on Resume or Cancel was lost.
+Of two transactions that have read before they write, SQLite refuses one at once. Prefect then answers 503, which means that the
+request may be repeated: its client does so, its page does not, and a person's click on Resume or Cancel was lost.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""What Prefect does by default and an iteration of a few seconds cannot afford.
+"""Defaults of Prefect that cost too much where an iteration takes a few seconds.
 
-* Before a tagged task starts, its server is asked for a concurrency slot of each tag: a fifth of an iteration's wall time in
-  the quickstart. So flow runs carry tags and task runs none; a flow run's tags find its tasks just as well.
-* When it is first imported, it imports pandas where there is one, half a second, for cache keys of data frames: no task here
-  has either. Who starts a process imports this module first.
-* Until a flow run ends, it keeps a state of everything that its sub-flows returned, to tell what depends on what: three KiB an
-  iteration. No iteration takes what an earlier one returned; it asks the store.
-* Of each flow it makes a model of the parameters and a form of the model: a fifth of a second where one is a run's
-  configuration. So flows take a `OpaqueConfig`, checked as ever, but by itself. No flow that takes one is deployed; those that
-  are have forms of their own.
-* Its server answers 503 where two transactions of its SQLite meet, which happens whenever an event is written while a task run
-  is created, and the client asks again after two seconds. It is asked sooner; who stays busy is given as long as ever.
-* At the end of a flow run its heartbeat thread is waited for, half a second on average. An iteration's flow run beats with its
-  parent's heart: both are one process.
+* Before a tagged task starts, the client asks the server for a concurrency slot of each tag: a fifth of an iteration's wall
+  time in the quickstart. So flow runs carry tags and task runs none; a flow run's tags find its tasks as well.
+* Its first import imports pandas where that is installed, half a second, for cache keys of data frames, which no task here has.
+  A process that uses Prefect imports this module first.
+* Until a flow run ends, it keeps a state of everything that its sub-flows returned, to derive dependencies: three KiB an
+  iteration. No iteration uses what an earlier one returned; it reads the store.
+* For each flow it builds a model of the parameters and a form of the model: a fifth of a second for a run's configuration. So
+  flows take an `OpaqueConfig`, which validates itself. No flow that takes one is deployed; those have forms of their own.
+* Its server answers 503 when two SQLite transactions collide, as when an event is written while a task run is created, and the
+  client repeats the request after two seconds. It is repeated sooner at first; the total patience stays the same.
+* At the end of a flow run Prefect joins its heartbeat thread, half a second on average. An iteration's flow run has none: it
+  runs in its parent's process, which has one.
 """
 
 from __future__ import annotations

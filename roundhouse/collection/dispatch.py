@@ -1,4 +1,4 @@
-"""The controller of a running run: what happens is told to it, written down, and whoever waits for a decision looks again.
+"""The controller of a running run, shared by threads: events are applied and journalled, and waiting threads are woken.
 
 Invariants: events are written down in the order in which the controller took them in; `record` returns when everything told
 before it is in the store; decisions are taken and told of under one lock, so that no two loops act on the same one.
@@ -58,7 +58,7 @@ class Dispatch:
         self.wake()
 
     def wake(self) -> None:
-        """Let everybody look again, though the controller's state is the same."""
+        """Wake all waiting threads, though the controller's state is the same."""
         with self._changed:
             self._changed.notify_all()
         for listener in self._listeners:

@@ -1,11 +1,11 @@
-"""The two loops of an overlapped run, and what they tell each other.
+"""The two loops of an overlapped run, and what they pass to each other.
 
     generation loop    orders() ──> BeginCollect(k)      Transfer(v): bring the engine to v      … until the plan ends
     training loop      collected(k) ──> training(k): validate, train, checkpoint ──> validating(k): evaluate
 
 Invariants: what step k trains on is decided by the controller before the step begins, is there then, and is never trained on
-twice; an error of the generation loop reaches whoever waits for it, that of a collect stage only the iteration that it is of;
-nobody waits for a loop that has ended. Both loops can be begun again from the store alone.
+twice; an error of the generation loop is raised where the other loop waits for it, that of a collect stage only for its own
+iteration; no loop waits for one that has ended. Both can be started again from the store alone.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Overlap:
 
 
 def runner_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> RolloutRunner[Any]:
-    """The rollouts of the generation loop, made by whoever `rollout.distribution` says."""
+    """The runner that `rollout.distribution` names."""
     if isinstance(run.config.rollout.distribution, InProcessCollection):
         return InProcessRunner(run, plan, dispatch, engine_url)
     return ShardRunner(run, plan, dispatch, engine_url)

@@ -50,7 +50,10 @@ def variants(
         for mode in modes or ([own.asynchrony.mode] if own.asynchrony.mode != "sync" else []):
             if mode == "sync":
                 continue
-            kept = {key: value for key, value in tree.get("asynchrony", {}).items() if _means(key, mode)}
+            # what of the scenario's asynchrony says something in this mode too
+            said = ("refit",) if mode == "batch-async" else ()
+            asynchrony = tree.get("asynchrony", {})
+            kept = {key: value for key, value in asynchrony.items() if mode == "windowed" or key in said}
             for staleness in stalenesses or [own.asynchrony.staleness]:
                 asynchrony = {**kept, "mode": mode, "staleness": staleness}
                 yield parse_scenario({**tree, "engine": engine, "asynchrony": asynchrony})
@@ -69,11 +72,6 @@ def compare(scenarios: Sequence[Scenario]) -> list[Row]:
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For a program."""
     return [asdict(row) for row in rows]
-
-
-def _means(key: str, mode: str) -> bool:
-    """Whether a key of the scenario's asynchrony says anything in another mode."""
-    return mode == "windowed" or (key == "refit" and mode == "batch-async")
 
 
 def _row(scenario: Scenario, outcome: SimulationResult, reference: Row | None) -> Row:

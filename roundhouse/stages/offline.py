@@ -204,14 +204,14 @@ def _versions_of(store: str, name: str) -> list[Reference]:
         chosen = [found for found in versions if match["version"] in ("all", found.uri.rsplit("/", 1)[-1])]
     if not chosen:
         labels = [found.uri.rsplit("/", 1)[-1] for found in versions]
-        there = f"complete versions of it: {', '.join(labels)}" if labels else _datasets_there(store)
+        if labels:
+            there = f"complete versions of it: {', '.join(labels)}"
+        elif names := dataset_names(store):
+            there = f"datasets there: {', '.join(names)}"
+        else:
+            there = "no dataset is there: collect one (roundhouse collect)"
         raise StoreError(f"offline.datasets: {name!r} is not in {Location(store).uri}; {there}.")
     return chosen
-
-
-def _datasets_there(store: str) -> str:
-    names = dataset_names(store)
-    return f"datasets there: {', '.join(names)}" if names else "no dataset is there: collect one (roundhouse collect)"
 
 
 def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
