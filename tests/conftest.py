@@ -33,6 +33,7 @@ SHARED = {
         "flows/test_borders",
         "flows/test_cancel_trainer",
         "flows/test_deployments",
+        "flows/test_failures",
         "flows/test_flow_run_page",
         "flows/test_gates",
         "flows/test_other_sites",

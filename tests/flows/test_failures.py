@@ -6,15 +6,15 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.events.worker import EventsWorker
-from prefect.testing.utilities import prefect_test_harness
 
 from flows.recovery import carry_out
 from roundhouse.activity import ACTIVITY
@@ -30,11 +30,7 @@ from tasks.health import heartbeat, reporter_of
 from tasks.options import stage_task
 from tests.stages.test_checkpoint import model_directory, trained
 
-
-@pytest.fixture(scope="module", autouse=True)
-def prefect_server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
+pytestmark = pytest.mark.usefixtures("prefect_client")
 
 
 @pytest.fixture
@@ -182,11 +178,12 @@ def test_continue_skips_data_and_defects_on_record_and_waits_for_infrastructure(
 ) -> None:
     run = make_run(policy="continue")
     with get_client(sync_client=True) as client:
-        before = {found.id for found in client.read_flow_runs()}
+        first = FlowRunFilter.model_validate({"tags": {"all_": ["iteration:1"]}})
+        before = {found.id for found in client.read_flow_runs(flow_run_filter=first)}
         train(
             run, {1: [InfraError("away"), InfraError("still away")], 2: [DataError("refused")], 3: [KeyError("defect")]}
         )
-        tries = [found for found in client.read_flow_runs() if found.id not in before and "iteration:1" in found.tags]
+        tries = [found for found in client.read_flow_runs(flow_run_filter=first) if found.id not in before]
     states = sorted(found.state.type.value for found in tries if found.state is not None)
     assert states == ["COMPLETED", "FAILED", "FAILED"], "each try is a flow run of its own"
     assert run.checkpoint_versions() == [0, 1, 2, 3]
