@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roundhouse.trajectories.group_statistics import pass_at_k
+
 RESAMPLES = 2000
 """Bootstrap samples: the ends of a 95 % interval then move by about a tenth of the standard error from seed to seed."""
 
@@ -31,16 +33,6 @@ class Interval:
     value: float
     low: float
     high: float
-
-
-def pass_at_k(rollouts: int, passed: int, k: int) -> float:
-    """Probability that at least one of k rollouts passes, from `passed` of `rollouts`: 1 − C(n − c, k) / C(n, k).
-
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, equation 1).
-    """
-    if not 1 <= k <= rollouts:
-        raise ValueError(f"pass@{k} of {rollouts} rollouts: k must be between 1 and their number")
-    return 1.0 - math.comb(rollouts - passed, k) / math.comb(rollouts, k)
 
 
 def mean_pass_at_k(rewards: Rewards, k: int, threshold: float = 1.0) -> float:

@@ -27,7 +27,7 @@ from roundhouse.config.objectives import AdaptiveKL, OverlongShaping, RewardShap
 from roundhouse.errors import DataError
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.loss import KL_INPUT_CLAMP, KL_OUTPUT_CLAMP
-from roundhouse.trajectories.group_variance import SPREAD_TOLERANCE
+from roundhouse.trajectories.group_statistics import SPREAD_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)

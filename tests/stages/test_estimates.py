@@ -14,9 +14,9 @@ from roundhouse.stages.estimates import (
     mean_interval,
     mean_pass_at_k,
     paired_difference,
-    pass_at_k,
     reported_ks,
 )
+from roundhouse.trajectories.group_statistics import pass_at_k
 
 
 @given(st.integers(1, 8), st.data())

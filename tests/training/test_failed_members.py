@@ -17,7 +17,7 @@ from roundhouse.stages.validate import in_plan_order
 from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.rewards import Groups
-from roundhouse.trajectories.group_variance import groups_with_spread
+from roundhouse.trajectories.group_statistics import groups_with_spread
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.tokens import digest_tokens
 from roundhouse.trajectories.validation import Validated, validate

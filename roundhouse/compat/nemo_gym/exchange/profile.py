@@ -39,6 +39,7 @@ from roundhouse.compat.nemo_gym.servers.aggregate import (
     rollouts_by_task,
 )
 from roundhouse.errors import DataError
+from roundhouse.trajectories import group_statistics
 
 MOST_SHOWN = 10
 
@@ -162,8 +163,7 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
     """
     if not all(value in (0, 1) for value in values):
         return max(values[:k])
-    wrong = sum(1 for value in values if not value)
-    return 1.0 - math.comb(wrong, k) / math.comb(len(values), k)
+    return group_statistics.pass_at_k(len(values), sum(map(bool, values)), k)
 
 
 def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:

@@ -1,4 +1,4 @@
-"""Which groups can teach: those whose rollouts' rewards are not all equal.
+"""Statistics of a group's rewards: spread, without which it is not trained on, and pass@k.
 
 Invariant: spread belongs to a whole group and never to one of its rollouts. Measured over the others of a rollout, the single
 right answer among wrong ones would have none, and would be the one to be filtered out.
@@ -6,6 +6,7 @@ right answer among wrong ones would have none, and would be the one to be filter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from roundhouse.trajectories.records import Rollout, Status
@@ -28,3 +29,13 @@ def has_spread(rewards: list[float]) -> bool:
     """Whether the rewards (at least one) are not all equal."""
     highest, lowest = max(rewards), min(rewards)
     return highest - lowest > SPREAD_TOLERANCE * max(1.0, abs(highest), abs(lowest))
+
+
+def pass_at_k(rollouts: int, passed: int, k: int) -> float:
+    """Probability that at least one of k rollouts passes, from `passed` of `rollouts`: 1 − C(n − c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, equation 1).
+    """
+    if not 1 <= k <= rollouts:
+        raise ValueError(f"pass@{k} of {rollouts} rollouts: k must be between 1 and their number")
+    return 1.0 - math.comb(rollouts - passed, k) / math.comb(rollouts, k)
