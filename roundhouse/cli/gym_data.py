@@ -14,7 +14,7 @@ from roundhouse.errors import ConfigError
 if TYPE_CHECKING:
     from roundhouse.compat.nemo_gym.exchange.collection import Summary
     from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
-    from roundhouse.compat.nemo_gym.exchange.resume import Remaining
+    from roundhouse.compat.nemo_gym.exchange.stream import Remaining
     from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization
 
 app = typer.Typer()

@@ -168,7 +168,14 @@ async def _play(agent: Agent, attempt: RolloutAttempt, environment: object) -> N
         async with asyncio.timeout(config.timeout_seconds) as limit:
             await agent.play(attempt, environment)
     except TimeoutError as error:
-        _fail(rollout, _timeout_of(error, limit, config))
+        if limit.expired():
+            text = (
+                f"Not finished after rollout.timeout_seconds={config.timeout_seconds:g}: the engine or the environment is too "
+                "slow, or the limit too low."
+            )
+            _fail(rollout, RolloutTimeout(text))
+        else:
+            _fail(rollout, error)
     except (InfraError, DataError) as error:
         _fail(rollout, error)
     except asyncio.CancelledError as error:
@@ -187,15 +194,6 @@ async def _close(session: RolloutSession, rollout: Rollout) -> None:
             await session.close()
     except Exception as error:  # noqa: BLE001 - the outcome stands; a session that cannot be closed expires by itself
         log.warning("The session of rollout %s could not be closed: %r", rollout.rollout_id, error)
-
-
-def _timeout_of(error: TimeoutError, limit: asyncio.Timeout, config: RolloutConfig) -> Exception:
-    if not limit.expired():
-        return error
-    return RolloutTimeout(
-        f"Not finished after rollout.timeout_seconds={config.timeout_seconds:g}: the engine or the environment is too slow, "
-        "or the limit too low."
-    )
 
 
 def _fail(rollout: Rollout, error: Exception) -> None:

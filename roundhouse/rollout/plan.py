@@ -111,12 +111,7 @@ def sample_tasks(rows: Sequence[TaskRow], seed: int, iteration: int, n: int) -> 
     for position in range(iteration * n, (iteration + 1) * n):
         epoch, place = divmod(position, len(rows))
         if epoch not in orders:
-            orders[epoch] = _shuffled(len(rows), derive_seed(seed, "task order", epoch))
+            orders[epoch] = list(range(len(rows)))
+            random.Random(derive_seed(seed, "task order", epoch)).shuffle(orders[epoch])
         chosen.append(rows[orders[epoch][place]])
     return chosen
-
-
-def _shuffled(count: int, seed: int) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order

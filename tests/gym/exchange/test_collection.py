@@ -22,8 +22,14 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row,
 from roundhouse.compat.nemo_gym.exchange.own_policy import OwnPolicy
 from roundhouse.compat.nemo_gym.exchange.profile import pass_rates
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
-from roundhouse.compat.nemo_gym.exchange.resume import Remaining, max_attempts, remaining
-from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource, run_rollouts, stream
+from roundhouse.compat.nemo_gym.exchange.stream import (
+    Remaining,
+    RolloutSource,
+    max_attempts,
+    remaining,
+    run_rollouts,
+    stream,
+)
 from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, expanded
 from roundhouse.config.models import EnvironmentConfig, GenerationConfig, RolloutConfig, Sampling
 from roundhouse.environments.sort import Sort

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row
-from roundhouse.compat.nemo_gym.exchange.message_log import message_log
+from roundhouse.compat.nemo_gym.exchange.outgoing import message_log
 from roundhouse.compat.nemo_gym.exchange.profile import profile
 from roundhouse.errors import DataError
 

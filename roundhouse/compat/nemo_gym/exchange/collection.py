@@ -24,8 +24,15 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import (
     write_rows,
 )
 from roundhouse.compat.nemo_gym.exchange.outgoing import ATTEMPT, is_index
-from roundhouse.compat.nemo_gym.exchange.resume import Remaining, key_of, max_attempts, remaining
-from roundhouse.compat.nemo_gym.exchange.stream import RolloutSource, RowOutcome, stream
+from roundhouse.compat.nemo_gym.exchange.stream import (
+    Remaining,
+    RolloutSource,
+    RowOutcome,
+    key_of,
+    max_attempts,
+    remaining,
+    stream,
+)
 from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK, light
 from roundhouse.errors import DataError, InfraError
 from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, classify, detail_of

@@ -28,7 +28,7 @@ from typing import Any
 import orjson
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, iter_rows, read_rows, write_rows
-from roundhouse.compat.nemo_gym.exchange.resume import Key, key_of
+from roundhouse.compat.nemo_gym.exchange.stream import Key, key_of
 from roundhouse.compat.nemo_gym.servers.aggregate import (
     ROLLOUT,
     TASK,

@@ -19,6 +19,11 @@ parameters, response and items that NeMo Gym's rows have; what is unset is null.
 
 `_ng_failure_terminal: true` stands beside them where trying again cannot help. The reward of 0.0 is a field that the wire
 wants; no collector counts it: such rows go to its failures file.
+
+An environment whose verifier is not asked (`skip_verification`).
+
+Invariant: tools and sessions are the environment's own; the reward is the configured one, and the answer says
+`verification_skipped`, so that nobody takes it for a verdict.
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -39,16 +44,16 @@ from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.rollout_path import KEY, path_prefix, rollout_id
 from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import answer, guarded, json_answer, object_body, with_sessions
-from roundhouse.compat.nemo_gym.servers.unverified import UnverifiedEnvironment
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.config.models import RolloutConfig, Sampling
+from roundhouse.environments.base import Split, TaskRow, Verdict
 from roundhouse.environments.tools import ToolResult
 from roundhouse.errors import DataError, InfraError
-from roundhouse.rollout.agents import ToolEpisode
+from roundhouse.rollout.agents import ToolEpisode, ToolLoop
 from roundhouse.rollout.attempt import RolloutAttempt, play_rollout
 from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, BadTaskRow, classify
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.protocol import EnvironmentClient, EnvironmentSession, ToolEnvironment
 from roundhouse.rollout.responses import response_object, whole_params, whole_response
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 
@@ -271,3 +276,56 @@ def _with_tokens(judged: Any, played: RolloutAttempt) -> Any:
     for index, fields in played.token_marks:
         marked[index] = {**marked[index], **fields}
     return {**judged, "output": marked}
+
+
+class UnverifiedEnvironment:
+    """A tool environment with a fixed reward."""
+
+    def __init__(self, environment: ToolEnvironment, reward: float) -> None:
+        self.name = environment.name
+        self.restoration = environment.restoration
+        self._environment = environment
+        self._reward = reward
+
+    @property
+    def agent(self) -> ToolLoop:
+        return ToolLoop()
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return self._environment.tasks(split)
+
+    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
+        return _UnverifiedSession(await self._environment.seed_session(row), row, self._reward)
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class _UnverifiedSession:
+    def __init__(self, session: EnvironmentSession, row: TaskRow, reward: float) -> None:
+        self._session = session
+        self._row = row
+        self._reward = reward
+        self.ordered = session.ordered
+        self.tools = session.tools
+        self.answer: dict[str, Any] | None = None
+
+    @property
+    def needs_close(self) -> bool:
+        return self._session.needs_close
+
+    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
+        return await self._session.call_tool(name, arguments)
+
+    async def verify(self, response: dict[str, Any]) -> Verdict:
+        self.answer = {**self._row, "response": response, "reward": self._reward, "verification_skipped": True}
+        return Verdict(self._reward)
+
+    async def close(self) -> None:
+        await self._session.close()
