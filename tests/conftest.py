@@ -38,6 +38,7 @@ SHARED = {
         "flows/test_gates",
         "flows/test_other_sites",
         "flows/test_overlapped_controls",
+        "flows/test_prefect_workarounds",
         "flows/test_run_form",
         "flows/test_schedules",
         "flows/test_train_offline",
