@@ -24,7 +24,7 @@ from pydantic import Field
 
 from flows._prefect.suspension import PAUSE_SECONDS
 from flows.controls import let_go_on
-from roundhouse.config.forms import ApproveForm
+from flows.forms import ApproveForm
 from roundhouse.stages.approval import ApprovalDecision, Question, answer, answer_to, open_questions, settle_expired
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run

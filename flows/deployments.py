@@ -23,9 +23,9 @@ from flows import evaluate as evaluating
 from flows._prefect.reruns import is_first_start
 from flows._prefect.scheduled_time import scheduled_time
 from flows._prefect.suspension import lasting_suspensions
+from flows.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
 from flows.prefect_log import reports_to_prefect
 from flows.train_offline import training_flow
-from roundhouse.config.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
 from roundhouse.config.models import ResumeConfig, RunConfig
 from roundhouse.infra.services import services_of
 from roundhouse.stages.fork import fork_run

@@ -19,7 +19,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.server.schemas.schedules import CronSchedule as CronDates
 from prefect.utilities.asyncutils import run_coro_as_sync
 
-from roundhouse.config.forms import CollectForm
+from flows.forms import CollectForm
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.stages.datasets import collected_moments, stamp
 

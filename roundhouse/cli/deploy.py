@@ -30,8 +30,8 @@ def deploy_command(
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Register the flows on the Kubernetes work pool: the pool, its job template, deployments, schedules."""
+    from flows.forms import PRESETS_VARIABLE, preset_names
     from roundhouse.config.deployments import read_deployments, read_template
-    from roundhouse.config.forms import PRESETS_VARIABLE, preset_names
     from roundhouse.config.secrets import masked_text
     from roundhouse.errors import ConfigError
 

@@ -51,7 +51,7 @@ def schedule_collect(
     """Collect rollouts of a run's checkpoint by a cron expression into datasets/<name>/<moment>."""
     from pydantic import ValidationError
 
-    from roundhouse.config.forms import CollectForm
+    from flows.forms import CollectForm
     from roundhouse.config.patterns import in_words
     from roundhouse.errors import ConfigError
     from roundhouse.store.location import Location

@@ -45,7 +45,7 @@ class JobWorkers:
 
     def __init__(self, run: Run, distribution: JobShards, tasks: Sequence[ShardTask]) -> None:
         infra = run.config.infra
-        assert isinstance(infra, KubernetesInfra), "refused at load (config.collectors)"
+        assert isinstance(infra, KubernetesInfra), "refused at load (config.checks)"
         self._infra = infra
         self._plans = {task.label: plan_of(run, infra, distribution, task) for task in tasks}
         self._patience = float(

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, Section, is_recorded
-from roundhouse.config.weight_sync import WeightSync, check_transport, known_backend
+from roundhouse.config.weight_sync import WeightSync, known_backend
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
@@ -140,28 +140,9 @@ def inflight_requests(config: RunConfig) -> InflightRequests:
     """What a refit of this run does with running generations."""
     if config.generation.inflight_requests is not None:
         return config.generation.inflight_requests
-    return "continue" if _in_flight(config) else "drain"
+    return "continue" if refits_in_flight(config) else "drain"
 
 
-def refuse_unfit_refits(config: RunConfig) -> None:
-    """Weight transports, and treatments of running generations, that cannot work in this run.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    generation = config.generation
-    check_transport(config)
-    if generation.inflight_requests == "drain" and _in_flight(config):
-        raise ValueError(
-            "generation.inflight_requests is drain, but asynchrony.refit is in-flight. Set asynchrony.refit to drain, or "
-            "generation.inflight_requests to continue or restart."
-        )
-    if generation.keep_prefix_cache and inflight_requests(config) != "continue":
-        raise ValueError(
-            "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
-            "and values of other weights than they say. Set it to false, or generation.inflight_requests to continue."
-        )
-
-
-def _in_flight(config: RunConfig) -> bool:
+def refits_in_flight(config: RunConfig) -> bool:
+    """Whether weights are exchanged while requests are in flight."""
     return config.asynchrony.staleness > 0 and config.asynchrony.refit == "in-flight"

@@ -6,18 +6,15 @@ run's configuration stays what it was when the run began. One module a section; 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from roundhouse.config.alerts import AlertsConfig
-from roundhouse.config.algorithms import ReinforcePlusPlusConfig
 from roundhouse.config.asynchrony import Asynchrony
-from roundhouse.config.collectors import refuse_unfit_collectors
-from roundhouse.config.colocation import PlacementConfig, refuse_unfit_placement
+from roundhouse.config.checks import check_combinations
+from roundhouse.config.colocation import PlacementConfig
 from roundhouse.config.cost import CostConfig
-from roundhouse.config.distribution import InProcessCollection
 from roundhouse.config.environments import (
     CalculatorEnvironment,
     CustomEnvironment,
@@ -26,16 +23,15 @@ from roundhouse.config.environments import (
     SortEnvironment,
 )
 from roundhouse.config.failures import FailuresConfig
-from roundhouse.config.generation import GenerationConfig, Sampling, refuse_unfit_refits
+from roundhouse.config.generation import GenerationConfig, Sampling
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.offline import OfflineConfig, unsound_for_old_samples
+from roundhouse.config.offline import OfflineConfig
 from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
 from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
 from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
 from roundhouse.config.section import Operational, PositiveInt, Section, is_recorded
-from roundhouse.config.train_service import ProcessService
 from roundhouse.config.training import OptimizerConfig, TrainConfig
 
 __all__ = [
@@ -117,111 +113,5 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> RunConfig:
-        self._groups(recorded=is_recorded(info))
-        self._sampling()
-        self._one_engine()
-        if (unfit := self.asynchrony.unfit_window(self.rollout.prompts_per_iteration)) is not None:
-            raise ValueError(unfit)
-        if self.offline is not None and (unsound := unsound_for_old_samples(self.train.algorithm)):
-            raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
-        refuse_unfit_refits(self)
-        refuse_unfit_placement(self)
-        self._reachable_store()
-        if not is_recorded(info):
-            self._trainer_gpus()
-        self._distributed()
+        check_combinations(self, recorded=is_recorded(info))
         return self
-
-    def _groups(self, *, recorded: bool) -> None:
-        rollout, algorithm = self.rollout, self.train.algorithm
-        if rollout.dynamic_sampling is not None and rollout.group_size < 2:
-            raise ValueError(
-                "rollout.dynamic_sampling wants groups with spread, but rollout.group_size is 1. Raise it, or unset the first."
-            )
-        if rollout.group_size < 2 and isinstance(algorithm, ReinforcePlusPlusConfig) and algorithm.minus_baseline:
-            if not recorded:
-                raise ValueError(
-                    f"rollout.group_size is {rollout.group_size} and train.algorithm.minus_baseline true: the mean of one "
-                    "rollout is its own reward, and nothing of it would be left. Set minus_baseline to false, or group_size to "
-                    "2 or more."
-                )
-        elif rollout.group_size < 2 and algorithm.needs_groups:
-            raise ValueError(
-                f"rollout.group_size is {rollout.group_size}: a group of one has no baseline. Set it to 2 or more."
-            )
-        if self.validation.min_group_size > rollout.group_size:
-            raise ValueError(
-                f"validation.min_group_size ({self.validation.min_group_size}) is above rollout.group_size "
-                f"({rollout.group_size}): every group would be omitted. Lower it."
-            )
-        if self.train.minibatches > rollout.prompts_per_iteration * rollout.group_size:
-            raise ValueError(
-                f"train.minibatches ({self.train.minibatches}) exceeds the rollouts of an iteration "
-                f"({rollout.prompts_per_iteration * rollout.group_size}). Lower it."
-            )
-
-    def _sampling(self) -> None:
-        sampling = self.generation.sampling
-        if sampling.max_new_tokens >= self.generation.max_model_len:
-            raise ValueError(
-                f"generation.sampling.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a "
-                f"prompt in generation.max_model_len ({self.generation.max_model_len}). Lower the first."
-            )
-        if sampling.temperature == 0:
-            raise ValueError(
-                "generation.sampling.temperature is 0: greedy rollouts of a group are all equal and teach nothing. "
-                "Set it above 0 (evaluation.temperature may be 0)."
-            )
-        if sampling.top_p < 1 or sampling.top_k is not None:
-            raise ValueError(
-                "generation.sampling.top_p and top_k filter the distribution that the trainer cannot reproduce, so the "
-                "policy ratio would be wrong. Leave top_p at 1.0 and top_k unset for training."
-            )
-
-    def _one_engine(self) -> None:
-        generation = self.generation
-        if generation.engine_url is not None and generation.replicas != 1:
-            raise ValueError(
-                f"generation.engine_url names one engine, but generation.replicas is {generation.replicas}. Set it to 1."
-            )
-        if isinstance(self.infra, KubernetesInfra) and self.infra.engine is not None and generation.engine_url:
-            raise ValueError(
-                f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
-                f"({self.infra.engine.ray_service}) both name an engine. Unset one."
-            )
-
-    def _trainer_gpus(self) -> None:
-        infra, service = self.infra, self.train.service
-        if isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService):
-            gpus, processes = infra.trainer.gpus, service.processes
-            if gpus > processes:
-                raise ValueError(
-                    f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
-                    f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
-                )
-
-    def _distributed(self) -> None:
-        rollout, distribution = self.rollout, self.rollout.distribution
-        if isinstance(distribution, InProcessCollection):
-            return
-        if rollout.concurrency is not None and distribution.shards > rollout.concurrency:
-            raise ValueError(
-                f"rollout.distribution.shards ({distribution.shards}) is above rollout.concurrency ({rollout.concurrency}), "
-                "which the shards have together: each needs one rollout in flight. Lower the first or raise the second."
-            )
-        if distribution.timeout_seconds <= rollout.timeout_seconds:
-            raise ValueError(
-                f"rollout.distribution.timeout_seconds ({distribution.timeout_seconds:g}) is the limit of a whole shard and "
-                f"not above that of one rollout, rollout.timeout_seconds ({rollout.timeout_seconds:g}). Raise the first."
-            )
-        refuse_unfit_collectors(self)
-
-    def _reachable_store(self) -> None:
-        infra, scheme = self.infra, re.match(r"(\w*):/", self.store)
-        if not self.store.strip() or (scheme and not self.store.startswith(("file://", "s3://"))):
-            raise ValueError(f"store is {self.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
-        if isinstance(infra, KubernetesInfra) and not self.store.startswith("s3://") and not infra.store_claim:
-            raise ValueError(
-                f"store is {self.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "
-                "name a PersistentVolumeClaim in infra.store_claim, which is mounted at that path."
-            )

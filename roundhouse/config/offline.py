@@ -11,17 +11,14 @@ and effective sample size, and refused or warned about; it is never trained on i
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from roundhouse.config.objectives import PolicyGradient, TokenLoss
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section
 
 NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})(?:@(?P<version>[A-Za-z0-9._-]+))?")
 """How a dataset of the run's own store is named."""
-_WIDEST_ROUNDING = 1.05
-"""Upper bounds of a sequence's mean ratio below this are meant for rounding, not for other weights."""
 
 
 class OfflineConfig(Section):
@@ -67,36 +64,3 @@ class OfflineConfig(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"a dataset is named twice: {', '.join(names)}. For more passes over it, raise epochs.")
         return names
-
-
-def unsound_for_old_samples(algorithm: TokenLoss | Any) -> list[str]:
-    """What of an algorithm cannot be right for tokens that another policy sampled: key, value, reason and remedy a line.
-
-    Cross-entropy learns from chosen rollouts, whoever wrote them.
-    """
-    if not isinstance(algorithm, TokenLoss):
-        return []
-    found = []
-    if isinstance(algorithm, PolicyGradient):
-        correction, bounds = algorithm.mismatch_correction, algorithm.bounds
-        if correction == "none":
-            found.append(
-                "train.algorithm.mismatch_correction is none: nothing corrects for the policy that sampled the tokens. Set "
-                "it to tis (or icepop, which drops tokens instead of bounding their weight)."
-            )
-        elif correction == "seq-mask-tis" and bounds[1] < _WIDEST_ROUNDING:
-            found.append(
-                f"train.algorithm.mismatch_bounds is {list(bounds)}, meant for rounding between engine and trainer: nearly "
-                "every sequence would be masked. Set them, [0.8, 1.25] for example, or mismatch_correction to tis."
-            )
-        if algorithm.importance_ratio == "on_policy":
-            found.append(
-                "train.algorithm.importance_ratio is on_policy, which says that the policy that trains has sampled. Set it to "
-                "token."
-            )
-    if algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and not algorithm.kl_importance_weighting:
-        found.append(
-            "train.algorithm.kl_importance_weighting is false, and the KL term's tokens were sampled by another policy, so its "
-            "estimate is biased. Set it to true, or kl_coefficient to 0."
-        )
-    return found

@@ -22,11 +22,14 @@ only sequences of the version that trains.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.asynchrony import Asynchrony
-from roundhouse.config.models import RunConfig
-from roundhouse.config.objectives import PolicyGradient
+from roundhouse.config.objectives import PolicyGradient, TokenLoss
 from roundhouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import RunConfig
 
 DEFAULT_CORRECTION = "tis"
 """What corrects where staleness is possible and nothing was chosen: truncated importance sampling, which drops no token."""
@@ -134,5 +137,38 @@ def _of_the_loss(algorithm: PolicyGradient, bound: str) -> list[Unsound]:
                 f"{bound}, and it says that the policy that trains has sampled.",
                 "Set it to token, or asynchrony.staleness to 0.",
             )
+        )
+    return found
+
+
+def unsound_for_old_samples(algorithm: TokenLoss | Any) -> list[str]:
+    """What of an algorithm cannot be right for tokens that another policy sampled: key, value, reason and remedy a line.
+
+    Cross-entropy learns from chosen rollouts, whoever wrote them.
+    """
+    if not isinstance(algorithm, TokenLoss):
+        return []
+    found = []
+    if isinstance(algorithm, PolicyGradient):
+        correction, bounds = algorithm.mismatch_correction, algorithm.bounds
+        if correction == "none":
+            found.append(
+                "train.algorithm.mismatch_correction is none: nothing corrects for the policy that sampled the tokens. Set "
+                "it to tis (or icepop, which drops tokens instead of bounding their weight)."
+            )
+        elif correction == "seq-mask-tis" and bounds[1] < _WIDEST_ROUNDING:
+            found.append(
+                f"train.algorithm.mismatch_bounds is {list(bounds)}, meant for rounding between engine and trainer: nearly "
+                "every sequence would be masked. Set them, [0.8, 1.25] for example, or mismatch_correction to tis."
+            )
+        if algorithm.importance_ratio == "on_policy":
+            found.append(
+                "train.algorithm.importance_ratio is on_policy, which says that the policy that trains has sampled. Set it to "
+                "token."
+            )
+    if algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and not algorithm.kl_importance_weighting:
+        found.append(
+            "train.algorithm.kl_importance_weighting is false, and the KL term's tokens were sampled by another policy, so its "
+            "estimate is biased. Set it to true, or kl_coefficient to 0."
         )
     return found

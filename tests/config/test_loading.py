@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from roundhouse.config import forms
+from flows import forms
 from roundhouse.config.loading import (
     changes_of_identity,
     config_digest,

@@ -14,8 +14,8 @@ from flows._prefect.orphans import settle_orphans
 from flows._prefect.scheduled_time import _PLANNED
 from flows.controls import pause
 from flows.deployments import deployments
+from flows.forms import CollectForm
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule, schedules
-from roundhouse.config.forms import CollectForm
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.datasets import TaskDraw, collected_moments, dataset_stage

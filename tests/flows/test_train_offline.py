@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from flows.forms import CollectForm, TrainForm
 from flows.schedules import add_schedule, back_fill, missed, remove_schedule
-from roundhouse.config.forms import CollectForm, TrainForm
 from roundhouse.query.lineage import trained_on
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, dataset_versions, users_of_datasets

@@ -48,7 +48,7 @@ class ShardJob:
 
     @property
     def settings(self) -> CollectorPods:
-        assert self.infra.collector is not None, "refused at load (config.collectors)"
+        assert self.infra.collector is not None, "refused at load (config.checks)"
         return self.infra.collector
 
     def seconds(self) -> int:

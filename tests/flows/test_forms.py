@@ -11,8 +11,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
-from roundhouse.config.forms import (
+from flows.forms import (
     ApproveForm,
     CollectForm,
     EvaluateForm,
@@ -22,6 +21,7 @@ from roundhouse.config.forms import (
     preset_names,
     presets_directory,
 )
+from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
 from roundhouse.config.loading import flatten, load_config, parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.run import Run, open_run

@@ -19,6 +19,8 @@ from pydantic.json_schema import SkipJsonSchema
 from roundhouse.config.loading import apply_override, load_config, parse_config
 from roundhouse.config.models import LocalInfra, RunConfig
 from roundhouse.errors import ConfigError
+from roundhouse.stages.fork import fork_config, offline_config
+from roundhouse.store.run import load_run
 
 PRESETS_VARIABLE = "ROUNDHOUSE_PRESETS"
 """Directory of the presets, where it is not `configs` of the working directory."""
@@ -30,7 +32,7 @@ def presets_directory() -> Path:
     if given := os.environ.get(PRESETS_VARIABLE):
         return Path(given)
     own = Path("configs")
-    return own if own.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+    return own if own.is_dir() else Path(__file__).resolve().parents[1] / "configs"
 
 
 def preset_names() -> list[str]:
@@ -157,8 +159,6 @@ class RunForm(Form):
 
     def resolve(self, state: str | None = None) -> RunConfig:
         """The run's own configuration, with the form's changes."""
-        from roundhouse.store.run import load_run
-
         tree = load_run(self.store, self.run_id).config.model_dump(mode="json") | {"store": self.store}
         return _at(_changed(tree | {"resume": {"mode": "auto"}}, self.changes(), self.run_id), state)
 
@@ -268,8 +268,6 @@ class TrainOfflineForm(RunForm):
 
     def resolve(self, state: str | None = None) -> RunConfig:
         """The new run's configuration; of a run that exists, with what may change of it."""
-        from roundhouse.stages.fork import offline_config
-
         config = offline_config(
             self.store,
             self.run_id,
@@ -306,8 +304,6 @@ class ForkForm(RunForm):
 
     def resolve(self, state: str | None = None) -> RunConfig:
         """The fork's configuration."""
-        from roundhouse.stages.fork import fork_config
-
         return _at(fork_config(self.store, self.run_id, self.new_run_id, self.at, self.changes()), state)
 
 

@@ -1,0 +1,321 @@
+"""Combinations of settings that cannot work: every check that concerns more than one section of the configuration.
+
+Invariant: a section checks itself where it is declared; what several sections must agree on is checked here alone, and the
+error names key, value and remedy. What an algorithm cannot learn from old samples: `config.soundness`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from roundhouse.config.algorithms import ReinforcePlusPlusConfig
+from roundhouse.config.colocation import engine_sleeps
+from roundhouse.config.distribution import InProcessCollection, JobShards
+from roundhouse.config.generation import inflight_requests, refits_in_flight
+from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
+from roundhouse.config.soundness import unsound_for_old_samples
+from roundhouse.config.train_service import ProcessService, RayService, RemoteService, ResidentService
+from roundhouse.config.weight_sync import check_transport
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import RunConfig
+
+
+def check_combinations(config: RunConfig, *, recorded: bool) -> None:
+    """Refuse what cannot work together.
+
+    Args:
+        recorded: the configuration is that of a stored run, which is read and not carried out.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    _groups(config, recorded=recorded)
+    _sampling(config)
+    _one_engine(config)
+    if (unfit := config.asynchrony.unfit_window(config.rollout.prompts_per_iteration)) is not None:
+        raise ValueError(unfit)
+    if config.offline is not None and (unsound := unsound_for_old_samples(config.train.algorithm)):
+        raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
+    _refits(config)
+    _placement(config)
+    _reachable_store(config)
+    if not recorded:
+        _trainer_gpus(config)
+    _distribution(config)
+
+
+def _groups(config: RunConfig, *, recorded: bool) -> None:
+    rollout, algorithm = config.rollout, config.train.algorithm
+    if rollout.dynamic_sampling is not None and rollout.group_size < 2:
+        raise ValueError(
+            "rollout.dynamic_sampling wants groups with spread, but rollout.group_size is 1. Raise it, or unset the first."
+        )
+    if rollout.group_size < 2 and isinstance(algorithm, ReinforcePlusPlusConfig) and algorithm.minus_baseline:
+        if not recorded:
+            raise ValueError(
+                f"rollout.group_size is {rollout.group_size} and train.algorithm.minus_baseline true: the mean of one "
+                "rollout is its own reward, and nothing of it would be left. Set minus_baseline to false, or group_size to "
+                "2 or more."
+            )
+    elif rollout.group_size < 2 and algorithm.needs_groups:
+        raise ValueError(
+            f"rollout.group_size is {rollout.group_size}: a group of one has no baseline. Set it to 2 or more."
+        )
+    if config.validation.min_group_size > rollout.group_size:
+        raise ValueError(
+            f"validation.min_group_size ({config.validation.min_group_size}) is above rollout.group_size "
+            f"({rollout.group_size}): every group would be omitted. Lower it."
+        )
+    if config.train.minibatches > rollout.prompts_per_iteration * rollout.group_size:
+        raise ValueError(
+            f"train.minibatches ({config.train.minibatches}) exceeds the rollouts of an iteration "
+            f"({rollout.prompts_per_iteration * rollout.group_size}). Lower it."
+        )
+
+
+def _sampling(config: RunConfig) -> None:
+    sampling = config.generation.sampling
+    if sampling.max_new_tokens >= config.generation.max_model_len:
+        raise ValueError(
+            f"generation.sampling.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a "
+            f"prompt in generation.max_model_len ({config.generation.max_model_len}). Lower the first."
+        )
+    if sampling.temperature == 0:
+        raise ValueError(
+            "generation.sampling.temperature is 0: greedy rollouts of a group are all equal and teach nothing. "
+            "Set it above 0 (evaluation.temperature may be 0)."
+        )
+    if sampling.top_p < 1 or sampling.top_k is not None:
+        raise ValueError(
+            "generation.sampling.top_p and top_k filter the distribution that the trainer cannot reproduce, so the "
+            "policy ratio would be wrong. Leave top_p at 1.0 and top_k unset for training."
+        )
+
+
+def _one_engine(config: RunConfig) -> None:
+    generation = config.generation
+    if generation.engine_url is not None and generation.replicas != 1:
+        raise ValueError(
+            f"generation.engine_url names one engine, but generation.replicas is {generation.replicas}. Set it to 1."
+        )
+    if isinstance(config.infra, KubernetesInfra) and config.infra.engine is not None and generation.engine_url:
+        raise ValueError(
+            f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
+            f"({config.infra.engine.ray_service}) both name an engine. Unset one."
+        )
+
+
+def _refits(config: RunConfig) -> None:
+    """Weight transports, and treatments of running generations, that cannot work in this run.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    generation = config.generation
+    check_transport(config)
+    if generation.inflight_requests == "drain" and refits_in_flight(config):
+        raise ValueError(
+            "generation.inflight_requests is drain, but asynchrony.refit is in-flight. Set asynchrony.refit to drain, or "
+            "generation.inflight_requests to continue or restart."
+        )
+    if generation.keep_prefix_cache and inflight_requests(config) != "continue":
+        raise ValueError(
+            "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
+            "and values of other weights than they say. Set it to false, or generation.inflight_requests to continue."
+        )
+
+
+def _placement(config: RunConfig) -> None:
+    """Placements that cannot be, and sleep that would free nothing or stop the run.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    nearness = config.placement.colocation
+    if nearness == "none" and not engine_sleeps(config):
+        return
+    if config.infra.kind == "kubernetes":
+        raise ValueError(
+            f"{_set(config)}, but with infra.kind kubernetes trainer and engine are in pods, which manifests place. Leave the "
+            "section placement out, and use node selectors (infra.trainer.node_selector, the RayService's pods)."
+        )
+    if isinstance(config.train.service, RemoteService):
+        raise ValueError(
+            f"{_set(config)}, but train.service.kind is remote: the server is where it was started, and keeps its memory. Set "
+            "train.service.kind to resident, process or ray, or leave the section placement out."
+        )
+    if engine_sleeps(config):
+        _sleep(config)
+    elif nearness == "gpu":
+        raise ValueError(
+            "placement.engine_sleeps is false, but placement.colocation is gpu: both would hold the GPU's memory at "
+            "once. Set the first to true or unset it, or the second to node."
+        )
+    if nearness == "gpu":
+        _shared_gpu(config)
+    if nearness != "none":
+        _nodes(config)
+
+
+def _set(config: RunConfig) -> str:
+    nearness = config.placement.colocation
+    if nearness == "none":
+        return "placement.engine_sleeps is true"
+    return f"placement.colocation is {nearness}"
+
+
+def _sleep(config: RunConfig) -> None:
+    if config.asynchrony.staleness > 0:
+        raise ValueError(
+            f"{_set(config)}, so the engine sleeps while the trainer works, but asynchrony.staleness is "
+            f"{config.asynchrony.staleness}: both would be busy at once. Set asynchrony.staleness to 0, or "
+            "placement.colocation to node or spread and placement.engine_sleeps to false."
+        )
+    if config.generation.backend == "vllm" and config.generation.gpus_per_replica == 0:
+        raise ValueError(
+            f"{_set(config)}, but generation.backend is vllm with generation.gpus_per_replica 0: vLLM on CPU answers a call to "
+            "sleep and frees nothing. Set generation.gpus_per_replica, or placement.engine_sleeps to false."
+        )
+
+
+def _shared_gpu(config: RunConfig) -> None:
+    generation, service = config.generation, config.train.service
+    if generation.gpus_per_replica == 0 or config.train.device == "cpu":
+        key, value = ("generation.gpus_per_replica", 0) if generation.gpus_per_replica == 0 else ("train.device", "cpu")
+        raise ValueError(
+            f"placement.colocation is gpu, but {key} is {value}: there is no GPU to share. Change that, or set "
+            "placement.colocation to node."
+        )
+    if isinstance(service, ProcessService) and service.processes > 1:
+        raise ValueError(
+            f"placement.colocation is gpu, but train.service.processes is {service.processes}: each wants a GPU of "
+            "its own. Set it to 1, or placement.colocation to node."
+        )
+    if isinstance(service, RayService):
+        together = generation.gpus_per_replica + service.gpus
+        if service.gpus == 0 or together > 1:
+            raise ValueError(
+                f"placement.colocation is gpu, but generation.gpus_per_replica ({generation.gpus_per_replica:g}) and "
+                f"train.service.gpus ({service.gpus:g}) are not parts of one GPU. Set both above 0 and together to at most 1, "
+                "for example 0.5 each."
+            )
+
+
+def _nodes(config: RunConfig) -> None:
+    """One flow's machine, or one reservation of a Ray cluster: nothing else can be held to."""
+    generation, nearness = config.generation, config.placement.colocation
+    if not isinstance(config.train.service, RayService):
+        assert isinstance(config.train.service, ResidentService | ProcessService)
+        if nearness == "spread":
+            raise ValueError(
+                f"placement.colocation is spread, but train.service.kind is {config.train.service.kind}, on the flow's "
+                "machine, where its engine is too. Set train.service.kind to ray, or placement.colocation to none."
+            )
+        if generation.engine_url is not None and not _is_loopback(generation.engine_url):
+            raise ValueError(
+                f"placement.colocation is {nearness}, but generation.engine_url ({generation.engine_url}) is another "
+                f"machine than the flow's, where train.service.kind {config.train.service.kind} trains. Start the engine here, "
+                "or set placement.colocation to none."
+            )
+        return
+    if generation.engine_url is not None:
+        raise ValueError(
+            f"placement.colocation is {nearness} and train.service.kind ray, but generation.engine_url is set: Ray "
+            "does not place that engine. Unset generation.engine_url, or set placement.colocation to none."
+        )
+    if generation.replicas != 1:
+        raise ValueError(
+            f"placement.colocation is {nearness} and train.service.kind ray, but generation.replicas is "
+            f"{generation.replicas}: the one trainer is reserved together with one replica. Set generation.replicas to 1, or "
+            "placement.colocation to none."
+        )
+
+
+def _reachable_store(config: RunConfig) -> None:
+    infra, scheme = config.infra, re.match(r"(\w*):/", config.store)
+    if not config.store.strip() or (scheme and not config.store.startswith(("file://", "s3://"))):
+        raise ValueError(f"store is {config.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
+    if isinstance(infra, KubernetesInfra) and not config.store.startswith("s3://") and not infra.store_claim:
+        raise ValueError(
+            f"store is {config.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "
+            "name a PersistentVolumeClaim in infra.store_claim, which is mounted at that path."
+        )
+
+
+def _trainer_gpus(config: RunConfig) -> None:
+    infra, service = config.infra, config.train.service
+    if isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService):
+        gpus, processes = infra.trainer.gpus, service.processes
+        if gpus > processes:
+            raise ValueError(
+                f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
+                f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
+            )
+
+
+def _distribution(config: RunConfig) -> None:
+    rollout, distribution = config.rollout, config.rollout.distribution
+    if isinstance(distribution, InProcessCollection):
+        return
+    if rollout.concurrency is not None and distribution.shards > rollout.concurrency:
+        raise ValueError(
+            f"rollout.distribution.shards ({distribution.shards}) is above rollout.concurrency ({rollout.concurrency}), "
+            "which the shards have together: each needs one rollout in flight. Lower the first or raise the second."
+        )
+    if distribution.timeout_seconds <= rollout.timeout_seconds:
+        raise ValueError(
+            f"rollout.distribution.timeout_seconds ({distribution.timeout_seconds:g}) is the limit of a whole shard and "
+            f"not above that of one rollout, rollout.timeout_seconds ({rollout.timeout_seconds:g}). Raise the first."
+        )
+    _collectors(config)
+
+
+def _collectors(config: RunConfig) -> None:
+    """Refuse what a collector's pod could not work with.
+
+    Raises:
+        ValueError: names the key, its value and the remedy.
+    """
+    distribution, infra = config.rollout.distribution, config.infra
+    if not isinstance(distribution, JobShards):
+        return
+    if not isinstance(infra, KubernetesInfra):
+        raise ValueError(
+            f"rollout.distribution.kind is job, but infra.kind is {infra.kind}: Jobs are a cluster's. Set infra.kind to "
+            "kubernetes, or rollout.distribution.kind to process."
+        )
+    if infra.collector is None:
+        raise ValueError(
+            "rollout.distribution.kind is job, but infra.collector, which says what a shard's pod is, is unset. Add it "
+            "(infra.collector: {image: …, cpu: …, memory: …}), or set rollout.distribution.kind to process."
+        )
+    urls = {"generation.engine_url": config.generation.engine_url}
+    if infra.engine is not None:
+        urls["infra.engine.url"] = infra.engine.url
+    elif config.generation.engine_url is None:
+        raise ValueError(
+            "rollout.distribution.kind is job, but generation.engine_url and infra.engine are unset: the engine would run "
+            "beside the flow, where pods do not reach it. Set one of them."
+        )
+    environment = config.environment
+    if isinstance(environment, RemoteEnvironment | AgentEnvironment):
+        urls["environment.url"] = environment.url
+    for key, url in urls.items():
+        if url is not None and _is_loopback(url):
+            raise ValueError(
+                f"{key} is {url}, which is the pod itself in each pod of rollout.distribution.kind job. Name an address that "
+                "pods reach, such as a Service's, or set rollout.distribution.kind to process."
+            )
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
