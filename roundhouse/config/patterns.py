@@ -19,6 +19,7 @@ _IN_WORDS = {
     r"^\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$": "a quantity as Kubernetes has it: 500m, 2, 4Gi",
     r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "small letters, digits and '-', no '-' first or last; at most 63",
     r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$": "small letters, digits, '.' and '-', none of the two first or last; at most 253",
+    r"^[a-z0-9]+(\+[a-z0-9]+)?://": "a database's address with its driver, such as postgresql+asyncpg://…",
     r"^https?://\S+$": "an address that begins with http:// or https://",
     r"^https?://[^/]+": "an address that begins with http:// or https://",
     r"^https?://[^/\s]+": "an address that begins with http:// or https://",
