@@ -167,7 +167,7 @@ def test_what_the_run_cost_is_said_over_its_iterations(browser: Any, tmp_path: P
     run = write_run(str(tmp_path), "r", iterations=2, cost={"prices": {"currency": "EUR"}})
     for iteration in (1, 2):
         totals = {"wall_hours": 0.5 * iteration, "gpu_hours": 3.0, "generated_tokens": 2000.0, "money": 1.25}
-        totals |= {"waste/failed_tokens": 150.0, "wasted_tokens/untrained": 50.0}
+        totals |= {"waste/failed_tokens": 150.0, "waste/untrained_tokens": 50.0}
         run.begin(run.stage(iteration, "report"), policy_version=iteration).commit(details={"totals": totals})
     with viewing(str(tmp_path)) as url:
         context = browser.new_context(viewport={"width": 1400, "height": 850})
