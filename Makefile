@@ -40,10 +40,11 @@ measure: setup ## how the code is built, in figures: modules, lines, helpers cal
 	@$(BIN)/python tools/measure_way.py
 	@$(BIN)/python tools/measure_structure.py
 
-check: setup ## lint, formatting, types
+check: setup ## lint, formatting, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 chaos: setup ## kill a run at random moments, many times (CHAOS_ARGS="--kills 20 --seed 1")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m tests.chaos $(CHAOS_ARGS)
