@@ -36,8 +36,8 @@ def test_an_iteration_runs_without_the_removable_parts() -> None:
     assert not [name for name in entered if name.startswith(REMOVABLE)]
 
 
-USERS_OF_COMPAT = ("roundhouse/compat/", "roundhouse/infra/gym_servers.py", "roundhouse/infra/gym_start.py")
-"""compat itself, and the services that are NeMo Gym's servers."""
+USERS_OF_COMPAT = ("roundhouse/compat/", "roundhouse/infra/gym_servers.py")
+"""compat itself, and the service that is NeMo Gym's servers."""
 
 
 def imported_with_the_module(node: ast.AST) -> set[str]:
