@@ -34,8 +34,8 @@ class CustomWeightSync(Section):
 
     kind: Literal["custom"]
     target: Target
-    """`module:Class` or `path/to/file.py:Class` of a `roundhouse.weight_sync.base.WeightTransport`. The engine imports it too,
-    so it has to be installed there."""
+    """`module:Class` of a `roundhouse.weight_sync.base.WeightTransport`; not a file: the engine imports the module too, so it
+    has to be installed there."""
     parameters: Parameters = Field(default_factory=dict)
     """The section of its configuration (`Config` of the class)."""
 

@@ -235,9 +235,15 @@ class DirectTransport(WeightTransport):
 def transport_class(kind: str) -> type[WeightTransport]:
     """The class of a transport: `kind` is a name in `TRANSPORTS`, or `module:Class`.
 
+    A file is refused: the name reaches the engine in the desired state, and whoever may send that must not make it run a file.
+
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: there is no such class, or it is in a file.
     """
+    if ".py:" in kind:
+        raise ConfigError(
+            f"generation.weight_sync.target is {kind!r}: name an installed module, package.module:Class; no file is run."
+        )
     return load_class(TRANSPORTS.get(kind, kind), WeightTransport, "generation.weight_sync")
 
 

@@ -16,6 +16,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.section import Section
 from roundhouse.config.trust import unnamed_code
+from roundhouse.config.weight_sync import CustomWeightSync
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
@@ -27,6 +28,7 @@ from roundhouse.weight_sync.base import (
     RunCheckpoint,
     WeightSource,
     WeightTransport,
+    load_transport,
     parse_source,
 )
 from roundhouse.weight_sync.replica_state import ReplicaReport
@@ -141,6 +143,17 @@ def test_parameters_that_do_not_fit_its_section_are_refused(tmp_path: Path) -> N
     checkpoint = publish_starting_policy(run, tiny.make_model(tmp_path / "v0", seed=1), {})
     with pytest.raises(ConfigError, match="directroy"):
         ensure_version(run, checkpoint)
+
+
+def test_a_file_is_refused_wherever_it_is_named(tmp_path: Path) -> None:
+    """Also in the desired state that an engine is sent."""
+    file = tmp_path / "transport.py"
+    file.write_text("raise SystemExit('it ran')")
+    with pytest.raises(ValueError, match="name an installed module"):
+        parse_source({"kind": f"{file}:Mine"})
+    section = CustomWeightSync(kind="custom", target=f"{file}:Mine")
+    with pytest.raises(ConfigError, match="name an installed module"):
+        load_transport(section)
 
 
 def test_reading_a_configuration_executes_none_of_it_and_a_stores_needs_trust(tmp_path: Path) -> None:
