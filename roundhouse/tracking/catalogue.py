@@ -38,15 +38,6 @@ class Section:
     entries: tuple[Entry, ...]
 
 
-FIRST_LOOK = (
-    "evaluation/reward/mean",
-    "reward/mean",
-    "train/gen_kl_error",
-    "train/clip_fraction",
-    "rollout/failed_rate",
-    "time/iteration",
-)
-"""What to look at first: the columns of MLflow's table of runs."""
 INTRODUCTION = """\
 What a run logs to MLflow with each iteration, under names that stay. The same numbers stand in the manifests of the stages
 (`iterations/<k>/<stage>/manifest.json`, key `metrics`). `*` stands for a name. Brackets in the second column say what a value

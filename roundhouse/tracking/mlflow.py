@@ -26,7 +26,6 @@ from roundhouse.store.location import NotFound
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
-from roundhouse.tracking.catalogue import FIRST_LOOK
 from roundhouse.tracking.registry import UID_TAG, delete_versions, follow_store, register_checkpoint
 from roundhouse.tracking.traces import TraceWriter
 from roundhouse.trajectories.records import as_markdown
@@ -37,6 +36,15 @@ PLOT = "learning-curve.png"
 DESCRIBED_TAG = "roundhouse.described"
 CLASSIC_VIEW = ("mlflow.experimentKind", "custom_model_development")
 """Tag of an experiment: MLflow's page opens on runs and curves. Without it, traces make it open as the page of a GenAI app."""
+FIRST_LOOK = (
+    "evaluation/reward/mean",
+    "reward/mean",
+    "train/gen_kl_error",
+    "train/clip_fraction",
+    "rollout/failed_rate",
+    "time/iteration",
+)
+"""What to look at first: the columns of MLflow's table of runs."""
 VIEW_KEY = "roundhouse"
 """Names the columns of the experiment's table: its address ends with `?viewStateShareKey=roundhouse`."""
 VIEW = (

@@ -8,7 +8,8 @@ import pytest
 
 from roundhouse.collection.collector import rollout_metrics
 from roundhouse.stages.evaluate import evaluation_metrics
-from roundhouse.tracking.catalogue import CATALOGUE, FIRST_LOOK, meaning_of, page
+from roundhouse.tracking.catalogue import CATALOGUE, meaning_of, page
+from roundhouse.tracking.mlflow import FIRST_LOOK
 from roundhouse.trajectories.records import Rollout, Status, Turn
 
 

@@ -16,8 +16,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import tracker as tracking
-from roundhouse.tracking.catalogue import FIRST_LOOK
-from roundhouse.tracking.mlflow import table_url
+from roundhouse.tracking.mlflow import FIRST_LOOK, table_url
 from roundhouse.tracking.registry import UID_TAG
 from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
 from tasks import report as tasks
