@@ -30,6 +30,7 @@ from tasks.options import stage_boundary
 from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served, until
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}: install chromium to drive the page"),
 ]
