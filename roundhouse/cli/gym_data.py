@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.gym_sources import OpenPlace, Place, open_place
+from roundhouse.cli.gym_sources import OpenSource, SourceOptions, open_source
 from roundhouse.cli.options import DEFAULT_STORE, NewStoreOption, StoreOption, console, out, written
 from roundhouse.errors import ConfigError
 
@@ -55,18 +55,18 @@ def collect(
     """Collect rollouts of task rows from agent servers, or from a running policy and an environment."""
     from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
 
-    place = open_place(
-        Place(
+    opened = open_source(
+        SourceOptions(
             head, agent_url, config, environment, parameters, engine_url, agent, timeout, concurrency, max_turns, max_tokens,
             max_output_tokens, seed,
         )
     )  # fmt: skip
     sampling = {"temperature": temperature, "top_p": top_p, "max_output_tokens": max_output_tokens}
     given = {name: value for name, value in sampling.items() if value is not None}
-    how = materialization(place.agent, limit, num_repeats, prompt_config, given, overrides or [])
+    how = materialization(opened.agent, limit, num_repeats, prompt_config, given, overrides or [])
     files = CollectionFiles(output)
     summary = _collect(
-        files, _left(files, inputs, place, how, resume), place, concurrency or None, not disable_aggregation
+        files, _left(files, inputs, opened, how, resume), opened, concurrency or None, not disable_aggregation
     )
     terminal = console()
     terminal.print(summary.line(), highlight=False, markup=False, soft_wrap=True)
@@ -268,7 +268,7 @@ def materialization(
 
 
 def _left(
-    files: CollectionFiles, inputs: str | None, place: OpenPlace, how: Materialization, resume: bool
+    files: CollectionFiles, inputs: str | None, opened: OpenSource, how: Materialization, resume: bool
 ) -> Remaining:
     """What is to be run: the rest of an earlier collection, or all rows of the file or the environment."""
     from roundhouse.compat.nemo_gym.exchange import collection
@@ -279,14 +279,14 @@ def _left(
         return collection.resume(files)
     if inputs is not None:
         return collection.begin(files, materialize(inputs, how))
-    if not place.tasks:
+    if not opened.tasks:
         raise ConfigError("--input is missing: the task rows to collect rollouts of.")
-    lines = ((number, line_of(row)) for number, row in enumerate(place.tasks[: how.limit], 1))
+    lines = ((number, line_of(row)) for number, row in enumerate(opened.tasks[: how.limit], 1))
     return collection.begin(files, expanded(lines, how, "the environment's tasks"))
 
 
 def _collect(
-    files: CollectionFiles, left: Remaining, place: OpenPlace, concurrency: int | None, aggregate: bool
+    files: CollectionFiles, left: Remaining, opened: OpenSource, concurrency: int | None, aggregate: bool
 ) -> Summary:
     import asyncio
 
@@ -305,9 +305,9 @@ def _collect(
             bar.update(task, completed=summary.completed + summary.failed + summary.not_run, description=summary.line())
 
         async def work() -> Summary:
-            async with place.source:
+            async with opened.source:
                 return await collect_rows(
-                    files, left, place.source, concurrency=concurrency, aggregate=aggregate, on_outcome=show
+                    files, left, opened.source, concurrency=concurrency, aggregate=aggregate, on_outcome=show
                 )
 
         return asyncio.run(work())

@@ -1,6 +1,6 @@
 """Where `roundhouse gym collect` gets its rollouts from: which of its options name a source, and the source they name.
 
-Invariant: exactly one place is named; the agent that rows without one get is known before a row is read.
+Invariant: exactly one source is named; the agent that rows without one get is known before a row is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceOptions:
     """The options that say where rollouts come from."""
 
     head: str | None = None
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class OpenPlace:
+class OpenSource:
     """A source, the agent for rows that name none, and task rows where no file is given."""
 
     source: RolloutSource
@@ -45,7 +45,7 @@ class OpenPlace:
     tasks: Sequence[Row] = ()
 
 
-def open_place(place: Place) -> OpenPlace:
+def open_source(options: SourceOptions) -> OpenSource:
     """
     Raises:
         ConfigError: none or several places are named, or an option is missing beside one, or would do nothing.
@@ -53,45 +53,45 @@ def open_place(place: Place) -> OpenPlace:
     named = [
         option
         for option, value in (
-            ("--head", place.head),
-            ("--agent-url", place.agent_url),
-            ("--config", place.config),
-            ("--environment", place.environment),
+            ("--head", options.head),
+            ("--agent-url", options.agent_url),
+            ("--config", options.config),
+            ("--environment", options.environment),
         )
         if value
     ]
     if len(named) != 1:
         raise ConfigError(
-            f"Name one place where rollouts come from, out of --head, --agent-url, --config and --environment; "
+            f"Name one source of rollouts, out of --head, --agent-url, --config and --environment; "
             f"named: {', '.join(named) or 'none'}."
         )
-    if place.environment:
-        if place.agent is not None:
+    if options.environment:
+        if options.agent is not None:
             raise ConfigError("--agent: an environment that runs here is the agent of its rows; give one or the other.")
-        return _own(place)
-    usual = Place()
+        return _own(options)
+    usual = SourceOptions()
     for option in ("parameters", "engine_url", "max_turns", "max_tokens", "seed"):
-        if getattr(place, option) != getattr(usual, option):
+        if getattr(options, option) != getattr(usual, option):
             raise ConfigError(
                 f"--{option.replace('_', '-')} is for --environment. With {named[0]} the agent server decides it: by its own "
                 "configuration, or by +responses_create_params.… in the rows."
             )
-    return _agents(place)
+    return _agents(options)
 
 
-def _agents(place: Place) -> OpenPlace:
+def _agents(options: SourceOptions) -> OpenSource:
     import asyncio
 
     from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
 
-    if place.agent_url:
-        return OpenPlace(AgentServers({EVERY: place.agent_url}, place.timeout), place.agent or "agent")
-    head = place.head or _head_of(place.config or [])
+    if options.agent_url:
+        return OpenSource(AgentServers({EVERY: options.agent_url}, options.timeout), options.agent or "agent")
+    head = options.head or _head_of(options.config or [])
     urls = asyncio.run(agents_of_head(head))
-    if place.agent is not None and place.agent not in urls:
-        raise ConfigError(f"--agent is {place.agent}; the head server at {head} knows {', '.join(sorted(urls))}.")
+    if options.agent is not None and options.agent not in urls:
+        raise ConfigError(f"--agent is {options.agent}; the head server at {head} knows {', '.join(sorted(urls))}.")
     only = next(iter(urls)) if len(urls) == 1 else None
-    return OpenPlace(AgentServers(urls, place.timeout, key="--head"), place.agent or only)
+    return OpenSource(AgentServers(urls, options.timeout, key="--head"), options.agent or only)
 
 
 def _head_of(paths: list[Path]) -> str:
@@ -104,26 +104,26 @@ def _head_of(paths: list[Path]) -> str:
     return f"http://{host}:{port}"
 
 
-def _own(place: Place) -> OpenPlace:
+def _own(options: SourceOptions) -> OpenSource:
     from roundhouse.compat.nemo_gym.exchange.own_policy import OwnPolicy
     from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
     from roundhouse.environments.naming import environment_config
 
-    if place.engine_url is None:
+    if options.engine_url is None:
         raise ConfigError("--environment needs --engine-url: the base URL of a running policy.")
-    new_tokens = place.max_output_tokens or place.max_tokens
+    new_tokens = options.max_output_tokens or options.max_tokens
     generation = GenerationConfig(
         sampling=Sampling(max_new_tokens=new_tokens),
-        request_timeout_seconds=place.timeout,
-        max_model_len=place.max_tokens,
+        request_timeout_seconds=options.timeout,
+        max_model_len=options.max_tokens,
     )
     rollout = RolloutConfig(
-        max_turns=place.max_turns,
-        max_tokens=place.max_tokens,
-        concurrency=place.concurrency or None,
-        timeout_seconds=place.timeout,
-        tool_timeout_seconds=place.timeout,
+        max_turns=options.max_turns,
+        max_tokens=options.max_tokens,
+        concurrency=options.concurrency or None,
+        timeout_seconds=options.timeout,
+        tool_timeout_seconds=options.timeout,
     )
-    environment = environment_config(place.environment or "", place.parameters)
-    source = OwnPolicy(place.engine_url, environment, generation, rollout, place.seed)
-    return OpenPlace(source, source.agent, source.tasks("train"))
+    environment = environment_config(options.environment or "", options.parameters)
+    source = OwnPolicy(options.engine_url, environment, generation, rollout, options.seed)
+    return OpenSource(source, source.agent, source.tasks("train"))

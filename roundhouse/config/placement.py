@@ -20,7 +20,7 @@ FLOW = "in the flow's process"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RolePlacement:
     """A role and where it is."""
 
     role: str
@@ -44,7 +44,7 @@ _BESIDE_ENGINE = {
 }
 
 
-def placement(config: RunConfig) -> list[Place]:
+def placement(config: RunConfig) -> list[RolePlacement]:
     """The places of a run's roles, in the order of an iteration."""
     engine, trainer = _engine(config), _trainer(config)
     if engine_sleeps(config):
@@ -52,43 +52,49 @@ def placement(config: RunConfig) -> list[Place]:
     near = _BESIDE_ENGINE[config.placement.colocation]
     turns = "holds memory only in its turn" if engine_sleeps(config) else ""
     trainer = replace(trainer, shares="; ".join(filter(None, (near, turns))))
-    return [engine, _collector(config), Place("validator", FLOW), trainer]
+    return [engine, _collector(config), RolePlacement("validator", FLOW), trainer]
 
 
-def _engine(config: RunConfig) -> Place:
+def _engine(config: RunConfig) -> RolePlacement:
     generation, infra = config.generation, config.infra
     gpus = generation.gpus_per_replica * generation.replicas
     if generation.engine_url is not None:
-        return Place("engine", f"a process of its own at {generation.engine_url}", gpus)
+        return RolePlacement("engine", f"a process of its own at {generation.engine_url}", gpus)
     count = f"{generation.replicas} replica{'s' if generation.replicas > 1 else ''}"
     if isinstance(infra, KubernetesInfra) and infra.engine is not None:
-        return Place("engine", f"{count} in RayService {infra.engine.ray_service}, namespace {infra.namespace}", gpus)
-    return Place("engine", f"{count}, Ray Serve actors on the flow's Ray cluster", gpus)
+        return RolePlacement(
+            "engine", f"{count} in RayService {infra.engine.ray_service}, namespace {infra.namespace}", gpus
+        )
+    return RolePlacement("engine", f"{count}, Ray Serve actors on the flow's Ray cluster", gpus)
 
 
-def _collector(config: RunConfig) -> Place:
+def _collector(config: RunConfig) -> RolePlacement:
     distribution = config.rollout.distribution
     beside = ", beside training" if config.asynchrony.staleness > 0 else ""
     if isinstance(distribution, InProcessCollection):
-        return Place("collector", FLOW + beside)
+        return RolePlacement("collector", FLOW + beside)
     if isinstance(distribution, JobShards) and isinstance(config.infra, KubernetesInfra):
         where = f"{distribution.shards} shards, a Job of one pod each in namespace {config.infra.namespace}"
-        return Place("collector", where + beside)
-    return Place("collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own{beside}")
+        return RolePlacement("collector", where + beside)
+    return RolePlacement(
+        "collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own{beside}"
+    )
 
 
-def _trainer(config: RunConfig) -> Place:
+def _trainer(config: RunConfig) -> RolePlacement:
     service, infra = config.train.service, config.infra
     if isinstance(service, ProcessService):
         processes = f"{service.processes} process{'es' if service.processes > 1 else ''}"
         if isinstance(infra, KubernetesInfra):
             pods = infra.trainer.pods
             each = f"{pods} pod{'s' if pods > 1 else ''} of {processes}"
-            return Place("trainer", f"a Job a step in namespace {infra.namespace}: {each}", pods * infra.trainer.gpus)
-        return Place("trainer", f"{processes} a step on the flow's machine")
+            return RolePlacement(
+                "trainer", f"a Job a step in namespace {infra.namespace}: {each}", pods * infra.trainer.gpus
+            )
+        return RolePlacement("trainer", f"{processes} a step on the flow's machine")
     if isinstance(service, RayService):
         cluster = service.address or "the flow's Ray cluster, else a local one"
-        return Place("trainer", f"an actor on {cluster}", service.gpus)
+        return RolePlacement("trainer", f"an actor on {cluster}", service.gpus)
     if isinstance(service, RemoteService):
-        return Place("trainer", f"a server at {service.url}")
-    return Place("trainer", FLOW if engine_sleeps(config) else FLOW + ", kept between iterations")
+        return RolePlacement("trainer", f"a server at {service.url}")
+    return RolePlacement("trainer", FLOW if engine_sleeps(config) else FLOW + ", kept between iterations")

@@ -42,7 +42,7 @@ _KIND_WORDS = 2
 """Of a kind of work, as a label: `update 3 of 8` is `update`."""
 
 
-class InFlight:
+class InFlightCollector:
     """Counts the work in flight when the page is read."""
 
     def __init__(self, activity: Activity = ACTIVITY) -> None:
@@ -143,7 +143,7 @@ def open_metrics_page(place: str) -> MetricsPage:
 def registry_of_run() -> CollectorRegistry:
     """Everything that this process tells, from now on."""
     registry = CollectorRegistry()
-    registry.register(InFlight())
+    registry.register(InFlightCollector())
     logging.getLogger("roundhouse.progress").addHandler(Announced(registry))
     return registry
 

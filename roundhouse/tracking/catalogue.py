@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class MetricGroup:
     """Rows that belong together."""
 
     title: str
@@ -106,12 +106,12 @@ REWARD = (
 )
 
 CATALOGUE = (
-    Section(
+    MetricGroup(
         "Reward and rollouts",
         "Of the training rollouts of an iteration, before validation.",
         (*REWARD, *ROLLOUTS, *RESUMPTIONS),
     ),
-    Section(
+    MetricGroup(
         "Dynamic sampling",
         "Only with `rollout.dynamic_sampling`.",
         (
@@ -121,7 +121,7 @@ CATALOGUE = (
             Entry("dynamic_sampling/filtered_reward", "rollouts of kept groups", "reward of what is trained on"),
         ),
     ),
-    Section(
+    MetricGroup(
         "Ledger and validation",
         "`requested = completed + truncated + failed + masked + omitted`, in every iteration.",
         (
@@ -134,7 +134,7 @@ CATALOGUE = (
             Entry("validate/trained_tokens", "(count)", "of them generated ones that can be trained on"),
         ),
     ),
-    Section(
+    MetricGroup(
         "Training",
         "Mismatch metrics compare the trainer before its first update with the engine, over the trained tokens; over all "
         "generated ones when no group had spread. Tokens are the trained ones, once an epoch.",
@@ -156,7 +156,7 @@ CATALOGUE = (
             ),
         ),
     ),
-    Section(
+    MetricGroup(
         "Staleness",
         "Only of overlapped runs ([asynchrony](asynchrony.md)), `asynchrony.staleness` above 0. `<a>` is an age: by how many "
         "versions the weights that drew a token are older than those that train on it.",
@@ -181,7 +181,7 @@ CATALOGUE = (
             ),
         ),
     ),
-    Section(
+    MetricGroup(
         "Offline data",
         "Only of runs that train from collected datasets ([offline training](offline-training.md)). At the iteration that such "
         "a run starts from: of a sample of the stalest dataset, before training; then: of the tokens that were trained on. "
@@ -205,7 +205,7 @@ CATALOGUE = (
             Entry("offline/logprob_difference", "tokens", "absolute difference of policy and recorded log-probability"),
         ),
     ),
-    Section(
+    MetricGroup(
         "Evaluation",
         "Of held-out tasks, at the iterations that `evaluation.every` says. Intervals are over tasks, of 95 %.",
         (
@@ -226,7 +226,7 @@ CATALOGUE = (
             Entry("promotion/difference_high", "tasks", "upper end"),
         ),
     ),
-    Section(
+    MetricGroup(
         "Cost and waste",
         "`cost.prices` and `cost.trainer_gpus` say what a resource costs. Wasted tokens are generated ones that nothing was "
         "learnt from, each for one reason.",
@@ -254,7 +254,7 @@ CATALOGUE = (
             ),
         ),
     ),
-    Section(
+    MetricGroup(
         "Health",
         "Of the run's process, once in a while; not in a manifest.",
         (
@@ -263,7 +263,7 @@ CATALOGUE = (
             Entry("health/recent_errors", "(count)", "errors of the last five minutes", "0"),
         ),
     ),
-    Section(
+    MetricGroup(
         "Time",
         "",
         (

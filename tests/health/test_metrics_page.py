@@ -14,7 +14,7 @@ from roundhouse.activity import Activity
 from roundhouse.errors import ConfigError
 from roundhouse.generation import chat_server as engine_metrics
 from roundhouse.health import metrics_page
-from roundhouse.health.metrics_page import Announced, InFlight
+from roundhouse.health.metrics_page import Announced, InFlightCollector
 from roundhouse.http import request_metrics
 from roundhouse.logs import about
 from roundhouse.progress import announce, logger
@@ -32,7 +32,7 @@ def test_work_in_flight_is_counted_by_kind_when_the_page_is_read() -> None:
     now = [0.0]
     activity = Activity(lambda: now[0])
     registry = CollectorRegistry()
-    registry.register(InFlight(activity))
+    registry.register(InFlightCollector(activity))
     with activity.track("collect", "stage", "iteration 1"):
         now[0] = 3.0
         rollouts = [activity.start("collect", "rollout", f"g/{i}") for i in range(2)]
