@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,8 +82,16 @@ def test_each_target_of_make_is_declared_phony() -> None:
     assert declared == set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
 
 
-def _ends_with_json(command: list[str], tmp_path: Path) -> dict:
-    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory for what benchmarks write; of a short name, since vLLM and chromium make sockets there."""
+    directory = Path(tempfile.mkdtemp(prefix="rhb", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _ends_with_json(command: list[str], scratch: Path) -> dict:
+    environment = os.environ | {"TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
@@ -97,29 +107,27 @@ def _ends_with_json(command: list[str], tmp_path: Path) -> dict:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", [name for name in BY_MAKE if name != "soak"])
-def test_a_target_of_make_runs(target: str, tmp_path: Path) -> None:
-    _ends_with_json(["make", "-s", "-o", "setup", target, f"BENCH_ARGS={BY_MAKE[target]}"], tmp_path)
+def test_a_target_of_make_runs(target: str, scratch: Path) -> None:
+    _ends_with_json(["make", "-s", "-o", "setup", target, f"BENCH_ARGS={BY_MAKE[target]}"], scratch)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", BY_SCRIPT)
-def test_a_script_without_a_target_runs(script: str, tmp_path: Path) -> None:
-    _ends_with_json(
-        [sys.executable, str(BENCHMARKS / script), *BY_SCRIPT[script].format(tmp=tmp_path).split()], tmp_path
-    )
+def test_a_script_without_a_target_runs(script: str, scratch: Path) -> None:
+    _ends_with_json([sys.executable, str(BENCHMARKS / script), *BY_SCRIPT[script].format(tmp=scratch).split()], scratch)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_soak_runs_and_its_pages_open(tmp_path: Path) -> None:
+def test_the_soak_runs_and_its_pages_open(scratch: Path) -> None:
     """The one after the other: `bench-pages` opens the run that the soak left."""
-    kept = tmp_path / "soak"
+    kept = scratch / "soak"
     arguments = f"{BY_MAKE['soak']} --directory {kept}"
-    report = _ends_with_json(["make", "-s", "-o", "setup", "soak", f"BENCH_ARGS={arguments}"], tmp_path)
+    report = _ends_with_json(["make", "-s", "-o", "setup", "soak", f"BENCH_ARGS={arguments}"], scratch)
     assert report["failed"] == 0
     assert {"case": "iterations", "value": 3, "unit": ""} in report["results"]
     if shutil.which("chromium") is None:
         pytest.skip("the soak ran; there is no chromium to open its pages with")
     arguments = f"--state {kept}/state --run soak --repeats 1"
-    _ends_with_json(["make", "-s", "-o", "setup", "bench-pages", f"BENCH_ARGS={arguments}"], tmp_path)
+    _ends_with_json(["make", "-s", "-o", "setup", "bench-pages", f"BENCH_ARGS={arguments}"], scratch)
