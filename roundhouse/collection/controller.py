@@ -41,7 +41,7 @@ class ControlledReplica:
 
 
 class Controller:
-    """See the module's docstring. `state.py` has its JSON."""
+    """See the module's docstring. `controller_journal.py` has its JSON."""
 
     def __init__(self, terms: StalenessBound, replicas: Iterable[str] = ()) -> None:
         self.terms = terms

@@ -11,7 +11,7 @@ A new algorithm is a subclass with its `advantages`:
         \"\"\"+1 above the group's mean, −1 below.\"\"\"
 
         def advantages(self, sequences, rewards, groups):
-            return np.sign(rewards - groups.of_sequences(groups.means))
+            return np.sign(rewards.values - groups.of_sequences(groups.means))
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls to the engines over HTTP, with failover.
 
 Invariant: a call ends within `request_timeout_seconds`, with the engine's reply or a typed error. An engine's generation
-changes nothing outside of it, so a call that got no answer (a broken connection, 429, 502, 503, 504) may be sent to another
+changes nothing outside of it, so a call that got no answer (a broken connection, 429, 502, 503, 504, 520) may go to another
 engine; a refusal (4xx) and a failure (500) are answers and go to the caller. No error text holds a secret.
 
 Which engine a session's next call goes to: a pure state machine, without clock, network or tasks.
@@ -10,7 +10,7 @@ Invariant: a session stays with its engine for as long as that engine is in, sin
 that failed is out for a time that doubles with each failure up to a limit, and its sessions move on with their next call; an
 engine that answers is in, with nothing held against it.
 
-              unreachable, 429, 502, 503, 504 (at once)
+              unreachable, 429, 502, 503, 504, 520 (at once)
               500, broken connection, time-out (the third in a row)
         in  ───────────────────────────────────────────────────────>  out for 0.5, 1, 2, … 30 s
          ^                                                                 │
