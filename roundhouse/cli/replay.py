@@ -1,0 +1,349 @@
+"""`roundhouse replay | replays | rescore | env test`: run recorded stages again; judge recorded rollouts anew."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundhouse.cli.options import (
+    DEFAULT_STORE,
+    JsonOption,
+    Overrides,
+    StoreOption,
+    TrustStore,
+    accept_code,
+    console,
+    error_console,
+    out,
+)
+
+if TYPE_CHECKING:
+    from roundhouse.replay.comparison import Comparison, StageComparison
+    from roundhouse.replay.environment_tests import EnvironmentReport
+    from roundhouse.replay.verdicts import VerdictDiff
+
+app = typer.Typer()
+replays_app = typer.Typer(no_args_is_help=True, help="Replays of a store's runs: what came out of them.")
+
+env_app = typer.Typer(no_args_is_help=True, help="Environments against recorded rollouts.")
+
+DIFFERS = 1
+"""Exit code where nothing was substituted and something differs all the same; of an environment that fails its test, too."""
+METRICS_SHOWN, ROWS_SHOWN, FLIPS_SHOWN = 6, 20, 10
+
+
+def span_of(text: str) -> range:
+    """`10:20` (both included) or `12`.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    first, colon, last = text.partition(":")
+    if not first.isdecimal() or (colon and not last.isdecimal()):
+        raise typer.BadParameter(f"{text!r} is no span of iterations: give first:last, such as 10:20, or one number.")
+    return range(int(first), int(last if colon else first) + 1)
+
+
+@app.command("replay")
+def replay_run(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose stages run again.")],
+    iterations: Annotated[str, typer.Option(help="first:last, such as 10:20, or one iteration.")],
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="collect, validate, train or evaluate; may be repeated. Left out: validate and train."),
+    ] = None,
+    overrides: Overrides = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="rollouts=<re-scored dataset | path | iteration:7>, base=<version>."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the replay; left out, it follows from the rest.")] = None,
+    bounds: Annotated[
+        list[str] | None,
+        typer.Option("--gate", help="A bound of the drift gate, such as max_kl=0.2; may be repeated."),
+    ] = None,
+    gated: Annotated[
+        bool, typer.Option("--drift-gate/--no-drift-gate", help="Stop where the data is no longer the policy's own.")
+    ] = True,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    trust_store: TrustStore = False,
+) -> None:
+    """Run recorded stages again, with or without substitutions, and compare them with the original.
+
+    The replay lies in replays/<name> of the store; the run is only read. The same command resumes it. Exits with 1 where
+    nothing was substituted and something differs, with 65 where the drift gate stopped it.
+    """
+    from roundhouse.errors import DataError
+    from roundhouse.infra.services import services_of
+    from roundhouse.replay import replay
+    from roundhouse.replay.drift import DriftGate
+    from roundhouse.replay.stages import SAMPLING, substituted_config
+    from roundhouse.store.run import load_run
+
+    gate = DriftGate.parse(bounds or []) if gated or bounds else None
+    substituted = _pairs(inputs or [])
+    config = substituted_config(load_run(store, run_id).config, overrides or [])
+    accept_code(config, overrides, trust_store)
+    stages = stage or ["validate", "train"]
+    with services_of(config) if set(stages) & set(SAMPLING) else nullcontext():
+        found = replay(
+            store,
+            run_id,
+            span_of(iterations),
+            stages,
+            overrides=overrides or [],
+            inputs=substituted,
+            name=name,
+            gate=gate,
+            say=lambda line: error_console().print(f"[dim]{line}[/]", highlight=False),
+        )
+    out(json.dumps(found.as_json(), indent=1)) if as_json else _show(found)
+    if found.stopped is not None:
+        raise DataError(
+            f"Stopped at iteration {found.stopped['iteration']}, whose recorded rollouts are no longer the policy's own: "
+            f"{'; '.join(found.stopped['reasons'])}. The versions before it are in {found.uri}. Raise the bound with "
+            "--gate, or collect anew from there."
+        )
+    if not found.equal and not found.substituted:
+        raise typer.Exit(DIFFERS)
+
+
+@replays_app.command("list")
+def replays_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """All replays of a store."""
+    from roundhouse.errors import StoreError
+    from roundhouse.replay.stages import load_replay, read_comparison, replay_names, request_of
+
+    found: list[dict[str, Any]] = []
+    for name in replay_names(store):
+        request = request_of(load_replay(store, name))
+        try:
+            comparison: dict[str, Any] | None = read_comparison(store, name)
+        except StoreError:
+            comparison = None
+        found.append({"name": name, "request": request, "outcome": _outcome(comparison)})
+    if as_json:
+        out(json.dumps(found, indent=1))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("replay", "run", "iterations", "stages", "substituted", "outcome", box=None)
+    for each in found:
+        request = each["request"]
+        substituted = [*request["set"], *(f"{key}={value}" for key, value in request["inputs"].items())]
+        table.add_row(
+            Text(each["name"]),
+            Text(request["run_id"]),
+            ":".join(map(str, request["iterations"])),
+            ", ".join(request["stages"]),
+            Text(", ".join(substituted) or "nothing"),
+            Text(each["outcome"]),
+        )
+    console().print(table)
+
+
+@replays_app.command("show")
+def replays_show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A replay.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """The comparison of a replay with its original, as JSON."""
+    from roundhouse.replay.stages import read_comparison
+
+    out(json.dumps(read_comparison(store, name), indent=1))
+
+
+@replays_app.command("delete")
+def replays_delete(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A replay.")],
+    store: StoreOption = DEFAULT_STORE,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete a replay with its checkpoints; the run stays as it is."""
+    from roundhouse.replay.stages import load_replay
+    from roundhouse.stages.policy import delete_run
+
+    replayed = load_replay(store, name)
+    if not yes:
+        typer.confirm(f"Delete {replayed.location.uri}?", abort=True, err=True)
+    delete_run(replayed)
+    out(f"{name}: deleted")
+
+
+@app.command("rescore")
+def rescore_rollouts(
+    name: Annotated[str, typer.Option(help="Dataset that gets the verdicts.")],
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are judged.")] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead of a run: nightly, nightly@all, nightly@<version>; may be repeated."),
+    ] = None,
+    iterations: Annotated[str | None, typer.Option(help="first:last or one; left out: all that collected.")] = None,
+    overrides: Overrides = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    trust_store: TrustStore = False,
+) -> None:
+    """Judge stored rollouts with the environment as it is now, or as --set environment.… changes it. Nothing is generated.
+
+    The verdicts are new versions of a dataset, which training reads as any other. The same command resumes.
+    """
+    from roundhouse.replay import rescore
+    from roundhouse.replay.verdicts import collections_of, judging_config
+
+    source, span = _judged(run_id, dataset, iterations)
+    for reference in collections_of(store, source, span)[:1]:
+        accept_code(judging_config(store, reference, overrides or []), overrides, trust_store)
+
+    def progress(done: int, total: int) -> None:
+        error_console().print(f"[dim]{done} of {total} rollouts judged[/]", highlight=False)
+
+    diff = rescore(store, source, name, iterations=span, overrides=overrides or [], progress=progress)
+    out(json.dumps(diff.as_json(), indent=1)) if as_json else show_verdicts(diff)
+
+
+@env_app.callback()
+def _env() -> None:
+    """A group, though it has one command."""
+
+
+@env_app.command("test")
+def env_test(
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are the corpus.")] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(help="Instead of a run: nightly, nightly@all, nightly@<version>; may be repeated."),
+    ] = None,
+    iterations: Annotated[str | None, typer.Option(help="first:last or one; left out: all that collected.")] = None,
+    overrides: Overrides = None,
+    limit: Annotated[int, typer.Option(help="Rollouts of the corpus, at most.", min=1)] = 1000,
+    mutants: Annotated[
+        int, typer.Option(help="Changes of the environment's module that the corpus should catch.", min=0)
+    ] = 0,
+    min_score: Annotated[float, typer.Option(help="The least share of mutants caught.", min=0, max=1)] = 0.0,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    trust_store: TrustStore = False,
+) -> None:
+    """Does the environment answer and judge recorded rollouts as it did? Exits with 1 where it does not.
+
+    With --mutants N, as many changed copies of its module are judged, too: those that no rollout of the corpus notices are
+    listed, and --min-score fails the test when they are too many.
+    """
+    from roundhouse.replay.environment_tests import check_environment
+    from roundhouse.replay.verdicts import collections_of, judging_config
+    from roundhouse.stages.collect import read_rollouts
+
+    source, span = _judged(run_id, dataset, iterations)
+    collections = collections_of(store, source, span)
+    config = judging_config(store, collections[0], overrides or [])
+    accept_code(config, overrides, trust_store)
+    corpus: list[Any] = []
+    for reference in collections:
+        if len(corpus) < limit:
+            corpus += read_rollouts(reference)
+    report = check_environment(corpus[:limit], config.environment, mutants)
+    out(json.dumps(report.as_json(), indent=1)) if as_json else _show_report(report)
+    if not report.unchanged or (report.score is not None and report.score < min_score):
+        raise typer.Exit(DIFFERS)
+
+
+def _judged(
+    run_id: str | None, dataset: list[str] | None, iterations: str | None
+) -> tuple[str | list[str], range | None]:
+    """What is judged: a run with a span of its iterations, or datasets."""
+    from roundhouse.errors import ConfigError
+
+    if (run_id is None) == (not dataset):
+        raise ConfigError("Name a run, or datasets with --dataset: one of the two is judged.")
+    if run_id is None and iterations is not None:
+        raise ConfigError("--iterations are those of a run; datasets have versions: --dataset nightly@<version>.")
+    return (run_id if run_id is not None else dataset or []), (None if iterations is None else span_of(iterations))
+
+
+def _show_report(report: EnvironmentReport) -> None:
+    show_verdicts(report.verdicts)
+    out(f"judged in {report.seconds:.1f} s")
+    if report.score is not None:
+        out(f"mutation score {report.score:.2f}: {len(report.mutants)} mutants")
+    for each in report.mutants:
+        if not each.caught:
+            out(f"not caught, line {each.line}: {each.change}")
+
+
+def show_verdicts(diff: VerdictDiff) -> None:
+    """Counts, tasks with flips and examples, on the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = console()
+    terminal.print(", ".join(f"{count} {outcome}" for outcome, count in diff.counts.items()), highlight=False)
+    for reason, count in diff.reasons.items():
+        terminal.print(Text(f"refused: {count} {reason}", style="yellow"))
+    if diff.by_task:
+        table = Table("task", "flipped", "equal", "refused", box=None)
+        for task, own in sorted(diff.by_task.items(), key=lambda item: -item[1]["flipped"])[:ROWS_SHOWN]:
+            table.add_row(Text(task), *(str(own.get(outcome, 0)) for outcome in ("flipped", "equal", "refused")))
+        terminal.print(table)
+    for row in diff.flipped[:FLIPS_SHOWN]:
+        change = f"{row['reward_before']:g} ({row['status_before']}) → {row['reward_after']:g} ({row['status_after']})"
+        terminal.print(Text(f"{row['rollout_id']}: {change}"))
+    for uri in diff.versions:
+        out(uri)
+
+
+def _pairs(inputs: list[str]) -> dict[str, str]:
+    found = dict(each.partition("=")[::2] for each in inputs)
+    if not all(found.values()):
+        raise typer.BadParameter("--input takes name=value, such as rollouts=mended.")
+    return found
+
+
+def _outcome(comparison: dict[str, Any] | None) -> str:
+    if comparison is None:
+        return "interrupted"
+    if comparison["stopped"] is not None:
+        return f"stopped by drift at {comparison['stopped']['iteration']}"
+    first = comparison["first"]
+    return "equal" if first is None else f"differs from iteration {first['iteration']}, {first['stage']}"
+
+
+def _show(found: Comparison) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = console()
+    table = Table("iteration", "stage", "outcome", "what differs", box=None)
+    for stage in found.stages:
+        table.add_row(str(stage.iteration), stage.stage, stage.outcome, Text(_difference(stage)))
+    terminal.print(table)
+    if found.first is not None:
+        terminal.print(Text(f"First difference: iteration {found.first.iteration}, {found.first.stage}", style="bold"))
+        for cause in found.first.because:
+            terminal.print(Text(f"  because of {cause}"))
+    if any(stage.outcome == "distribution" for stage in found.stages):
+        terminal.print("collect and evaluate sample from an engine: they cannot be equal, their means are compared.")
+    out(found.uri)
+
+
+def _difference(stage: StageComparison) -> str:
+    parts = [f"{name}: {each['changed']} of {each['before']} rows" for name, each in stage.rows.items()]
+    parts += [f"weights ({', '.join(stage.weights)})"] if stage.weights else []
+    shown = sorted(stage.metrics)[:METRICS_SHOWN]
+    parts += [f"{name} {_number(stage.metrics[name][0])} → {_number(stage.metrics[name][1])}" for name in shown]
+    if len(stage.metrics) > len(shown):
+        parts.append(f"{len(stage.metrics) - len(shown)} more metrics")
+    for name, means in stage.distribution.items():
+        distance = means["standard_errors"]
+        apart = "neither varies" if distance is None else f"{distance:+.1f} standard errors"
+        parts.append(f"{name} {_number(means['before'])} → {_number(means['after'])} ({apart})")
+    return "; ".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"

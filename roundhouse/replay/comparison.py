@@ -1,0 +1,254 @@
+"""A replayed stage beside the recorded one: rows, weights, metrics, counts; what differs first, and why.
+
+Invariant: equality is of what a stage made, never of when or where: clocks, places and attempts take no part. Rows are equal
+when their files have one digest, or, where a library writes other bytes, when every value is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from roundhouse.config.loading import differences
+from roundhouse.config.models import RunConfig
+from roundhouse.stages.checkpoint import is_weights, written_by
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind, read_manifest, read_table
+
+MEASURED = re.compile(r"time/|.*(seconds|per_second|mfu|memory|cpu|flops)")
+"""Metrics of how fast something was, which differ between any two runs."""
+KEYS = {
+    "sequences": ("sequence_id",),
+    "quarantine": ("rollout_id",),
+    "rollouts": ("rollout_id",),
+    "turns": ("rollout_id", "turn"),
+}
+"""What tells the rows of a dataset apart; rows of others are compared by their place."""
+READS: dict[str, tuple[str, ...]] = {
+    StageKind.COLLECT: ("environment", "rollout", "generation", "asynchrony", "seed", "policy"),
+    StageKind.VALIDATE: (
+        "validation",
+        "rollout",
+        "generation",
+        "asynchrony",
+        "failures",
+        "environment.kind",
+        "offline",
+    ),
+    StageKind.TRAIN: ("train", "generation.sampling", "validation", "asynchrony", "offline", "seed"),
+    StageKind.EVALUATE: ("evaluation", "environment", "rollout", "generation"),
+}
+"""Sections and keys of the configuration that a stage reads."""
+
+
+@dataclass(slots=True)
+class StageComparison:
+    """One stage, as it was and as it is."""
+
+    iteration: int
+    stage: str
+    outcome: str
+    """equal, differs, or distribution: samples of an engine, which cannot be equal and are compared by their means."""
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By dataset that differs: rows before and after, rows changed, the columns in which."""
+    weights: list[str] = field(default_factory=list)
+    """Files of the new version with other weights."""
+    metrics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    """(before, after) of each that differs."""
+    counts: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    distribution: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Of samples: by quantity, both means and their distance in standard errors."""
+    because: list[str] = field(default_factory=list)
+    """Why it differs: a key, an input, the code."""
+    drift: dict[str, Any] | None = None
+    """Of a train stage (`roundhouse.replay.drift`)."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A replay beside its original."""
+
+    uri: str
+    request: dict[str, Any]
+    """What was replayed, with which substitutions."""
+    changed: dict[str, tuple[Any, Any]]
+    """Keys of the configuration, (recorded, replayed)."""
+    stages: list[StageComparison] = field(default_factory=list)
+    first: StageComparison | None = None
+    """The first stage that differs; None when all are equal."""
+    stopped: dict[str, Any] | None = None
+    """Iteration and reasons, where the drift gate stopped the replay."""
+
+    @classmethod
+    def begin(cls, location: Location, original: Run, config: RunConfig, request: dict[str, Any]) -> Comparison:
+        return cls(location.uri, request, differences(original.config, config))
+
+    @property
+    def equal(self) -> bool:
+        return all(stage.outcome != "differs" for stage in self.stages)
+
+    @property
+    def substituted(self) -> bool:
+        """Whether anything but the code may be another."""
+        return bool(self.request["set"] or self.request["inputs"])
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_stage(
+    comparison: Comparison, recorded: Reference, again: Reference, *, by_distribution: bool
+) -> StageComparison:
+    """Compare a stage; `comparison` holds the stages before it."""
+    before, after = read_manifest(recorded), read_manifest(again)
+    found = StageComparison(before.iteration, before.kind, "equal")
+    if by_distribution:
+        found.outcome = "distribution"
+        found.distribution = _distribution(recorded, again)
+        return found
+    found.rows = _rows(recorded, again, before, after)
+    found.weights = _weights(before, after)
+    found.metrics = {
+        name: pair for name, pair in _pairs(before.metrics, after.metrics).items() if not MEASURED.match(name)
+    }
+    found.counts = _pairs(before.counts, after.counts)
+    if found.rows or found.weights or found.metrics or found.counts:
+        found.outcome = "differs"
+        found.because = _causes(comparison, before, after)
+    return found
+
+
+def first_difference(comparison: Comparison) -> StageComparison | None:
+    """The first stage that differs, in the order of the run."""
+    return next((stage for stage in comparison.stages if stage.outcome == "differs"), None)
+
+
+def _causes(comparison: Comparison, before: Manifest, after: Manifest) -> list[str]:
+    """Everything that the stage depends on and that is not as it was."""
+    causes = []
+    for name, reference in after.inputs.items():
+        if (recorded := before.inputs.get(name)) is None or recorded.kind != reference.kind:
+            causes.append(f"input {name}: {reference.uri}")
+        elif name in comparison.request["inputs"]:
+            causes.append(f"input {name}: {comparison.request['inputs'][name]} was substituted for {recorded.uri}")
+        elif reference != recorded and (maker := _maker(comparison, reference)) is not None:
+            causes.append(f"input {name}: iteration {maker.iteration}, {maker.stage} differs")
+    for key, (old, new) in comparison.changed.items():
+        if any(key == part or key.startswith(f"{part}.") for part in READS[before.kind]):
+            causes.append(f"configuration: {key} {old!r} -> {new!r}")
+    if causes:
+        return causes
+    old, new = before.provenance.code_version, after.provenance.code_version
+    if old != new:
+        return [f"code: {old} -> {new}"]
+    return ["nothing that is recorded: another device, number of threads or version of a library"]
+
+
+def _maker(comparison: Comparison, reference: Reference) -> StageComparison | None:
+    """The stage of this replay that made an input and differs. A version is made by the train stage of its iteration."""
+    kind = StageKind.TRAIN if reference.kind == StageKind.CHECKPOINT else reference.kind
+    for stage in comparison.stages:
+        if (stage.iteration, stage.stage, stage.outcome) == (reference.iteration, str(kind), "differs"):
+            return stage
+    return None
+
+
+def _rows(recorded: Reference, again: Reference, before: Manifest, after: Manifest) -> dict[str, dict[str, Any]]:
+    digests = [_digests(manifest) for manifest in (before, after)]
+    found: dict[str, dict[str, Any]] = {}
+    for dataset in sorted(digests[0].keys() | digests[1].keys()):
+        if digests[0].get(dataset) == digests[1].get(dataset):
+            continue
+        there = [dataset in each for each in digests]
+        tables = [read_table(each, dataset) for each, has in zip((recorded, again), there, strict=True) if has]
+        if not all(there):
+            sizes = [0 if not has else tables[0].num_rows for has in there]
+            if any(sizes):
+                found[dataset] = {"before": sizes[0], "after": sizes[1], "changed": 0, "columns": []}
+            continue
+        if (difference := _table_difference(tables[0], tables[1], KEYS.get(dataset, ()))) is not None:
+            found[dataset] = difference
+    return found
+
+
+def _digests(manifest: Manifest) -> dict[str, list[str]]:
+    """By dataset, the digests of its parts. A part is called `<dataset>-a<attempt>-<part>.parquet`."""
+    found: dict[str, list[str]] = {}
+    for entry in manifest.files:
+        if (name := re.match(r"([a-z_]+)-a\d{4}.*\.parquet", entry.path)) is not None:
+            found.setdefault(name[1], []).append(entry.sha256)
+    return found
+
+
+def _table_difference(before: pa.Table, after: pa.Table, keys: Sequence[str]) -> dict[str, Any] | None:
+    """None when every value is equal."""
+    names = [name for name in before.column_names if name in after.column_names]
+    other = sorted(set(before.column_names) ^ set(after.column_names))
+    rows = [_keyed(table.select(names), keys) for table in (before, after)]
+    shared = [key for key in rows[0] if key in rows[1]]
+    columns: set[str] = set()
+    changed = 0
+    for key in shared:
+        differing = {name for name in names if not _same(rows[0][key][name], rows[1][key][name])}
+        columns |= differing
+        changed += bool(differing)
+    if not changed and not other and rows[0].keys() == rows[1].keys():
+        return None
+    return {
+        "before": before.num_rows,
+        "after": after.num_rows,
+        "changed": changed,
+        "columns": [name for name in names if name in columns] + other,
+    }
+
+
+def _keyed(table: pa.Table, keys: Sequence[str]) -> dict[Any, dict[str, Any]]:
+    rows = table.to_pylist()
+    return {tuple(row[key] for key in keys) if keys else place: row for place, row in enumerate(rows)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other or (
+        isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
+    )
+
+
+def _weights(before: Manifest, after: Manifest) -> list[str]:
+    if before.kind != StageKind.TRAIN:
+        return []
+    files = [
+        {name: entry.sha256 for name, entry in written_by(manifest).by_name().items() if is_weights(name)}
+        for manifest in (before, after)
+    ]
+    return sorted(name for name in files[0].keys() | files[1].keys() if files[0].get(name) != files[1].get(name))
+
+
+def _pairs(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = sorted(before.keys() | after.keys())
+    return {name: (before.get(name), after.get(name)) for name in names if not _same(before.get(name), after.get(name))}
+
+
+def _distribution(recorded: Reference, again: Reference) -> dict[str, dict[str, float | None]]:
+    """Both means of reward and length, and their distance in standard errors; None where neither sample varies."""
+    tables = [read_table(reference, "rollouts") for reference in (recorded, again)]
+    found: dict[str, dict[str, float | None]] = {}
+    for name in ("reward", "generated_tokens", "turns"):
+        samples = [[value for value in table[name].to_pylist() if value is not None] for table in tables]
+        if not all(samples):
+            continue
+        means = [math.fsum(values) / len(values) for values in samples]
+        spread = [
+            math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / len(values)
+            for values, mean in zip(samples, means, strict=True)
+        ]
+        error = math.sqrt(math.fsum(spread))
+        distance = (means[1] - means[0]) / error if error > 0 else None if means[0] != means[1] else 0.0
+        found[name] = {"before": means[0], "after": means[1], "standard_errors": distance}
+    return found
