@@ -11,10 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from roundhouse.errors import ConfigError
-
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 
 
 def check_model_directory(path: str | Path) -> None:
@@ -38,36 +36,14 @@ def check_model_directory(path: str | Path) -> None:
 
 
 def _check_weights(directory: Path) -> None:
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        _check_safetensors(directory / "model.safetensors")
-        return
-    weight_map = _read_json(index, "It lists the shards").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise _broken(index, "has no weight_map", "Save the model again with save_pretrained")
-    for shard in sorted(set(weight_map.values())):
-        _check_safetensors(directory / shard)
-
-
-def _check_safetensors(file: Path) -> None:
-    if not file.is_file():
-        raise _broken(
-            file,
-            "is missing",
-            "Weights must be safetensors (convert others: model.save_pretrained(directory)); complete the copy or download",
-        )
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = stream.read(length) if size >= 8 and length <= min(size, _MAX_HEADER_BYTES) else b""
+    remedy = (
+        "Weights must be safetensors (convert others: model.save_pretrained(directory)); complete the copy or download"
+    )
     try:
-        tensors = json.loads(header)
-        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise _broken(file, "has no readable safetensors header", "Copy or download it again") from error
-    expected = 8 + length + end
-    if size != expected:
-        raise _broken(file, f"has {size} bytes where its header says {expected}", "Copy or download it again")
+        for path in weight_files(directory):
+            TensorFile(path)
+    except DataError as error:
+        raise ConfigError(f"policy.path is {directory}: {error} {remedy}.") from error
 
 
 def _check_tokenizer(directory: Path) -> None:

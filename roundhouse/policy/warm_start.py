@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundhouse.config.models import WarmStartPolicy
-from roundhouse.environments.base import Environment
-from roundhouse.environments.gymnasium import GymnasiumEnvironment
+from roundhouse.environments.base import Environment, GymnasiumEnvironment
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.fast_imports import lean_transformers
 from roundhouse.policy import warm_start_cache
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.records import derive_seed
 
 if TYPE_CHECKING:
     import torch

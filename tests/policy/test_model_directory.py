@@ -46,7 +46,12 @@ def test_no_directory_or_a_file_in_its_place_is_refused_with_the_way_out(tmp_pat
     assert "is a file" in refused(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_missing_weights_are_named(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "has no safetensors files" in refused(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_missing_file_is_named(model: Path, name: str) -> None:
     (model / name).unlink()
     assert f"{name} is missing" in refused(model)
@@ -70,14 +75,14 @@ def test_weights_cut_short_are_noticed_by_a_single_byte(model: Path) -> None:
 )
 def test_weights_that_are_no_safetensors_are_refused(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
-    assert "no readable safetensors header" in refused(model)
+    assert "model.safetensors is no safetensors file" in refused(model)
 
 
 def test_a_shard_that_the_index_lists_must_be_there(model: Path) -> None:
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    assert "model-00002-of-00002.safetensors is missing" in refused(model)
+    assert "lacks model-00002-of-00002.safetensors, which its index names" in refused(model)
 
 
 def test_a_tokenizer_without_chat_template_is_refused(model: Path) -> None:

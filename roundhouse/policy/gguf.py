@@ -1,0 +1,211 @@
+"""A GGUF file as an ordinary Hugging Face directory, converted once and kept.
+
+Invariants: the weights are those of the file, dequantised to float32: what quantisation lost stays lost, so a Q4 file does not
+give the published model. An entry of the cache lies under the digest of file, code and libraries, is complete or absent, and is
+used only while every file in it has the digest that was written down.
+
+    <cache>/<digest>/report.json, files/
+
+transformers reads the file, but refuses to save what it read (`GgufConfig` counts as a quantisation), so the state goes into a
+fresh model of the same configuration. Its chat template comes from the file, and may know less than a run needs
+(`roundhouse.policy.chat_template`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from roundhouse.errors import ConfigError
+from roundhouse.fast_imports import lean_transformers
+from roundhouse.policy.chat_template import ChatTemplate
+from roundhouse.store.manifest import sha256
+
+MAGIC = b"GGUF"
+ARCHITECTURES = frozenset(("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"))
+"""Plain decoders that transformers reads from GGUF and vLLM serves. Tried: llama."""
+_STRING = 8
+"""GGUF's number of the type string."""
+
+OnProgress = Callable[[str], None]
+"""Told what is being done."""
+
+
+def gguf_file(directory: Path) -> Path | None:
+    """The GGUF file of a directory that has no config.json.
+
+    Raises:
+        ConfigError: it has several.
+    """
+    if not directory.is_dir() or (directory / "config.json").exists():
+        return None
+    found = sorted(directory.glob("*.gguf"))
+    if len(found) > 1:
+        raise ConfigError(
+            f"policy.path is {directory}: it holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …) and one is "
+            "needed. Move it to a directory of its own."
+        )
+    return found[0] if found else None
+
+
+def check_gguf(file: Path) -> None:
+    """Refuse what cannot be converted, from the first bytes of the file.
+
+    Raises:
+        ConfigError: names file and remedy.
+    """
+    architecture = architecture_of(file)
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{file}: its architecture is {architecture}, which is not converted. Known: {', '.join(sorted(ARCHITECTURES))}. "
+            "Give a Hugging Face directory with safetensors instead (policy.kind pretrained)."
+        )
+    if find_spec("gguf") is None:
+        raise ConfigError(f"{file}: a GGUF file is read by the package gguf, which is not installed: make smollm2")
+
+
+def architecture_of(file: Path) -> str:
+    """`general.architecture`, which the format asks to stand first.
+
+    Raises:
+        ConfigError: the file is no GGUF file of version 2 or 3, or does not begin so.
+    """
+    with file.open("rb") as stream:
+        head = stream.read(4096)
+    try:
+        if head[:4] != MAGIC or struct.unpack_from("<I", head, 4)[0] not in (2, 3):
+            raise ValueError("it does not begin as GGUF version 2 or 3 does")
+        key, place = _string(head, 24)
+        kind = struct.unpack_from("<I", head, place)[0]
+        if key != "general.architecture" or kind != _STRING:
+            raise ValueError(f"its first key is {key!r} and not general.architecture")
+        return _string(head, place + 4)[0]
+    except (ValueError, struct.error) as error:
+        raise ConfigError(f"{file} cannot be read as GGUF: {error}. Copy or download it again.") from error
+
+
+def template_of(file: Path) -> ChatTemplate:
+    """The chat template in the file.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    if "tokenizer.chat_template" not in fields:
+        raise ConfigError(
+            f"{file} has no chat template, and conversations need one. Give a chat model, or a Hugging Face directory with the "
+            "template of its family."
+        )
+    names = fields["tokenizer.ggml.tokens"].contents()
+    ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    tokens = {f"{name}_token": names[int(found.contents())] for name, found in ids.items() if found is not None}
+    return ChatTemplate(str(file), fields["tokenizer.chat_template"].contents(), tokens)
+
+
+def _string(data: bytes, place: int) -> tuple[str, int]:
+    """A string of the format (length in 8 bytes, then UTF-8), and where it ends."""
+    [length] = struct.unpack_from("<Q", data, place)
+    end = place + 8 + length
+    if end > len(data):
+        raise ValueError("its first key is longer than a name can be")
+    return data[place + 8 : end].decode(), end
+
+
+def converted(file: Path, cache: Path, on_progress: OnProgress = lambda text: None) -> tuple[Path, dict[str, Any]]:
+    """The directory of the converted model, in the cache, and a report: source, its digest, seconds, whether reused.
+
+    Raises:
+        ConfigError: see `check_gguf`; the file is damaged.
+    """
+    check_gguf(file)
+    on_progress(f"checking {file.name}")
+    facts = {
+        "gguf": sha256(file.read_bytes()),
+        "code": sha256(Path(__file__).read_bytes()),
+        "libraries": [version(name) for name in ("torch", "transformers", "gguf", "safetensors")],
+    }
+    entry = cache / sha256(json.dumps(facts, sort_keys=True).encode())[:32]
+    report = {"source": file.name, "sha256": facts["gguf"], "architecture": architecture_of(file)}
+    if (seconds := _whole(entry)) is not None:
+        return entry / "files", report | {"seconds": seconds, "reused": True}
+    shutil.rmtree(entry, ignore_errors=True)
+    started = time.monotonic()
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=cache, prefix=".partial-"))
+    try:
+        _convert(file, partial / "files", on_progress)
+        seconds = time.monotonic() - started
+        digests = _digests(partial / "files")
+        (partial / "report.json").write_text(json.dumps({**report, "seconds": seconds, "files": digests}))
+        try:
+            partial.rename(entry)
+        except OSError:
+            if _whole(entry) is None:  # another run was quicker otherwise
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return entry / "files", report | {"seconds": seconds, "reused": False}
+
+
+def _whole(entry: Path) -> float | None:
+    """The seconds that an entry took to make; None where there is none that is whole."""
+    try:
+        record = json.loads((entry / "report.json").read_text())
+        return float(record["seconds"]) if _digests(entry / "files") == record["files"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {file.name: sha256(file.read_bytes()) for file in sorted(directory.iterdir())}
+
+
+def _convert(file: Path, directory: Path, on_progress: OnProgress) -> None:
+    import torch
+    from transformers.utils import logging
+
+    with lean_transformers():
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+    with_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # the caller has its own display
+    try:
+        on_progress(f"reading {file.name}")
+        with contextlib.redirect_stderr(io.StringIO()):  # another bar, which nothing turns off
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            read = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        config = type(read.config).from_dict(
+            {key: value for key, value in read.config.to_dict().items() if not key.startswith("_name")}
+        )
+        with torch.random.fork_rng(devices=[]):
+            model = type(read)(config).float()
+        model.load_state_dict(read.state_dict())
+        model.tie_weights()
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
+        on_progress(f"writing {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M parameters")
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    except (ValueError, KeyError, IndexError, OSError) as error:  # what the reader meets in a damaged file
+        raise ConfigError(f"{file} cannot be converted: {error}. Copy or download it again.") from error
+    finally:
+        if with_bars:
+            logging.enable_progress_bar()

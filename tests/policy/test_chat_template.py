@@ -1,0 +1,60 @@
+"""A template that hides what a run says is refused before the run."""
+
+import pytest
+
+from roundhouse.environments import Calculator
+from roundhouse.errors import ConfigError
+from roundhouse.generation.chat import _breaks_on_null, template_messages
+from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template
+from roundhouse.policy.tokenizer import CHAT_TEMPLATE, blank_tokenizer
+from roundhouse.rollout.responses import chat_tools
+
+TOOLS = chat_tools(Calculator().tool_schemas())
+PLAIN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's, less its system message: no word of tools."""
+
+
+def refused(template: str, tools: list) -> str:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unfit_template(ChatTemplate("model", template), tools)
+    return str(caught.value)
+
+
+def test_our_own_template_shows_tools_and_roles() -> None:
+    refuse_unfit_template(ChatTemplate("ours", CHAT_TEMPLATE), TOOLS)
+
+
+def test_a_template_that_ignores_tools_is_refused_only_where_tasks_have_some() -> None:
+    refuse_unfit_template(ChatTemplate("plain", PLAIN), [])
+    assert "ignores tools: calculate is not in the prompt" in refused(PLAIN, TOOLS)
+    assert "chat_template.jinja" in refused(PLAIN, TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "what"),
+    [
+        ("{{ messages[0]['content'] }}", [], "leaves out what the user or the assistant says"),
+        ("{{ raise_exception('only one turn') }}", [], "refuses the roles user, assistant: only one turn"),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content ~ tools }}{% endfor %}",
+            TOOLS,
+            "what a tool returns",
+        ),
+    ],
+)
+def test_what_a_template_drops_is_named(template: str, tools: list, what: str) -> None:
+    assert what in refused(template, tools)
+
+
+def test_no_content_beside_a_call_is_empty_text_for_templates_that_break_on_null() -> None:
+    tokenizer = blank_tokenizer()
+    assert not _breaks_on_null(tokenizer)
+    for broken in (PLAIN, PLAIN.replace("+ message['content'] +", "~ message['content'] ~")):
+        tokenizer.chat_template = broken
+        assert _breaks_on_null(tokenizer)
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    assert template_messages([call])[0]["content"] is None
+    assert template_messages([call], "")[0]["content"] == ""
