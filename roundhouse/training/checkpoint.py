@@ -4,6 +4,9 @@
     trainer/optimizer.safetensors                          AdamW's moments
     trainer/state.json                                     cursor: updates done, last iteration, seed
 
+Files of tensors above `tensor_writer.SHARD_BYTES` are several, with an index. They are written tensor by tensor and hashed in
+passing, so saving takes the memory of one tensor beside the model's own.
+
 Invariant: loading fails rather than start from weights that were not in the files, and the state is everything: all
 randomness of a step is derived from (seed, iteration), so no generator state exists to be saved.
 """
@@ -27,10 +30,11 @@ from roundhouse.fast_imports import lean_transformers
 
 with lean_transformers():
     from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
 
-from roundhouse.training.layers import PACKED, check_packable, register_packed_attention
-from roundhouse.training.lora import merged
+from roundhouse.training.layers import PACKED, check_packable, merged, register_packed_attention
 from roundhouse.training.parallel import Ranks
+from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors
 
 STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
@@ -131,15 +135,25 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
 
     The leading rank writes, all ranks take part.
     """
-    changed = ranks.size > 1 or hasattr(model, "peft_config")
-    weights = merged(model, ranks) if changed else None
-    if not ranks.leads:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, data in side_files.items():
-        (directory / name).write_bytes(data)
-    with _no_progress_bars():
-        model.save_pretrained(directory, state_dict=weights)
+    weights = _under_published_names(model, merged(model), ranks)
+    if ranks.leads:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in side_files.items():
+            (directory / name).write_bytes(data)
+        with _no_progress_bars():
+            model.save_pretrained(directory, state_dict={})  # config.json and what else lies beside weights
+    save_tensors(weights, directory, "model", ranks)
+
+
+def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks: Ranks) -> SavedTensors:
+    """The weights as the model's files have them. What transformers has fused or split it puts back for all at once."""
+    for name in model._keys_to_ignore_on_save or ():
+        weights.pop(name, None)
+    described = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in weights.items()}
+    if revert_weight_conversion(model, described).keys() == weights.keys():
+        return weights
+    held = {name: whole for name, saved in weights.items() if (whole := saved.whole(ranks)) is not None}
+    return {name: SavedTensor.of(tensor) for name, tensor in revert_weight_conversion(model, held).items()}
 
 
 def save_cursor(cursor: Cursor, directory: Path) -> None:

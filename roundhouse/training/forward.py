@@ -25,9 +25,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from roundhouse.errors import ConfigError
-from roundhouse.training.balance import Dealer
 from roundhouse.training.layers import PACKED
-from roundhouse.training.packing import FlatTokens, Microbatch, Span, build_microbatches
+from roundhouse.training.packing import Dealer, FlatTokens, Microbatch, Span, build_microbatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,6 +1,7 @@
-"""What training changes in the layers of a model of transformers: packed attention, recomputed activations, leaner norms.
+"""What training changes in a model of transformers: packed attention, recomputed activations, leaner norms, low-rank adapters.
 
-Invariant: no change alters a value beyond rounding, and the model stays in eval mode, so nothing random is in a layer.
+Invariant: no change of a layer alters a value beyond rounding, and the model stays in eval mode, so nothing random is in a
+layer.
 
 **Packed attention** (`packed_attention`, registered with transformers under `PACKED`) is block-diagonal causal attention over a
 packed row, without a mask. The output at a position is causal attention over the tokens of its own sequence up to it, exactly
@@ -17,19 +18,39 @@ out on random numbers first, and used only for float32 inputs; everything else r
 
 It keeps one tensor for backward instead of four. On the tiny policies that train on a CPU, where norms are a tenth of a step,
 this takes 0.4 of the time of transformers' own.
+
+**Low-rank adapters** (`attach`; LoRA, arXiv 2106.09685) on a frozen model: the model that is published is W + (alpha / rank) ·
+B · A in every adapted matrix, an ordinary Hugging Face directory that engines, references and stages load without knowing of
+adapters; and what training continues from is bit for bit what it was, because the frozen matrices lie beside the adapter and
+are never recovered from the merged ones.
+
+    model.safetensors                                           merged
+    trainer/adapter_model.safetensors, adapter_config.json      the adapter, as peft and vLLM load it
+    trainer/base.safetensors                                    the frozen matrices that have an adapter
+
+A starts from a fixed seed and B from zero, so a fresh adapter changes nothing. There is no dropout.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch.nn.functional import scaled_dot_product_attention
 
-from roundhouse.errors import ConfigError
+from roundhouse.config.training import LoraConfig
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.fast_imports import lean_transformers
 from roundhouse.training.packing import Span
+from roundhouse.training.parallel import Ranks, full
+from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors, saved_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 with lean_transformers():
     from transformers import AttentionInterface, PreTrainedModel
@@ -216,3 +237,140 @@ def check_packable(model: PreTrainedModel) -> None:
 def register_packed_attention() -> None:
     """Make the attention known to transformers; repeating it changes nothing."""
     AttentionInterface.register(PACKED, packed_attention)
+
+
+ADAPTER, ADAPTER_CONFIG, BASE = "adapter_model", "adapter_config.json", "base"
+"""Names in the trainer's state; files of tensors end in .safetensors, or are several with an index."""
+_NAME = "default"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of an adapter's tensors."""
+
+
+def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Path | None, directory: Path) -> None:
+    """Freeze the model and put adapters on it, those of `trainer_state` where it is given; nothing without `config`.
+
+    Args:
+        directory: where the model was loaded from, for messages.
+
+    Raises:
+        ConfigError: a target matches nothing, or the output layer.
+        DataError: the state has no adapter, a damaged one, one of other shapes, or one that the configuration does not want.
+    """
+    held = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
+    if config is None:
+        if held:
+            raise DataError(
+                f"{trainer_state} holds an adapter, but train.lora is not set. Set it as it was, or begin from {directory} "
+                "without its trainer state."
+            )
+        return
+    if trainer_state is not None and not held:
+        raise DataError(
+            f"{trainer_state} was trained without an adapter, but train.lora is set. Remove it, or begin from {directory} "
+            "without its trainer state."
+        )
+    _inject(model, config)
+    if trainer_state is not None:
+        _restore(model, trainer_state)
+
+
+def merged(model: PreTrainedModel) -> SavedTensors:
+    """Every weight by the names of a model without adapters; of tied ones the first."""
+    adapted, held = _adapted(model), model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, value in held.items():
+        first.setdefault(id(value), name)
+    weights = {}
+    for name in first.values():
+        owner, _, leaf = name.rpartition(".base_layer.")
+        if owner not in adapted:
+            if ".lora_" not in name:
+                weights[name] = SavedTensor.of(held[name])
+        elif leaf == "weight":
+            weights[f"{owner}.{leaf}"] = _merged_weight(held[name], adapted[owner])
+        else:
+            weights[f"{owner}.{leaf}"] = SavedTensor.of(held[name])
+    return weights
+
+
+def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
+    def whole(ranks: Ranks) -> torch.Tensor | None:
+        weight = full(frozen.detach())
+        low, high = (full(part[_NAME].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+        return (weight + layer.scaling[_NAME] * (high @ low)).cpu() if ranks.leads else None
+
+    return SavedTensor(frozen.shape, frozen.dtype, whole)
+
+
+def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
+    """Write adapter and frozen matrices to the trainer's state; the leading rank writes, all take part."""
+    if not _adapted(model):
+        return
+    frozen: SavedTensors = {}
+    trained: SavedTensors = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            trained[_PREFIX + name.replace(f".{_NAME}.", ".")] = SavedTensor.of(parameter)
+        elif name.endswith(".base_layer.weight"):
+            frozen[name.replace(".base_layer.", ".")] = SavedTensor.of(parameter)
+    save_tensors(trained, state, ADAPTER, ranks)
+    save_tensors(frozen, state, BASE, ranks)
+    if ranks.leads:
+        settings: Any = model.peft_config
+        config = {key: sorted(v) if isinstance(v, set) else v for key, v in settings[_NAME].to_dict().items()}
+        (state / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
+    from peft import LoraConfig as PeftLora
+    from peft import inject_adapter_in_model
+
+    settings: Any = PeftLora(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides by it, whatever it says
+        lora_dropout=0.0,
+        target_modules=list(config.target_modules),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    model.requires_grad_(False)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            inject_adapter_in_model(settings, model, adapter_name=_NAME)
+    except ValueError as error:
+        raise ConfigError(
+            f"train.lora.target_modules {list(config.target_modules)} do not fit {type(model).__name__}: {error}"
+        ) from error
+    if "lora" in type(model.get_output_embeddings()).__module__:
+        raise ConfigError("train.lora.target_modules names the output layer, which is not adapted. Leave it out.")
+    model.peft_config = {_NAME: settings}
+    model.eval()
+
+
+def _adapted(model: PreTrainedModel) -> dict[str, Any]:
+    """The layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _restore(model: PreTrainedModel, state: Path) -> None:
+    try:
+        trained, frozen = (dict(saved_tensors(state, stem)) for stem in (ADAPTER, BASE))
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"The adapter in {state} cannot be read: {error}. Resume from an older checkpoint.") from error
+    saved = {name.removeprefix(_PREFIX): value for name, value in trained.items()}
+    saved |= {f"{name.removesuffix('.weight')}.base_layer.weight": value for name, value in frozen.items()}
+    wanted = {
+        name.replace(f".{_NAME}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name or name.endswith(".base_layer.weight")
+    }
+    for name in sorted(saved.keys() | wanted.keys()):
+        ours, theirs = wanted.get(name), saved.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (theirs, ours)]
+            raise DataError(
+                f"The adapter in {state} does not fit: {name} has shape {shapes[0]} there and {shapes[1]} by train.lora. "
+                "Rank and target_modules must stay what they were."
+            )
+        ours.data.copy_(theirs)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from roundhouse.training.algorithm import TokenSignals
+from roundhouse.training.algorithms import TokenSignals
 from roundhouse.training.batch import TrainingSequences
 
 

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import DataError
-from roundhouse.training.parallel import Ranks, sharded_like, whole_on_leader
+from roundhouse.training.parallel import Ranks, sharded_like
+from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER = "optimizer"
+"""`optimizer.safetensors`, or several files with an index."""
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -48,13 +49,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
     """Write every state tensor whole as `<kind>/<parameter name>`; the leading rank writes, all ranks take part."""
     tensors = {
-        f"{kind}/{name}": whole
+        f"{kind}/{name}": SavedTensor.of(value)
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
-        if (whole := whole_on_leader(value, ranks)) is not None
     }
-    if ranks.leads:
-        save_file(tensors, directory / OPTIMIZER_FILE)
+    save_tensors(tensors, directory, OPTIMIZER, ranks)
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
@@ -63,23 +62,22 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
     Raises:
         DataError: the file is missing or damaged, or belongs to another architecture.
     """
-    path, parameters = directory / OPTIMIZER_FILE, dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     try:
-        with safe_open(path, "pt") as saved:
-            for key in saved.keys():  # noqa: SIM118 (no mapping)
-                (kind, _, name), value = key.partition("/"), saved.get_tensor(key)
-                parameter = parameters.get(name)
-                if parameter is None or (kind != "step" and value.shape != parameter.shape):
-                    present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
-                    raise DataError(
-                        f"{path} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
-                        "another architecture. Use the trainer state that lies beside the model."
-                    )
-                whole = kind == "step"  # one number, the same on every rank
-                optimizer.state[parameter][kind] = (
-                    value.to(parameter.device, copy=True) if whole else sharded_like(value, parameter)
+        for key, value in saved_tensors(directory, OPTIMIZER):
+            kind, _, name = key.partition("/")
+            parameter = parameters.get(name)
+            if parameter is None or (kind != "step" and value.shape != parameter.shape):
+                present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+                raise DataError(
+                    f"{directory} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
+                    "another architecture. Use the trainer state that lies beside the model."
                 )
+            whole = kind == "step"  # one number, the same on every rank
+            optimizer.state[parameter][kind] = (
+                value.to(parameter.device, copy=True) if whole else sharded_like(value, parameter)
+            )
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"The optimizer state {path} cannot be read: {error}. Resume from an older checkpoint."
+            f"The optimizer state in {directory} cannot be read: {error}. Resume from an older checkpoint."
         ) from error

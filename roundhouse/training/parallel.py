@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.http.same_origin import is_loopback
+from roundhouse.http.asgi import is_loopback
 from roundhouse.training.metrics import METRICS, Denominator, Share
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     """Among those of this machine: which of its GPUs to use."""
+    here: int = 1
+    """Ranks of this machine, which share its cores."""
 
     @property
     def leads(self) -> bool:
@@ -108,7 +110,12 @@ def join(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
         return Ranks()
     import torch.distributed as distributed
 
-    ranks = Ranks(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+    ranks = Ranks(
+        int(os.environ["RANK"]),
+        size,
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     if device == "cuda":
         if ranks.local_rank >= torch.cuda.device_count():
             raise ConfigError(
@@ -193,3 +200,8 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def reduce_gradients(root: torch.nn.Module, now: bool) -> None:
+    """Whether the next backward pass of a sharded module adds gradients up over the ranks, those of earlier passes too."""
+    root.set_requires_gradient_sync(now)  # type: ignore[operator]

@@ -22,17 +22,16 @@ import torch
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
-from roundhouse.training.algorithm import Algorithm, AlgorithmInputs, TokenColumns, TokenSignals, check_columns
+from roundhouse.training.algorithms import Algorithm, AlgorithmInputs, TokenColumns, TokenSignals, check_columns
+from roundhouse.training.algorithms.policy_gradient import next_coefficient
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.forward import sequences_with
-from roundhouse.training.loss import sequence_scale
+from roundhouse.training.loss import add_correction, add_mismatch, borne_out, sequence_means, sequence_scale
 from roundhouse.training.metrics import MetricSums, StepReport, sequence_rows
-from roundhouse.training.mismatch import add_correction, add_mismatch, borne_out, sequence_means
 from roundhouse.training.optimizer import learning_rate
-from roundhouse.training.rewards import next_coefficient
 from roundhouse.training.service.verbs import LossBatch, Role, TokenBatch, TrainService, token_positions
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.records import derive_seed
 
 log = logging.getLogger(__name__)
 

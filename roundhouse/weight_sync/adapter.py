@@ -1,7 +1,7 @@
 """The transport `adapter`: an adapter (LoRA) travels alone, and is merged with its base on the node of the engine.
 
 Invariant: what is written is W + (alpha / rank) · B · A for every adapted matrix, computed as the trainer computes what it
-publishes (`roundhouse.training.lora.merged`), and the base's own bytes elsewhere. The digest of the published checkpoint
+publishes (`roundhouse.training.layers.merged`), and the base's own bytes elsewhere. The digest of the published checkpoint
 shows whether both came to the same bits; another processor may round otherwise.
 """
 
@@ -31,6 +31,7 @@ from roundhouse.weight_sync.cache import CacheEntry, entry_key
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.tensor_files import copy_side_files, digest_of, weight_files
+from roundhouse.weight_sync.tensor_writer import rewrite
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -104,26 +105,22 @@ def merge(base: Path, adapter: Path, target: Path, dtype: str) -> None:
         DataError: the adapter is damaged, of a kind that is not known here, or does not fit the base.
     """
     import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
 
     pairs, scaling = _read(adapter)
     wanted = getattr(torch, dtype)
-    for path in weight_files(base):
-        tensors = {}
-        with safe_open(path, "pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                weight = file.get_tensor(name)
-                if (pair := pairs.pop(name, None)) is not None:
-                    low, high = pair
-                    if weight.shape != (high.shape[0], low.shape[1]) or low.shape[0] != high.shape[1]:
-                        raise DataError(
-                            f"The adapter of {name} has shapes {tuple(high.shape)} and {tuple(low.shape)}, the weight "
-                            f"{tuple(weight.shape)}. It is of another model."
-                        )
-                    weight = weight.to(low.dtype) + scaling * (high @ low)
-                tensors[name] = weight.to(wanted) if weight.is_floating_point() else weight
-        save_file(tensors, target / path.name, metadata={"format": "pt"})
+
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if (pair := pairs.pop(name, None)) is not None:
+            low, high = pair
+            if weight.shape != (high.shape[0], low.shape[1]) or low.shape[0] != high.shape[1]:
+                raise DataError(
+                    f"The adapter of {name} has shapes {tuple(high.shape)} and {tuple(low.shape)}, the weight "
+                    f"{tuple(weight.shape)}. It is of another model."
+                )
+            weight = weight.to(low.dtype) + scaling * (high @ low)
+        return weight.to(wanted) if weight.is_floating_point() else weight
+
+    rewrite(weight_files(base), target, change, wanted)
     if pairs:
         raise DataError(f"The adapter {adapter} is for {min(pairs)}, which {base} has not. It is of another model.")
     copy_side_files(base, target)

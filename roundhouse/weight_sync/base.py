@@ -9,7 +9,7 @@ is another node's, a delta was deleted or is damaged), the replica reads the che
     replica               fetch(source) -> a directory on its node                     or
                           receive(engine, source), past every file (`DirectTransport`)
 
-A transport is one class, named in `roundhouse.config.weight_sync.TRANSPORTS` or by a run as `module:Class`.
+A transport is one class, named in `roundhouse.config.generation.TRANSPORTS` or by a run as `module:Class`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from roundhouse.config.generation import TRANSPORTS, CustomWeightSync
 from roundhouse.config.section import Section
-from roundhouse.config.weight_sync import TRANSPORTS, CustomWeightSync
 from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
 from roundhouse.import_string import load_class
 
@@ -289,33 +289,36 @@ def fetch_weights(
     from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint, fetch_in_dtype
 
     note, started = None, time.perf_counter()
+    request = FetchRequest(uri, digest, cache, current)
     if source is not None:
         try:
-            request = FetchRequest(uri, digest, cache, current)
             if (found := transport_class(source.kind).fetch(source, request)) is not None:
-                return _proved(source.kind, digest, *found, started)
+                return _proved(source.kind, request, *found, started)
         except (DataError, StoreError, OSError) as error:
             note = f"{source.kind}: {error}"
             logger.warning("%s is read whole, not by %s", uri, note)
     started = time.perf_counter()
     found = fetch_checkpoint(uri, cache) if source is None else fetch_in_dtype(uri, source.dtype, cache)
-    weights = _proved(CHECKPOINT, digest, *found, started)
+    weights = _proved(CHECKPOINT, request, *found, started)
     weights.note = note
     return weights
 
 
-def _proved(kind: str, digest: str | None, directory: Path, entry: CacheEntry | None, started: float) -> FetchedWeights:
-    from roundhouse.weight_sync.tensor_files import digest_of_tensors, tensor_digests, weight_files
+def _proved(
+    kind: str, request: FetchRequest, directory: Path, entry: CacheEntry | None, started: float
+) -> FetchedWeights:
+    from roundhouse.weight_sync.checkpoint_files import proved_digest
+    from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 
     fetched = time.perf_counter()
     try:
-        digests = tensor_digests(weight_files(directory))
-        present = digest_of_tensors(digests)
-        if digest is not None and present != digest:
-            raise DataError(f"The weights in {directory} have digest {present}, wanted was {digest}.")
+        present = proved_digest(request.uri, directory)
+        if request.digest is not None and present != request.digest:
+            raise DataError(f"The weights in {directory} have digest {present}, wanted was {request.digest}.")
+        tensors = len({name for path in weight_files(directory) for name in TensorFile(path).names()})
     except BaseException:
         if entry is not None:
             entry.release()
         raise
     seconds = {"fetch": fetched - started, "digest": time.perf_counter() - fetched}
-    return FetchedWeights(directory, present, len(digests), kind, seconds=seconds, entry=entry)
+    return FetchedWeights(directory, present, tensors, kind, seconds=seconds, entry=entry)

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from roundhouse.weight_sync.base import Published, RunCheckpoint, WeightTransport
+from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.replica_state import ReplicaReport
-
-WEIGHTS_DIGEST = "weights_digest"
-"""Under `details` of a checkpoint's manifest: the digest of its tensors."""
 
 
 class CheckpointTransport(WeightTransport):

@@ -23,16 +23,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from roundhouse.errors import DataError, InfraError, StoreError
-from roundhouse.store.directories import local_directory
-from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, model_location
+from roundhouse.store.directories import DIGESTS, FileDigests, local_directory
+from roundhouse.store.location import Location, NotFound, file_digest
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, is_as_written, model_location
 from roundhouse.store.stage import read_manifest
 from roundhouse.weight_sync.cache import CacheEntry, NodeCache, entry_key, private_directory
-from roundhouse.weight_sync.tensor_files import needs_retyping, retype, weight_files
+from roundhouse.weight_sync.tensor_files import digest_of_tensors, needs_retyping, tensor_digests, weight_files
+from roundhouse.weight_sync.tensor_writer import retype
 
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 * 2**20
+WEIGHTS_DIGEST = "weights_digest"
+"""Under `details` of a checkpoint's manifest: the digest of its tensors."""
 DOWNLOAD_THREADS = 8
 """One connection to a bucket is slower than the network."""
 
@@ -77,6 +80,35 @@ def fetch_in_dtype(uri: str, dtype: str, cache: NodeCache) -> tuple[Path, CacheE
     return made.path, made
 
 
+def proved_digest(uri: str, directory: Path) -> str:
+    """The digest of the tensors in a directory that the checkpoint at `uri` was fetched to, or was made into.
+
+    A digest that was taken while the bytes were written or fetched counts for as long as the files are the same: by their
+    stamps in place, by the manifest that names the entry of the node's cache. All else is read once more.
+
+    Raises:
+        DataError: there are no whole safetensors files.
+    """
+    files = weight_files(directory)
+    if (left := FileDigests.beside(directory).weights(directory)) is not None:
+        return left
+    try:
+        location = Location(uri)
+        manifest = Manifest.model_validate_json(location.read(MANIFEST))
+        digest = manifest.details.get(WEIGHTS_DIGEST)
+        if location.is_local:
+            named = manifest.model_files.by_name()
+            place = model_location(location).local_path
+            same = place == directory and all(
+                file.name in named and is_as_written(location, named[file.name]) for file in files
+            )
+        else:
+            same = directory.name == entry_key(uri, str(manifest))
+    except (StoreError, ValueError):  # no checkpoint of a run
+        same, digest = False, None
+    return digest if same and digest is not None else digest_of_tensors(tensor_digests(files))
+
+
 class CheckpointCache:
     """Of one node; several processes use it at a time. `directory` outlives them."""
 
@@ -112,7 +144,7 @@ class CheckpointCache:
         """Put what stands in a directory into the cache, as the checkpoint of these files."""
 
         def copy(partial: Path) -> None:
-            shutil.copytree(directory, partial, dirs_exist_ok=True)
+            shutil.copytree(directory, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DIGESTS))
 
         try:
             entry = self._cache().entry(content_key(files), copy)
@@ -143,7 +175,7 @@ def _fetch(reference: Reference, manifest: Manifest, partial: Path) -> None:
     source = source / manifest.directory if manifest.directory else source
     download(source, {name: file.size for name, file in files.items()}, partial)
     for name, file in files.items():
-        if _sha256(partial / name) != file.sha256:
+        if file_digest(partial / name) != file.sha256:
             raise StoreError(f"{reference.uri}/{file.path} is damaged: it is not what its manifest says. Restore it.")
 
 
@@ -209,7 +241,7 @@ def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:
     def fill(partial: Path) -> None:
         download(source, {name: size for name, (size, _) in files.items()}, partial)
         for name, (_, digest) in files.items():
-            if digest is not None and _sha256(partial / name) != digest:
+            if digest is not None and file_digest(partial / name) != digest:
                 raise DataError(f"{uri}/{name} is not what its manifest says. Restore it.")
 
     return cache.entry(entry_key(uri, str(manifest)), fill)
@@ -217,8 +249,3 @@ def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:
 
 def _is_weights(name: str) -> bool:
     return "/" not in name and name.endswith((".safetensors", ".json"))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,9 +1,9 @@
-"""The safetensors files of a checkpoint: their tensors as bytes, the digest of them, and the same in another number format.
+"""The safetensors files of a checkpoint: their tensors as bytes, and the digest of them.
 
-Invariants: what is read is views of the mapped file, so a checkpoint larger than memory can be walked through tensor by tensor.
-Two sets of files have one digest exactly when they hold the same names with the same dtypes, shapes and bytes (as far as
-SHA-256 tells); how the tensors are spread over files, and what metadata the files carry, does not matter. Rounding to another
-format is to the nearest, ties to even, element by element, so the same checkpoint gives the same bytes on every machine.
+Invariants: what is read is views of the mapped file, or a bounded part of it at a time, so a checkpoint larger than memory can
+be walked through tensor by tensor. Two sets of files have one digest exactly when they hold the same names with the same
+dtypes, shapes and bytes (as far as SHA-256 tells); how the tensors are spread over files, and what metadata the files carry,
+does not matter.
 
 The format: 8 bytes with the header's length, the header (JSON: name -> dtype, shape, data_offsets), then the tensors.
 """
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from roundhouse.errors import DataError
+from roundhouse.store.directories import DIGESTS, FileDigests
+from roundhouse.store.disk import CHUNK_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-INDEX = "model.safetensors.index.json"
+INDEX = ".safetensors.index.json"
 DIGEST_THREADS = 2
 
-_SAFETENSORS_NAMES = {
+SAFETENSORS_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "bfloat16": "BF16",
@@ -63,6 +65,8 @@ class Tensor:
     shape: tuple[int, ...]
     data: np.ndarray
     """[bytes] uint8, a view of the file."""
+    begin: int = 0
+    """Of the bytes in the file."""
 
     @property
     def element_bytes(self) -> int:
@@ -70,16 +74,16 @@ class Tensor:
 
 
 class TensorFile:
-    """A safetensors file, mapped, or its bytes where they are in memory already.
+    """A safetensors file, mapped.
 
     Raises:
         DataError: it is none, or is cut short.
     """
 
-    def __init__(self, path: Path, content: bytes | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            data = np.memmap(path, dtype=np.uint8, mode="r") if content is None else np.frombuffer(content, np.uint8)
+            data = np.memmap(path, dtype=np.uint8, mode="r")
             (length,) = struct.unpack("<Q", bytes(data[:8]))
             self.header = bytes(data[: 8 + length])
             entries = json.loads(self.header[8:])
@@ -104,7 +108,8 @@ class TensorFile:
     def tensor(self, name: str) -> Tensor:
         entry = self._entries[name]
         begin, end = entry["data_offsets"]
-        return Tensor(name, entry["dtype"], tuple(entry["shape"]), self._body[begin:end])
+        at = len(self.header) + begin
+        return Tensor(name, entry["dtype"], tuple(entry["shape"]), self._body[begin:end], at)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, in the order of their bytes."""
@@ -112,18 +117,24 @@ class TensorFile:
             yield self.tensor(name)
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, stem: str = "model") -> list[Path]:
     """The safetensors files of a Hugging Face directory: those that its index names, where it has one.
+
+    Args:
+        stem: of the index's name.
 
     Raises:
         DataError: there are none, or the index names one that is missing or outside of the directory.
     """
-    index = directory / INDEX
+    index = directory / f"{stem}{INDEX}"
     if not index.is_file():
         if not (present := sorted(directory.glob("*.safetensors"))):
             raise DataError(f"{directory} has no safetensors files. Name a Hugging Face directory with weights.")
         return present
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(f"{index} has no readable weight_map: {error!r}. Save or copy the model again.") from None
     if outside := [name for name in names if Path(name).name != name]:
         raise DataError(f"{index} names {outside[0][:200]!r}, which lies outside of its directory.")
     if missing := [name for name in names if not (directory / name).is_file()]:
@@ -142,22 +153,41 @@ def iterate(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest_of(directory: Path) -> str:
-    """`digest_of_tensors` of all tensors of a Hugging Face directory."""
-    return digest_of_tensors(tensor_digests(weight_files(directory)))
+    """`digest_of_tensors` of all tensors of a Hugging Face directory; that which their writer left, while they are as it left
+    them."""
+    return FileDigests.beside(directory).weights(directory) or digest_of_tensors(
+        tensor_digests(weight_files(directory))
+    )
 
 
-def tensor_digests(files: Iterable[Path | TensorFile], threads: int = DIGEST_THREADS) -> dict[str, str]:
+def tensor_digests(files: Iterable[Path], threads: int = DIGEST_THREADS) -> dict[str, str]:
     """`<dtype> <shape> <SHA-256 of the bytes>` of every tensor, by its name.
 
     Raises:
         DataError: a file is no safetensors file, or is cut short.
     """
 
-    def tensors() -> Iterator[Tensor]:
-        for file in files:
-            yield from (file if isinstance(file, TensorFile) else TensorFile(file)).tensors()
+    def digest(item: tuple[Path, Tensor]) -> tuple[str, str]:
+        path, tensor = item
+        taken, left = hashlib.sha256(), len(tensor.data)
+        with path.open("rb", buffering=0) as stream:  # not by the map, whose pages would count as this process's memory
+            stream.seek(tensor.begin)
+            while left and (chunk := stream.read(min(left, CHUNK_BYTES))):
+                taken.update(chunk)
+                left -= len(chunk)
+        return tensor.name, tensor_digest(tensor.dtype, tensor.shape, taken.hexdigest())
 
-    return dict(parallel_map(threads, _digest, tensors()))
+    every = ((path, tensor) for path in files for tensor in TensorFile(path).tensors())
+    return dict(parallel_map(threads, digest, every))
+
+
+def tensor_digest(dtype: str, shape: Iterable[int], sha256: str) -> str:
+    """What the digest of a checkpoint holds of one tensor.
+
+    Args:
+        dtype: by the name that safetensors has for it.
+    """
+    return f"{dtype} {'x'.join(map(str, shape))} {sha256}"
 
 
 def torch_digest(name: str, tensor: torch.Tensor) -> tuple[str, str]:
@@ -165,8 +195,8 @@ def torch_digest(name: str, tensor: torch.Tensor) -> tuple[str, str]:
     import torch
 
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    dtype = _SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")]
-    return _digest(Tensor(name, dtype, tuple(tensor.shape), data))
+    dtype = SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")]
+    return name, tensor_digest(dtype, tensor.shape, hashlib.sha256(memoryview(data)).hexdigest())  # type: ignore[arg-type]
 
 
 def digest_of_tensors(digests: dict[str, str]) -> str:
@@ -177,14 +207,9 @@ def digest_of_tensors(digests: dict[str, str]) -> str:
     return f"sha256:{whole.hexdigest()}"
 
 
-def _digest(tensor: Tensor) -> tuple[str, str]:
-    shape = "x".join(map(str, tensor.shape))
-    return tensor.name, f"{tensor.dtype} {shape} {hashlib.sha256(memoryview(tensor.data)).hexdigest()}"  # type: ignore[arg-type]
-
-
 def needs_retyping(directory: Path, dtype: str) -> bool:
     """Whether a tensor of the directory is of another floating-point type."""
-    wanted = _SAFETENSORS_NAMES[dtype]
+    wanted = SAFETENSORS_NAMES[dtype]
     return any(
         tensor.dtype in _FLOATING and tensor.dtype != wanted
         for path in weight_files(directory)
@@ -192,27 +217,10 @@ def needs_retyping(directory: Path, dtype: str) -> bool:
     )
 
 
-def retype(source: Path, target: Path, dtype: str) -> None:
-    """Write the directory's weights and JSON files to another, empty one."""
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    wanted = getattr(torch, dtype)
-    for path in weight_files(source):
-        with safe_open(path, "pt", device="cpu") as file:
-            tensors = {}
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                tensor = file.get_tensor(name)
-                tensors[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
-            save_file(tensors, target / path.name, metadata={"format": "pt"})
-    copy_side_files(source, target)
-
-
 def copy_side_files(source: Path, target: Path) -> None:
     """What an engine asks of a directory of weights beside the weights: its JSON files, but no manifest."""
     for path in sorted(source.glob("*.json")):
-        if path.name != "manifest.json" and not path.name.startswith("attempt-"):
+        if path.name not in ("manifest.json", DIGESTS) and not path.name.startswith("attempt-"):
             shutil.copyfile(path, target / path.name)
 
 

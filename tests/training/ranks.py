@@ -14,10 +14,13 @@ from typing import Any
 
 import psutil
 import torch
+from torch import distributed
+from torch.distributed.fsdp import FSDPModule
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.training.parallel import Ranks, join, leave
 from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.verbs import Role
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import sequences
 
@@ -33,13 +36,29 @@ def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
         reference_dir=case["reference"] and Path(case["reference"]),
         seed=3,
     )
-    metrics = []
+    metrics, reductions = [], _count_reductions()
     for iteration, (groups, size, seed) in enumerate(case["batches"], case["first"]):
         metrics.append(trainer.step(sequences(groups, size, seed=seed), iteration).metrics)
     trainer.save(out / case["name"])
     parameter = next(trainer.model.parameters())
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return {"metrics": metrics, "local": local.numel(), "whole": parameter.numel()}
+    groups = sum(isinstance(module, FSDPModule) for module in trainer.engine._scorers[Role.POLICY].modules())
+    counts = {"reductions": reductions[0], "groups": groups}
+    return {"metrics": metrics, "local": local.numel(), "whole": parameter.numel(), **counts}
+
+
+def _count_reductions() -> list[int]:
+    """How often gradients are added up over the ranks from now on, as the one element of a list."""
+    found = [0]
+    reduce: Any = getattr(distributed.reduce_scatter_single, "counted", distributed.reduce_scatter_single)
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        found[0] += 1
+        return reduce(*arguments, **options)
+
+    counting.counted = reduce  # type: ignore[attr-defined]
+    distributed.reduce_scatter_single = counting
+    return found
 
 
 def _listening(process: psutil.Process) -> list[str]:

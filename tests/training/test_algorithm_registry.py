@@ -8,13 +8,12 @@ from typing import Literal
 
 import pytest
 
-from roundhouse.config.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GRPOConfig
+from roundhouse.config.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GRPOConfig, PolicyGradient, TokenLoss
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.objectives import PolicyGradient, TokenLoss
 from roundhouse.errors import ConfigError
 from roundhouse.training import algorithms
-from roundhouse.training.algorithm import Algorithm
-from roundhouse.training.algorithms.group_relative import GroupRelative
+from roundhouse.training.algorithms import Algorithm
+from roundhouse.training.algorithms.built_in import GroupRelative
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import records

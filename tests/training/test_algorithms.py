@@ -11,16 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
+from roundhouse.config.algorithms import AdaptiveKL, AlgorithmConfig, GRPOConfig, OverlongShaping, Scaling
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.objectives import AdaptiveKL, OverlongShaping, Scaling
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import AlgorithmInputs, TokenSignals, check_columns
-from roundhouse.training.algorithms import build_algorithm
-from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
+from roundhouse.training.algorithms import AlgorithmInputs, TokenSignals, build_algorithm, check_columns
+from roundhouse.training.algorithms.policy_gradient import (
+    Groups,
+    PolicyGradientAlgorithm,
+    next_coefficient,
+    overlong_penalties,
+    scale,
+    to_go,
+)
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.rewards import Groups, next_coefficient, overlong_penalties, scale, to_go
 
 ONE_OF_FOUR = [1.0, 0.0, 0.0, 0.0]
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from roundhouse.training.balance import CostModel, cost_model, deal, imbalance, waiting
-from roundhouse.training.packing import pack
+from roundhouse.training.packing import CostModel, cost_model, deal, imbalance, pack, waiting
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
 

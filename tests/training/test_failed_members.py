@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 
 from roundhouse.config.models import OptimizerConfig, TrainConfig, ValidationConfig
 from roundhouse.stages.validate import in_plan_order
-from roundhouse.training.algorithms.policy_gradient import PolicyGradientAlgorithm
+from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.rewards import Groups
-from roundhouse.trajectories.group_statistics import groups_with_spread
-from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
-from roundhouse.trajectories.tokens import digest_tokens
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn, digest_tokens, groups_with_spread
 from roundhouse.trajectories.validation import Validated, validate
 from tests.training.bigram import BigramService, trainer_over
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from roundhouse.config.algorithms import GRPOConfig
-from roundhouse.training.algorithms.group_relative import GroupRelative
+from roundhouse.training.algorithms.built_in import GroupRelative
+from roundhouse.training.algorithms.policy_gradient import Groups
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.rewards import Groups
 from tests.training import reference
 from tests.training.tiny import record, records
 

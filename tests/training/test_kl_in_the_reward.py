@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from roundhouse.config.algorithms import AlgorithmConfig
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import OptimizerConfig, TrainConfig
-from roundhouse.training.rewards import sampled_kl
+from roundhouse.training.algorithms.policy_gradient import sampled_kl
 from roundhouse.training.service.verbs import Role
 from tests.training.bigram import BigramService, exact_kl, rollouts, trainer_over
 

@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from roundhouse.config.algorithms import GRPOConfig
-from roundhouse.training.algorithm import LossSettings
-from roundhouse.training.loss import LossTokens, clipped_policy_loss, reference_kl, sequence_scale, token_loss
+from roundhouse.training.algorithms import LossSettings
+from roundhouse.training.loss import (
+    LossTokens,
+    add_mismatch,
+    clipped_policy_loss,
+    correction_weights,
+    reference_kl,
+    sequence_scale,
+    token_loss,
+)
 from roundhouse.training.metrics import METRICS, Denominator, MetricSums
-from roundhouse.training.mismatch import add_mismatch, correction_weights
 from tests.training import reference
 
 LENGTHS = [3, 1, 7, 2]

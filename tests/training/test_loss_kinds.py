@@ -13,11 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.training.algorithm import LossSettings
-from roundhouse.training.loss import LossTokens, reference_kl, sequence_scale, token_loss
+from roundhouse.training.algorithms import LossSettings
+from roundhouse.training.algorithms.policy_gradient import sampled_kl
+from roundhouse.training.loss import (
+    LossTokens,
+    add_correction,
+    correction_weights,
+    reference_kl,
+    sequence_scale,
+    token_loss,
+)
 from roundhouse.training.metrics import MetricSums
-from roundhouse.training.mismatch import add_correction, correction_weights
-from roundhouse.training.rewards import sampled_kl
 from tests.training import reference
 
 LENGTHS = [3, 1, 7, 2, 4]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.training import lora, parallel
+from roundhouse.training import layers, parallel
 from roundhouse.training.checkpoint import save_model
-from roundhouse.training.lora import save_adapter
-from roundhouse.training.optimizer import OPTIMIZER_FILE, save_optimizer
+from roundhouse.training.layers import save_adapter
+from roundhouse.training.optimizer import OPTIMIZER, save_optimizer
 from roundhouse.training.parallel import Ranks
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import sequences
@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_write_keeps_no_gathered_tensor(
         return whole
 
     monkeypatch.setattr(parallel, "full", gather)
-    monkeypatch.setattr(lora, "full", gather)
+    monkeypatch.setattr(layers, "full", gather)
     second = Ranks(rank=1, size=2)
     save_model(trainer.model, {}, tmp_path, second)
     save_optimizer(trainer.model, trainer.engine.optimizer, tmp_path, second)
@@ -45,4 +45,4 @@ def test_a_rank_that_does_not_write_keeps_no_gathered_tensor(
     assert most <= 6, "a matrix with the two of its adapter, and those before while they are replaced"
     assert not list(tmp_path.iterdir())
     save_optimizer(trainer.model, trainer.engine.optimizer, tmp_path, Ranks(rank=0, size=2))
-    assert (tmp_path / OPTIMIZER_FILE).is_file()
+    assert (tmp_path / f"{OPTIMIZER}.safetensors").is_file()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roundhouse.stages.train_process import RANKS_MEET_BY_FILE, torchrun
+from roundhouse.launch.subprocesses import RANKS_MEET_BY_FILE, torchrun
 from roundhouse.training.parallel import Ranks
 from tests.training.ranks import train
 
@@ -21,7 +21,12 @@ ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"tokens_per_microbatch": 100, "minibatches": 2},
-    "sequence means": {"tokens_per_microbatch": 60, "minibatches": 2, "algorithm": {"loss_aggregation": "sequence"}},
+    "reduced in each microbatch": {
+        "tokens_per_microbatch": 30,
+        "minibatches": 2,
+        "reduce_gradients": "microbatch",
+    },
+    "sequence means": {"tokens_per_microbatch": 30, "minibatches": 2, "algorithm": {"loss_aggregation": "sequence"}},
     "padded": {"tokens_per_microbatch": 100, "minibatches": 2, "packing": False},
     "one bin for two ranks": {"tokens_per_microbatch": 100_000, "minibatches": 1},
     "reference, entropy, chunks, recomputed activations": {
@@ -122,6 +127,15 @@ def test_two_ranks_report_the_metrics_of_one(name: str, alone: tuple[Path, Any],
 def test_each_rank_holds_its_part_of_the_parameters(together: tuple[Path, Any]) -> None:
     for found in together[1].values():
         assert found["local"] * 2 == found["whole"]
+
+
+def test_gradients_are_added_up_once_an_update(together: tuple[Path, Any]) -> None:
+    """By each of FSDP's groups of parameters; in each microbatch only where that is asked for."""
+    once, each = (together[1][name] for name in ("sequence means", "reduced in each microbatch"))
+    updates = sum(metrics["num_updates"] for metrics in once["metrics"])
+    assert once["reductions"] == once["groups"] * updates
+    assert sum(metrics["num_microbatches"] for metrics in once["metrics"]) >= 4 * updates, "both ranks accumulate"
+    assert each["reductions"] >= 2 * once["reductions"]
 
 
 def test_ranks_of_one_machine_listen_on_loopback_only(together: tuple[Path, Any]) -> None:

@@ -12,10 +12,10 @@ import torch
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.stages.freshness import drift, staleness_metrics
-from roundhouse.stages.recomputed import mismatched
+from roundhouse.stages.validate import mismatched
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
-from roundhouse.trajectories.sequences import tolerances
+from roundhouse.trajectories.schemas import tolerances
 from tests.training.bigram import BigramService, trainer_over
 
 TOKENS, FORGED = 40, 30

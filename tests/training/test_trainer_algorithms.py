@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from roundhouse.config.algorithms import AlgorithmConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import AlgorithmInputs
-from roundhouse.training.algorithms import build_algorithm
+from roundhouse.training.algorithms import AlgorithmInputs, build_algorithm
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS
 from roundhouse.training.trainer import Trainer

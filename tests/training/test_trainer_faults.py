@@ -134,7 +134,7 @@ def test_trainer_state_that_is_damaged_or_of_another_model_is_refused(model_dir:
         Trainer.load(tmp_path / "saved", CONFIG, trainer_state=state)
     (state / "state.json").write_text("{}")
     (state / "optimizer.safetensors").write_bytes(b"short")
-    with pytest.raises(DataError, match=r"optimizer.safetensors cannot be read"):
+    with pytest.raises(DataError, match=r"The optimizer state in .* cannot be read"):
         Trainer.load(tmp_path / "saved", CONFIG, trainer_state=state)
 
 

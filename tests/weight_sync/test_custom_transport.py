@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from roundhouse.config.loading import parse_config
+from roundhouse.config.generation import CustomWeightSync
+from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.config.models import RunConfig
 from roundhouse.config.section import Section
-from roundhouse.config.trust import unnamed_code
-from roundhouse.config.weight_sync import CustomWeightSync
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration

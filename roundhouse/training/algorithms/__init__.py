@@ -1,17 +1,23 @@
-"""The algorithms, one module each: sources of columns (`training.algorithm`), registered by their configuration section.
+"""What an algorithm is, and the registry: a rule from sequences and rewards to per-token columns, found by its section.
 
-Invariant: a section has one algorithm, its own or that of the section it extends, and only the algorithm's module knows it.
-A new algorithm is two files: a section in `roundhouse.config.algorithms`, and a module in this directory, found by being here.
+Invariant: a section has one algorithm, its own or that of the section it extends, and only the algorithm's module knows it. A
+new built-in algorithm is two files: a section in `roundhouse.config.algorithms`, and a module in this directory, found by being
+here.
 
     @register(SignOnlyConfig)
     class SignOnly(PolicyGradientAlgorithm): ...
 
-group_relative        grpo, dr_grpo, rloo, dapo, gspo, cispo: they differ in constants alone
-gdpo                  an advantage for each reward component
-reinforce_plus_plus   KL in the reward of each token, normalised over the batch
-cross_entropy         likelihood of chosen rollouts
-distillation          a teacher's log-probability of each token
-custom                a user's own class, by `module:Class` or `path/to/file.py:Class`
+The kind `custom` is a user's own class, by `module:Class` or `path/to/file.py:Class`.
+
+The trainer knows no algorithm: everything that tells one algorithm from another reaches the trainer as numbers per token
+(`TokenColumns`) and the constants of the token loss (`LossSettings`). The trainer minimises, over all tokens with a non-zero
+weight,
+
+    scale · ( policy_weight · policy_loss(advantage) + cross_entropy_weight · (−cur)
+              + reference_kl_weight · KL − entropy_weight · entropy )
+
+where `scale` makes it a mean (`loss.sequence_scale`). A token whose weights are all zero is not trained on and counts in no
+denominator; a sequence without any other token is not even computed.
 """
 
 from __future__ import annotations
@@ -19,13 +25,138 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol, TypeVar
 
-from roundhouse.config.algorithms import CustomAlgorithmConfig
-from roundhouse.config.objectives import TokenLoss
-from roundhouse.errors import ConfigError
+import numpy as np
+
+from roundhouse.config.algorithms import Aggregation, CustomAlgorithmConfig, MismatchCorrection, TokenLoss
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.import_string import load_class
-from roundhouse.training.algorithm import Algorithm
+from roundhouse.training.batch import TrainingSequences
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """The constants of the token loss; formulas in `loss` and `mismatch`, meanings in `roundhouse.config.algorithms`."""
+
+    policy_loss: Literal["clipped", "cispo", "reinforce"] = "clipped"
+    importance_ratio: Literal["token", "sequence", "on_policy"] = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_importance_weighting: bool = False
+    aggregation: Aggregation = "token"
+    fixed_length: int | None = None
+    mismatch_correction: MismatchCorrection = "none"
+    mismatch_bounds: tuple[float, float] = (0.5, 5.0)
+    max_sequence_error: float | None = None
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether a token's term depends on the other tokens of its sequence."""
+        return (
+            self.importance_ratio == "sequence"
+            or self.mismatch_correction == "seq-mask-tis"
+            or self.max_sequence_error is not None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """One value a token of the sequences, all [T] float32 and zero off the loss mask. Weights include coefficients."""
+
+    advantages: np.ndarray
+    policy_weights: np.ndarray
+    reference_kl_weights: np.ndarray
+    entropy_weights: np.ndarray
+    cross_entropy_weights: np.ndarray
+
+    @property
+    def trained(self) -> np.ndarray:
+        """[T] bool: the tokens that take part in the loss."""
+        weights = (self.policy_weights, self.reference_kl_weights, self.entropy_weights, self.cross_entropy_weights)
+        return np.logical_or.reduce([column != 0 for column in weights])
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmInputs:
+    """What the trainer knows of the tokens before the columns are made."""
+
+    old: np.ndarray | None = None
+    """[T] float32: log-probabilities under the weights before the first update; given when `needs_log_probs`."""
+    reference: np.ndarray | None = None
+    """[T] float32: those of the reference (of a teacher, in distillation); given when both `needs_…` hold."""
+    kl_coefficient: float | None = None
+    """Where an adaptive controller stands; None: where the configuration starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSignals:
+    """What an algorithm makes of an iteration's sequences."""
+
+    columns: TokenColumns
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By the names of `metrics.METRICS`."""
+    sequence_columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """[S] each: what a person wants to see beside a sequence (advantage, baseline)."""
+
+
+class Algorithm(Protocol):
+    """A source of columns."""
+
+    @property
+    def loss(self) -> LossSettings:
+        """Constants of the token loss."""
+        ...
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference (or teacher) model has to be loaded."""
+        ...
+
+    @property
+    def needs_log_probs(self) -> bool:
+        """Whether `compute` reads the log-probabilities of its inputs, so that they are computed for all sequences."""
+        ...
+
+    def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = ...) -> TokenSignals:
+        """Compute the columns; pure, the same for the same arguments.
+
+        Raises:
+            DataError: the sequences lack what the algorithm needs.
+        """
+        ...
+
+
+def check_columns(columns: TokenColumns, sequences: TrainingSequences, origin: str) -> None:
+    """Refuse columns that would train the wrong tokens; `origin` names who made them.
+
+    Raises:
+        DataError: a column has another length than the tokens, a value that is not finite, or one off the loss mask.
+    """
+    for name in (column.name for column in fields(TokenColumns)):
+        values = getattr(columns, name)
+        if values.shape != sequences.token_ids.shape:
+            raise DataError(
+                f"{origin}: column {name} has the shape {values.shape}, the sequences have {len(sequences.token_ids)} tokens."
+            )
+        if len(wrong := np.flatnonzero(~np.isfinite(values))):
+            raise DataError(
+                f"{origin}: column {name} of sequence {_owner(sequences, wrong[0])!r} is {values[wrong[0]]}. Every value "
+                "has to be finite."
+            )
+        if len(wrong := np.flatnonzero((values != 0) & ~sequences.loss_mask)):
+            raise DataError(
+                f"{origin}: column {name} of sequence {_owner(sequences, wrong[0])!r} is not 0 on a token that the policy "
+                "did not generate. Multiply it by the loss mask."
+            )
+
+
+def _owner(sequences: TrainingSequences, token: int) -> str:
+    return sequences.sequence_ids[int(sequences.sequence_of_token[token])]
+
 
 Factory = TypeVar("Factory", bound=Callable[..., Algorithm])
 
@@ -68,7 +199,7 @@ def _load_custom(config: CustomAlgorithmConfig) -> Algorithm:
     if lacking := [name for name in _MEMBERS if not hasattr(found, name)]:
         raise ConfigError(
             f"{key}: the class has no {', '.join(lacking)}. Subclass PolicyGradientAlgorithm "
-            "(roundhouse.training.algorithms.policy_gradient), or give all of Algorithm (roundhouse.training.algorithm)."
+            "(roundhouse.training.algorithms.policy_gradient), or give all of Algorithm (roundhouse.training.algorithms)."
         )
     try:
         return found(config, **config.parameters)

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.train_service import RayService
+from roundhouse.config.training import RayService
 from roundhouse.errors import InfraError
 from roundhouse.training.service import protocol
 from roundhouse.training.service.files import TransferredFile, write_checked

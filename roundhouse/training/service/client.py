@@ -7,6 +7,7 @@ not certain that it was applied, the verb raises `InfraError`. Every request has
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import httpx
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError, InfraError
+from roundhouse.retry import Backoff
 from roundhouse.training.service import protocol
 from roundhouse.training.service.files import CHUNK, TransferredFile, write_checked
 from roundhouse.training.service.wire import ChannelService
@@ -24,7 +26,7 @@ from roundhouse.training.service.wire import ChannelService
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+PAUSES = Backoff(0.2, longest=10.0)
 _UNANSWERED = {502, 503, 504}
 """What a proxy says in the server's place."""
 
@@ -133,8 +135,9 @@ class HttpChannel:
         Raises:
             InfraError: there is none within `retry_seconds`, or it says that the service failed or lost the session.
         """
-        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
-        while True:
+        deadline = time.monotonic() + self.retry_seconds
+        for number in itertools.count(1):
+            pause = PAUSES.pause(number)
             try:
                 answer = attempt()
                 problem = f"status {answer.status_code}" if answer.status_code in _UNANSWERED else None
@@ -151,4 +154,4 @@ class HttpChannel:
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+        raise AssertionError("unreachable: the count has no end")

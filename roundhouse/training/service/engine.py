@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ import numpy as np
 import torch
 
 from roundhouse.config.models import TrainConfig
+from roundhouse.cpu import threads_for
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.balance import Dealer, cost_model
 from roundhouse.training.checkpoint import (
     TRAINER_DIRECTORY,
     Cursor,
@@ -37,13 +36,12 @@ from roundhouse.training.forward import (
     recompute_log_probs,
     vocabulary_size,
 )
-from roundhouse.training.layers import checkpoint_activations, decoder_layers, replace_norms
-from roundhouse.training.lora import attach, save_adapter
+from roundhouse.training.layers import attach, checkpoint_activations, decoder_layers, replace_norms, save_adapter
 from roundhouse.training.loss import LossTokens, token_loss
 from roundhouse.training.metrics import MetricSums
 from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
-from roundhouse.training.packing import build_microbatches
-from roundhouse.training.parallel import Ranks, full, shard
+from roundhouse.training.packing import Dealer, build_microbatches, cost_model
+from roundhouse.training.parallel import Ranks, full, reduce_gradients, shard
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
 
 if TYPE_CHECKING:
@@ -73,7 +71,6 @@ class TrainEngine:
         self.device = torch.device("cuda" if config.device != "cpu" and gpu else "cpu")
         if self.device.type == "cuda" and (advice := unfit_for_gpu(config)):
             logger.warning("On a GPU: %s. See docs/training-at-scale.md.", "; ".join(advice))
-        self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._scorers: dict[Role, Scorer] = {}
         self._dealer: Dealer | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -89,6 +86,12 @@ class TrainEngine:
         if self._optimizer is None:
             raise DataError("No policy was loaded: call load_checkpoint first.")
         return self._optimizer
+
+    @property
+    def threads(self) -> int:
+        """CPU threads, by the policy's size unless the configuration names a number."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return threads_for(parameters, self.config.threads, processes=self.ranks.here)
 
     def facts(self) -> ModelFacts:
         positions = getattr(self.model.config, "max_position_embeddings", None)
@@ -183,7 +186,9 @@ class TrainEngine:
             packed=config.packing,
             dealer=self._dealer,
         )
-        for microbatch in microbatches:
+        for number, microbatch in enumerate(microbatches, 1):
+            if self.ranks.size > 1 and config.reduce_gradients == "update":
+                reduce_gradients(scorer, number == len(microbatches))
             prediction = scorer.predict(microbatch.to(self.device), with_entropy=with_entropy)
             if microbatch.real_tokens == 0:
                 prediction.log_probs.sum().backward()

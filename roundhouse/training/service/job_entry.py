@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from roundhouse.errors import EXIT_CODES, ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.store.location import Location, NotFound
 
-ERROR = "error.json"
+SPEC, REPORT, ERROR = "spec.json", "report.json", "error.json"
 
 Spec = TypeVar("Spec", bound=BaseModel)
 

@@ -17,7 +17,6 @@ import argparse
 import io
 import logging
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.health.taxonomy import typed
-from roundhouse.observability import set_up_observability
-from roundhouse.store.directories import local_directory, plain_directory, upload_model
+from roundhouse.health.policy import typed
+from roundhouse.logs import set_up_observability
+from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, upload_model
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.stage import read_table
@@ -38,12 +37,12 @@ from roundhouse.training.checkpoint import TRAINER_DIRECTORY
 from roundhouse.training.metrics import StepReport
 from roundhouse.training.parallel import Ranks, join, leave
 from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
+from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
 from roundhouse.training.trainer import Trainer
-from roundhouse.trajectories.sequences import tolerances
+from roundhouse.trajectories.schemas import tolerances
 from roundhouse.weight_sync.checkpoint_files import CheckpointCache
 
-REPORT, COLUMNS = "report.json", "columns.parquet"
+COLUMNS = "columns.parquet"
 
 
 class StepSpec(BaseModel):
@@ -116,12 +115,13 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
     )
     judged = tolerances(batch.policy_versions, spec.base.policy_version, spec.recompute_tolerance)
     report = trainer.step(batch, spec.iteration, judged)
-    with tempfile.TemporaryDirectory() as directory:
-        trainer.save(Path(directory))
+    place = Location(spec.checkpoint)
+    with scratch_beside(place) as directory:
+        trainer.save(directory)
         if ranks.leads:
-            written = upload_model(Location(spec.checkpoint), spec.attempt, Path(directory))
+            written = upload_model(place, spec.attempt, directory, move=kept is None)
             if kept is not None:
-                kept.keep(written.named(), Path(directory))
+                kept.keep(written.named(), directory)
             more = {} if kept is None else {"fetched_bytes": float(kept.fetched_bytes)}
             _write(spec, len(batch), report, written, more)
     if kept is not None:

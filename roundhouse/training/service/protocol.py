@@ -16,6 +16,8 @@ safetensors (`wire`), everything else as JSON.
     POST   /v1/load_checkpoint        LoadCheckpoint, numbered       -> Cursor
     POST   /v1/save_checkpoint        Cursor, numbered               -> FileList
     GET    /v1/blobs/<sha256>                                        -> bytes of a file
+    POST   /v1/load_directory         LoadDirectory, numbered        -> Cursor         resident ranks of the driver's machine
+    POST   /v1/save_directory         SaveDirectory, numbered        -> {}             only (`ranks`)
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
 
@@ -46,6 +48,7 @@ from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.files import TransferredFile
 from roundhouse.training.service.verbs import Role
 
@@ -58,7 +61,7 @@ NUMBER_HEADER = "x-roundhouse-call"
 ARRAYS = "application/x-safetensors"
 
 READING = ("facts", "forward/policy", "forward/reference")
-CHANGING = ("forward_backward", "optim_step", "load_checkpoint", "save_checkpoint")
+CHANGING = ("forward_backward", "optim_step", "load_checkpoint", "save_checkpoint", "load_directory", "save_directory")
 """The verbs: those of the first kind may be asked at any time, those of the second are numbered."""
 
 ERRORS: dict[str, tuple[int, type[RoundhouseError]]] = {
@@ -114,6 +117,21 @@ class LoadCheckpoint(_Body):
     files: list[TransferredFile]
     trainer_state: list[TransferredFile] | None
     """None begins optimizer and cursor anew."""
+
+
+class LoadDirectory(_Body):
+    """`load_checkpoint` from directories that driver and service both see."""
+
+    role: Role
+    directory: str
+    trainer_state: str | None
+
+
+class SaveDirectory(_Body):
+    """`save_checkpoint` to a directory that driver and service both see."""
+
+    directory: str
+    cursor: Cursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,8 +30,10 @@ from roundhouse.training.service.protocol import (
     CallReply,
     FileList,
     LoadCheckpoint,
+    LoadDirectory,
     LogProbs,
     OptimStep,
+    SaveDirectory,
     parse,
     refusal,
 )
@@ -40,6 +42,8 @@ from roundhouse.training.service.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
 
+Asked = TypeVar("Asked", LoadDirectory, SaveDirectory)
+
 _NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that say nothing of the weights' shapes or of what is computed with them."""
 
@@ -47,12 +51,24 @@ _NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dty
 class ServedTrainEngine:
     """An engine for the session that is open, of one architecture."""
 
-    def __init__(self, model: Path | None, machine: TrainConfig, scratch: Path) -> None:
+    def __init__(
+        self,
+        model: Path | None,
+        machine: TrainConfig,
+        scratch: Path,
+        *,
+        open_engine: Callable[[TrainConfig, float], TrainEngine] | None = None,
+        takes_directories: bool = False,
+    ) -> None:
         """Args:
         model: Hugging Face directory; checkpoints of another architecture are refused. None takes the first one's.
         machine: its `device` and `threads` are used.
         scratch: an empty directory on a disk with room for two checkpoints.
+        open_engine: makes the engine of a session, given its configuration and temperature.
+        takes_directories: the driver is on this machine and may name directories, which no file has to cross for.
         """
+        self._open_engine = open_engine or (lambda config, temperature: TrainEngine(config, temperature=temperature))
+        self._takes_directories = takes_directories
         self.architecture = None if model is None else _architecture(model)
         self.shelf = Shelf(scratch / "blobs", model)
         self._machine, self._scratch = machine, scratch
@@ -68,6 +84,8 @@ class ServedTrainEngine:
             "optim_step": self._optim_step,
             "load_checkpoint": self._load_checkpoint,
             "save_checkpoint": self._save_checkpoint,
+            "load_directory": self._load_directory,
+            "save_directory": self._save_directory,
         }
         try:
             return works[verb](body)
@@ -81,7 +99,7 @@ class ServedTrainEngine:
         """An engine without weights, in place of the one before."""
         self.end()
         own = {"device": self._machine.device, "threads": self._machine.threads}
-        self._engine = TrainEngine(config.model_copy(update=own), temperature=temperature)
+        self._engine = self._open_engine(config.model_copy(update=own), temperature)
 
     def end(self) -> None:
         if self._engine is not None:
@@ -126,6 +144,22 @@ class ServedTrainEngine:
         files = self.shelf.keep_only(directory)
         shutil.rmtree(directory)
         return _json(FileList(files=files).model_dump())
+
+    def _load_directory(self, body: bytes) -> CallReply:
+        asked = self._on_this_machine(parse(LoadDirectory, body))
+        state = None if asked.trainer_state is None else Path(asked.trainer_state)
+        cursor = self._held().load_checkpoint(Path(asked.directory), trainer_state=state, role=asked.role)
+        return _json(cursor.model_dump())
+
+    def _save_directory(self, body: bytes) -> CallReply:
+        asked = self._on_this_machine(parse(SaveDirectory, body))
+        self._held().save_checkpoint(Path(asked.directory), asked.cursor)
+        return _json({})
+
+    def _on_this_machine(self, asked: Asked) -> Asked:
+        if not self._takes_directories:
+            raise DataError("This train service takes checkpoints as files. Use load_checkpoint and save_checkpoint.")
+        return asked
 
     def _laid_out(self, files: Sequence[TransferredFile], target: Path) -> Path:
         self.shelf.lay_out(files, target)

@@ -27,9 +27,9 @@ from fastapi.responses import FileResponse, JSONResponse
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.secrets import read_secret
-from roundhouse.config.train_service import TOKEN_VARIABLE
+from roundhouse.config.training import TOKEN_VARIABLE
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
-from roundhouse.http.same_origin import SameOrigin, is_loopback
+from roundhouse.http.asgi import SameOrigin, is_loopback
 from roundhouse.training.service import protocol
 from roundhouse.training.service.protocol import CallLog, CallReply, SessionLease
 from roundhouse.training.service.served import ServedTrainEngine
@@ -208,7 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8500)
     parser.add_argument("--token-file", help=f"bearer token; else the variable {TOKEN_VARIABLE}")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 takes half of the cores")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads; 0 takes one for a small model, else all cores"
+    )
     parser.add_argument(
         "--idle-seconds", type=float, default=3600, help="silence after which another run may take over"
     )

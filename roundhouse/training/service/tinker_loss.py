@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import LossSettings
-from roundhouse.training.mismatch import borne_out
+from roundhouse.training.algorithms import LossSettings
+from roundhouse.training.loss import borne_out
 from roundhouse.training.service.verbs import LossBatch, TokenBatch
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]

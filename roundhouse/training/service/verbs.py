@@ -21,11 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
-from roundhouse.config.models import TrainConfig
-from roundhouse.config.secrets import read_secret
-from roundhouse.config.train_service import ProcessService, RayService, RemoteService, ResidentService
-from roundhouse.errors import ConfigError, DataError
-from roundhouse.training.algorithm import LossSettings, TokenColumns
+from roundhouse.errors import DataError
+from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.metrics import Share
@@ -82,7 +79,7 @@ class LossBatch:
     ref_logprobs: np.ndarray | None = None
     """The reference's; None without a KL term."""
     tolerance: np.ndarray | None = None
-    """Of the token's sequence, how far recorded and old log-probabilities may be apart (`mismatch.borne_out`), 0 for any; a
+    """Of the token's sequence, how far recorded and old log-probabilities may be apart (`loss.borne_out`), 0 for any; a
     sequence beyond it has weight 0. None: any."""
 
 
@@ -196,43 +193,3 @@ def check_fits(facts: ModelFacts, sequences: TrainingSequences) -> None:
             f"sequence {owner!r} has {longest} tokens, but the model has {facts.positions} positions. Lower "
             "rollout.max_tokens."
         )
-
-
-def open_service(
-    config: TrainConfig, *, owner: str, temperature: float, placement_group: str | None = None
-) -> TrainService:
-    """The service that `config.service` names, to be closed by the caller; nothing is shared between two calls.
-
-    Args:
-        owner: who trains; a remote service tells runs apart by it.
-        placement_group: id of Ray's, in whose last bundle an actor is to be.
-
-    Raises:
-        ConfigError: the service is one process a step, which has no verbs, or a token cannot be read.
-        InfraError: Ray cannot be reached.
-    """
-    service = config.service
-    if isinstance(service, ResidentService):
-        from roundhouse.training.service.engine import TrainEngine
-
-        return TrainEngine(config, temperature=temperature)
-    if isinstance(service, RayService):
-        from roundhouse.training.service.actor import RayTrainService
-
-        return RayTrainService(config, service, temperature=temperature, placement_group=placement_group)
-    if isinstance(service, RemoteService):
-        from roundhouse.training.service.client import RemoteTrainService
-
-        return RemoteTrainService(
-            service.url,
-            config,
-            owner=owner,
-            token=read_secret(service.token_variable, service.token_file),
-            temperature=temperature,
-            timeout_seconds=service.timeout_seconds,
-            retry_seconds=service.retry_seconds,
-        )
-    assert isinstance(service, ProcessService)
-    raise ConfigError(
-        "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
-    )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from roundhouse.errors import DataError
-from roundhouse.training.algorithm import LossSettings, TokenColumns
+from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.metrics import Share
 from roundhouse.training.service.files import inside
 from roundhouse.training.service.protocol import CallLog, CallRefused, CallReply, LeaseHeld, SessionLease, SessionLost

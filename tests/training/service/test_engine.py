@@ -11,7 +11,7 @@ import torch
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError
-from roundhouse.training.algorithm import LossSettings, TokenColumns
+from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.engine import TrainEngine, unfit_for_gpu
 from roundhouse.training.service.verbs import LossBatch, TokenBatch, token_positions

@@ -17,6 +17,7 @@ import pytest
 from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.store.directories import DIGESTS
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.server import require_token_beyond_loopback
@@ -42,7 +43,11 @@ def remote(url: str, owner: str = "run-1", **options: object) -> RemoteTrainServ
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {f.relative_to(directory).as_posix(): f.read_bytes() for f in directory.rglob("*") if f.is_file()}
+    return {
+        f.relative_to(directory).as_posix(): f.read_bytes()
+        for f in directory.rglob("*")
+        if f.is_file() and f.name != DIGESTS
+    }
 
 
 def in_process(model_dir: Path, reference_dir: Path, directory: Path, iterations: int = 2) -> dict[str, bytes]:

@@ -1,0 +1,275 @@
+"""The built-in algorithms: each states its formula, its invariant and its source.
+
+GroupRelative          grpo, dr_grpo, rloo, dapo, gspo, cispo: they differ in constants alone
+GDPO                   an advantage for each reward component
+ReinforcePlusPlus      KL in the reward of each token, normalised over the batch
+OnPolicyDistillation   a teacher's log-probability of each token
+CrossEntropy           likelihood of chosen rollouts
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roundhouse.config.algorithms import (
+    CrossEntropyConfig,
+    DistillationConfig,
+    GDPOConfig,
+    GroupRelativeConfig,
+    ReinforcePlusPlusConfig,
+)
+from roundhouse.errors import DataError
+from roundhouse.training.algorithms import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals, register
+from roundhouse.training.algorithms.policy_gradient import (
+    Groups,
+    PolicyGradientAlgorithm,
+    Rewards,
+    current_coefficient,
+    per_token,
+    reward_metrics,
+    to_go,
+    token_weights,
+)
+from roundhouse.training.batch import TrainingSequences
+
+STD_EPSILON = 1e-6
+
+
+@register(GroupRelativeConfig)
+class GroupRelative(PolicyGradientAlgorithm):
+    """GRPO's advantage and its relatives': how much better a rollout was than the rollouts of the same task.
+
+    Invariant: within a group the rollouts' advantages sum to zero, and a group whose rewards are all equal has no weight at
+    all: it is not trained on (neither policy, KL nor entropy term) and counts in no denominator, so the step is the mean over
+    what was trained. With reward r, group mean m, sample standard deviation s and size n:
+
+        A = r − m                                    DeepSeekMath, arXiv 2402.03300
+        A = (r − m) · n / (n − 1)                    leave_one_out: r minus the mean of the others (RLOO, 2402.14740)
+        A / (s + 1e-6)                               normalize_by_std; without it, Dr. GRPO's advantage (2503.20783)
+
+    The spread is always the whole group's. Taking it over the others only (as leave-one-out sometimes is done) makes it zero
+    for the single right answer among wrong ones, which then is sharpened by nothing or by infinity.
+
+    The kinds grpo, dr_grpo, rloo, dapo, gspo and cispo differ in these two switches and in the constants of the loss.
+    """
+
+    def __init__(self, config: GroupRelativeConfig) -> None:
+        super().__init__(config)
+        self.leave_one_out, self.normalize_by_std = config.leave_one_out, config.normalize_by_std
+
+    def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        return group_advantages(rewards.values, groups, self.leave_one_out, self.normalize_by_std)
+
+    def baselines(self, groups: Groups) -> np.ndarray:
+        return group_baselines(groups, self.leave_one_out)
+
+
+def group_baselines(groups: Groups, leave_one_out: bool) -> np.ndarray:
+    """[S] mean of the group, or of the others in it (a rollout alone is its own baseline)."""
+    means, sizes = groups.of_sequences(groups.means), groups.of_sequences(groups.sizes)
+    if not leave_one_out:
+        return means
+    own = groups.rollout_rewards[groups.rollout_of_sequence]
+    others = (means * sizes - own) / np.maximum(sizes - 1, 1)
+    return np.where(sizes > 1, others, own)
+
+
+def group_advantages(rewards: np.ndarray, groups: Groups, leave_one_out: bool, normalize_by_std: bool) -> np.ndarray:
+    """[S] advantages of `rewards` ([S]), of which `groups` holds the statistics; 0 in a group without spread."""
+    advantages = rewards - group_baselines(groups, leave_one_out)
+    if normalize_by_std:
+        advantages = advantages / (groups.of_sequences(groups.stds) + STD_EPSILON)
+    return np.where(groups.of_sequences(groups.has_spread), advantages, 0.0)
+
+
+@register(GDPOConfig)
+class GDPO(GroupRelative):
+    """GDPO: every reward component is compared within its group by itself, then they are added up (arXiv 2601.05242).
+
+    Invariant: a component that is noisy or large cannot drown another, because each is normalised alone; a rollout without one
+    of the components is refused, never counted as 0.
+
+        A = Σ_c weight_c · GRPO's advantage of component c,        then over the iteration's rollouts (A − mean) / (std + 1e-6)
+
+        components of a group of two      format 1 0   correct 0 0      GRPO sees 1 0 and could not tell which part paid
+    """
+
+    def __init__(self, config: GDPOConfig) -> None:
+        super().__init__(config)
+        self.weights, self.normalize_batch = config.weights, config.normalize_batch
+
+    def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        total = np.zeros(len(sequences))
+        for name, weight in self._components(sequences).items():
+            values = sequences.reward_components[name]
+            of_component = Groups.of(sequences, values)
+            total += weight * group_advantages(values, of_component, self.leave_one_out, self.normalize_by_std)
+        if not self.normalize_batch:
+            return total
+        teaching = self.trainable_sequences(sequences, groups)
+        by_rollout = groups.per_rollout(total)[groups.per_rollout(teaching.astype(float)) > 0]
+        if len(by_rollout) < 2:
+            return total
+        return np.where(teaching, (total - by_rollout.mean()) / (by_rollout.std(ddof=1) + STD_EPSILON), 0.0)
+
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        """Where any component has spread: the sum may be equal although its parts are not."""
+        spread = [Groups.of(sequences, sequences.reward_components[name]) for name in self._components(sequences)]
+        return np.logical_or.reduce([part.of_sequences(part.has_spread) for part in spread])
+
+    def _components(self, sequences: TrainingSequences) -> dict[str, float]:
+        """Weight of each component, by name; every one of them is known for every sequence."""
+        found = sequences.reward_components
+        weights = self.weights or dict.fromkeys(found, 1.0)
+        if len(weights) < 2:
+            raise DataError(
+                f"train.algorithm.kind is gdpo, which needs two or more reward components, but the rollouts have "
+                f"{', '.join(found) or 'none'}. Let the environment's verdict give reward_components, or set kind to grpo."
+            )
+        for name in weights:
+            values = found.get(name, np.full(len(sequences), np.nan))
+            if len(missing := np.flatnonzero(~np.isfinite(values))):
+                raise DataError(
+                    f"sequence {sequences.sequence_ids[missing[0]]!r} has no finite reward component {name!r} "
+                    f"({len(missing)} of {len(sequences)} sequences; found: {', '.join(found) or 'none'}). The "
+                    "environment has to give it for every rollout, or train.algorithm.weights must not name it."
+                )
+        return weights
+
+
+VARIANCE_FLOOR = 1e-8
+
+
+@register(ReinforcePlusPlusConfig)
+class ReinforcePlusPlus(PolicyGradientAlgorithm):
+    """REINFORCE++: a critic-free policy gradient with the KL as a reward of each token (arXiv 2501.03262).
+
+    Invariant: the reward stands on a rollout's last token and each token pays for its own KL, so a token's return is what comes
+    after it; the advantages of the iteration's trained tokens have mean 0 and variance 1.
+
+        A_t = r − m − β · Σ_{i ≥ t} KL_i            m: the group's mean, with minus_baseline
+        A_t ← (A_t − mean) / sqrt(max(variance, 1e-8))        over all trained tokens of the iteration
+
+    All rollouts teach, also those of a group without spread: the baseline is the batch, and their KL counts. Only the last of a
+    group, whose mean is its own reward, does not with minus_baseline: its KL alone would be what it teaches.
+    """
+
+    kl_of_rollouts = False
+
+    def __init__(self, config: ReinforcePlusPlusConfig) -> None:
+        super().__init__(config)
+        self.minus_baseline, self.normalize_batch = config.minus_baseline, config.normalize_batch
+
+    def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        returns = per_token(rewards.values - self.baselines(groups), sequences)
+        if rewards.kl is not None:
+            returns = returns - to_go(rewards.kl, sequences.offsets)
+        if not self.normalize_batch:
+            return returns
+        left_out = np.repeat(sequences.truncated, sequences.lengths) & self.config.mask_truncated
+        trainable = np.repeat(self.trainable_sequences(sequences, groups), sequences.lengths)
+        trained = returns[sequences.loss_mask & trainable & ~left_out]
+        if not len(trained):
+            return returns
+        return (returns - trained.mean()) / np.sqrt(max(trained.var(), VARIANCE_FLOOR))
+
+    def baselines(self, groups: Groups) -> np.ndarray:
+        means = groups.of_sequences(groups.means)
+        return means if self.minus_baseline else np.zeros_like(means)
+
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        return groups.of_sequences(groups.sizes > 1) if self.minus_baseline else np.ones(len(sequences), dtype=bool)
+
+
+@register(DistillationConfig)
+class OnPolicyDistillation(PolicyGradientAlgorithm):
+    """On-policy distillation: the policy's own rollouts, judged token by token by a teacher (arXiv 2306.13649).
+
+    Invariant: a token's advantage is log teacher − log policy, from before the first update and under the same temperature; the
+    environment's reward is recorded and has no part in it. In expectation over the policy's samples, this is a step down
+    KL(policy ‖ teacher) of the next-token distribution, at each prefix that the policy came to.
+    """
+
+    needs_log_probs = True
+
+    def read_rewards(
+        self, sequences: TrainingSequences, plain: Groups, inputs: AlgorithmInputs, coefficient: float
+    ) -> Rewards:
+        if inputs.old is None or inputs.reference is None:
+            raise ValueError("distillation needs the log-probabilities of policy and teacher")
+        difference = (inputs.old.astype(np.float64) - inputs.reference) * sequences.loss_mask
+        metrics = {"teacher_kl": float(difference.sum() / sequences.loss_mask.sum())}
+        return Rewards(sequences.rewards, sequences.rewards, difference, metrics)
+
+    def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        assert rewards.kl is not None, "read_rewards sets it"
+        return -rewards.kl
+
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        return np.ones(len(sequences), dtype=bool)
+
+
+@register(CrossEntropyConfig)
+class CrossEntropy:
+    """Cross-entropy on chosen rollouts: supervised fine-tuning when all are chosen, rejection sampling when the good ones are.
+
+    Invariant: a rollout is chosen or not as a whole, with all its sequences, and the loss is the mean of −cur over the
+    generated tokens of the chosen ones; no advantage, no ratio, no engine log-probability enters it.
+
+        rewards of a group 0 1 1 0      all: all four      threshold 1: the second and third      best_of_group: the second
+    """
+
+    needs_log_probs = False
+
+    def __init__(self, config: CrossEntropyConfig) -> None:
+        self.config = config
+
+    @property
+    def loss(self) -> LossSettings:
+        config = self.config
+        return LossSettings(
+            kl_estimator=config.kl_estimator,
+            kl_importance_weighting=config.kl_importance_weighting,
+            aggregation=config.loss_aggregation,
+            fixed_length=config.fixed_length,
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.reference_source is not None
+
+    def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
+        groups = Groups.of(sequences)
+        chosen = self._chosen(sequences, groups)
+        weights = token_weights(chosen[groups.rollout_of_sequence], sequences)
+        coefficient = current_coefficient(self.config, inputs)
+        nothing = np.zeros_like(weights)
+        columns = TokenColumns(
+            advantages=nothing,
+            policy_weights=nothing,
+            reference_kl_weights=weights * np.float32(coefficient),
+            entropy_weights=weights * np.float32(self.config.entropy_coefficient),
+            cross_entropy_weights=weights,
+        )
+        metrics = reward_metrics(sequences, groups) | {"num_selected": float(chosen.sum())}
+        if coefficient > 0:
+            metrics["kl_coefficient"] = coefficient
+        return TokenSignals(columns, metrics)
+
+    def _chosen(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        """[R] bool."""
+        config, rewards = self.config, groups.rollout_rewards
+        allowed = np.ones(len(rewards), dtype=bool)
+        if not config.include_truncated:
+            allowed[groups.rollout_of_sequence[sequences.truncated]] = False
+        if config.reward_threshold is not None:
+            allowed &= rewards >= config.reward_threshold
+        if config.select != "best_of_group":
+            return allowed
+        # Of each group the first of the allowed rollouts with the highest reward, if any is allowed.
+        order = np.lexsort((np.arange(len(rewards)), -rewards))
+        candidates = order[allowed[order]]
+        _, first = np.unique(groups.group_of_rollout[candidates], return_index=True)
+        chosen = np.zeros(len(rewards), dtype=bool)
+        chosen[candidates[first]] = True
+        return chosen

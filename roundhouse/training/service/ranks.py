@@ -1,0 +1,231 @@
+"""Ranks that hold one model together and stay, behind the verbs of one process: `… ranks --spec spec.json`, under torchrun.
+
+Invariant: every rank does each verb with the same request, in the order in which the leading rank was asked. A rank that fails
+by itself, which its peers would wait for, ends with its error; what the request alone brings about (a batch or a directory that
+is refused) is raised alike by all, and they stay.
+
+    driver ── HTTP ──> rank 0: the server of `server.py`, on loopback ── broadcasts each verb ──> rank 1 … n - 1
+                                                                         (gloo, whatever the model's own backend)
+
+Rank 0 writes the line `serving on http://127.0.0.1:<port>` once it does, and each rank `rank 1 of 2: pid 123`. The driver's
+side is `roundhouse.launch.resident_ranks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as distributed
+import uvicorn
+from pydantic import BaseModel, ConfigDict
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.training import TOKEN_VARIABLE
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+from roundhouse.health.policy import typed
+from roundhouse.http.ports import LOOPBACK
+from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.parallel import Ranks, join, leave
+from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
+from roundhouse.training.service.served import ServedTrainEngine
+from roundhouse.training.service.server import Service, build_app
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch
+from roundhouse.training.service.wire import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+MODULE = "roundhouse.training.service.ranks"
+IDLE = timedelta(days=365)
+"""For the next verb: the engine generates meanwhile, and a rank whose leader ends is told by the closed connection."""
+MAX_BODY_BYTES = 1 << 34
+SERVING = "serving on "
+
+
+class RanksSpec(BaseModel):
+    """What the ranks depend on, beside the bearer token in the environment (`TOKEN_VARIABLE`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    place: str = ""
+    """URI of the directory for the error of a rank that fails."""
+    train: TrainConfig
+    """Its `device` and `threads` are used; the rest comes with the session."""
+    timeout_seconds: float
+    """For one collective: a rank that hangs is noticed after this."""
+
+
+class Verbs:
+    """The verbs that the leading rank has its peers do, one after the other."""
+
+    def __init__(self) -> None:
+        self._group = distributed.new_group(backend="gloo", timeout=IDLE)
+
+    def send(self, verb: str, body: bytes = b"", **arguments: Any) -> None:
+        """From the leading rank to all."""
+        head = json.dumps({"verb": verb, **arguments}).encode()
+        payload = torch.from_numpy(np.frombuffer(head + body, np.uint8).copy())
+        distributed.broadcast(torch.tensor([len(head), len(payload)]), 0, group=self._group)
+        distributed.broadcast(payload, 0, group=self._group)
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        """The next one: its name under `verb`, with its arguments, and its body.
+
+        Raises:
+            InfraError: the leading rank is gone.
+        """
+        sizes = torch.zeros(2, dtype=torch.int64)
+        try:
+            distributed.broadcast(sizes, 0, group=self._group)
+            payload = torch.empty(int(sizes[1]), dtype=torch.uint8)
+            distributed.broadcast(payload, 0, group=self._group)
+        except RuntimeError as error:
+            raise InfraError(f"The leading rank is gone: {error}") from error
+        data = payload.numpy().tobytes()
+        return json.loads(data[: int(sizes[0])]), data[int(sizes[0]) :]
+
+
+class LeadingEngine(TrainEngine):
+    """The leading rank's part of the model; its verbs are those of all ranks."""
+
+    def __init__(self, config: TrainConfig, temperature: float, ranks: Ranks, verbs: Verbs) -> None:
+        super().__init__(config, temperature=temperature, ranks=ranks)
+        self._verbs = verbs
+        verbs.send("begin", config.model_dump_json().encode(), temperature=temperature)
+
+    def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
+        self._verbs.send("forward", pack(batch), role=role)
+        return super().forward(batch, role)
+
+    def forward_backward(self, batch: LossBatch) -> Gradient:
+        self._verbs.send("forward_backward", pack(batch))
+        return super().forward_backward(batch)
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
+        self._verbs.send("optim_step", learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+        return super().optim_step(learning_rate, max_grad_norm)
+
+    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
+        self._verbs.send("save_checkpoint", cursor.model_dump_json().encode(), directory=str(directory))
+        super().save_checkpoint(directory, cursor)
+
+    def load_checkpoint(
+        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+    ) -> Cursor:
+        state = trainer_state and str(trainer_state)
+        self._verbs.send("load_checkpoint", directory=str(directory), trainer_state=state, role=role)
+        return super().load_checkpoint(directory, trainer_state=trainer_state, role=role)
+
+    def close(self) -> None:
+        self._verbs.send("close")
+        super().close()
+
+
+def follow(ranks: Ranks, verbs: Verbs) -> None:
+    """Do what the leading rank does, until this process is ended."""
+    engine: TrainEngine | None = None
+    while True:
+        head, body = verbs.receive()
+        try:
+            if head["verb"] == "begin":
+                config = TrainConfig.model_validate_json(body)
+                engine = TrainEngine(config, temperature=head["temperature"], ranks=ranks)
+            else:
+                assert engine is not None, "a session begins before its verbs"
+                _do(engine, head, body)
+        except (DataError, ConfigError) as error:  # the request's own: the leading rank answers it
+            logger.info("rank %d: %s: %s", ranks.rank, head["verb"], error)
+
+
+def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
+    verb = head["verb"]
+    if verb == "forward":
+        engine.forward(unpack(TokenBatch, body), Role(head["role"]))
+    elif verb == "forward_backward":
+        engine.forward_backward(unpack(LossBatch, body))
+    elif verb == "optim_step":
+        engine.optim_step(head["learning_rate"], head["max_grad_norm"])
+    elif verb == "save_checkpoint":
+        engine.save_checkpoint(Path(head["directory"]), Cursor.model_validate_json(body))
+    elif verb == "load_checkpoint":
+        state = head["trainer_state"]
+        engine.load_checkpoint(
+            Path(head["directory"]), trainer_state=None if state is None else Path(state), role=Role(head["role"])
+        )
+    else:
+        assert verb == "close", verb
+        engine.close()
+
+
+def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs) -> None:
+    """The leading rank: answer the driver until this process is ended."""
+    with (
+        tempfile.TemporaryDirectory(prefix="roundhouse-ranks-") as scratch,
+        socket.create_server((LOOPBACK, 0)) as bound,
+    ):
+        engine = ServedTrainEngine(
+            None,
+            spec.train,
+            Path(scratch),
+            open_engine=lambda config, temperature: LeadingEngine(config, temperature, ranks, verbs),
+            takes_directories=True,
+        )
+        token = os.environ[TOKEN_VARIABLE]
+        service = Service(engine, token=token, idle_seconds=0.0, max_body_bytes=MAX_BODY_BYTES)
+        server = uvicorn.Server(uvicorn.Config(build_app(service), log_level="warning"))
+        # not in the main thread, where uvicorn would take SIGTERM over and wait for a verb that may hang
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        _say(f"{SERVING}http://{LOOPBACK}:{bound.getsockname()[1]}")
+        thread.join()
+        raise InfraError("The server of the leading rank has ended.")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # in one piece, whatever else is written
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see RanksSpec")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING)
+    place: str | None = None
+    try:
+        spec = read_spec(RanksSpec, options.spec, "group of ranks")
+        place = spec.place
+        device = "cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"
+        ranks = join(device, timedelta(seconds=spec.timeout_seconds))
+        _say(f"rank {ranks.rank} of {ranks.size}: pid {os.getpid()}")
+        verbs = Verbs()
+        if ranks.leads:
+            serve(spec, ranks, verbs)
+        else:
+            follow(ranks, verbs)
+    except Exception as error:  # the process's border
+        known = typed(error)
+        if not isinstance(known, RoundhouseError):
+            known = InfraError(f"A rank failed: {error!r}")
+            logger.exception("the rank ends")
+        tell_error(place, known)
+        return exit_code(known)
+    finally:
+        leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

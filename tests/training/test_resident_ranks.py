@@ -1,0 +1,166 @@
+"""Two ranks that stay do what one process does, verb by verb, and a rank that is lost or hangs ends with a named error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.training import ResidentService
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.launch.resident_ranks import ResidentRanks
+from roundhouse.launch.train_service import open_service
+from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.verbs import LossBatch, Role
+from tests.stages.test_distributed import is_alive
+from tests.training.service.test_engine import loss_batch
+from tests.training.test_ranks import _distance as distance
+from tests.training.tiny import sequences
+
+OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
+CHANGES = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, "tokens_per_microbatch": 100}
+ALONE = TrainConfig.model_validate(CHANGES)
+
+
+def ranks_of(timeout_seconds: float = 120, launcher: str = "subprocess") -> ResidentRanks:
+    section = {"kind": "resident", "processes": 2, "timeout_seconds": timeout_seconds, "launcher": launcher}
+    config = TrainConfig.model_validate({**CHANGES, "service": section})
+    service = open_service(config, owner="run", temperature=0.9)
+    assert isinstance(service, ResidentRanks)
+    return service
+
+
+@pytest.fixture(scope="module")
+def together() -> Iterator[ResidentRanks]:
+    service = ranks_of()
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def alone(model_dir: Path) -> TrainEngine:
+    torch.set_num_threads(1)
+    return TrainEngine(ALONE, temperature=0.9)
+
+
+def pids(service: ResidentRanks) -> list[int]:
+    return [pid for _, pid in sorted(service.ranks.pids.items())]
+
+
+def test_log_probabilities_gradients_and_state_are_those_of_one_process(
+    together: ResidentRanks, alone: TrainEngine, model_dir: Path, reference_dir: Path, tmp_path: Path
+) -> None:
+    batch = loss_batch(list(range(len(sequences()))))
+    found = []
+    for service, name in ((alone, "alone"), (together, "together")):
+        service.load_checkpoint(model_dir)
+        service.load_checkpoint(reference_dir, role=Role.REFERENCE)
+        forward = [service.forward(batch.tokens, role) for role in Role]
+        gradient = service.forward_backward(batch)
+        assert gradient.microbatches > 2, "each rank accumulates"
+        norm = service.optim_step(1e-3, 1.0).grad_norm
+        service.save_checkpoint(tmp_path / name, Cursor(optimizer_steps=1))
+        found.append((forward, gradient, norm))
+    (before, expected, norm), (after, gradient, found_norm) = found
+    for theirs, ours in zip([*before, expected.log_probs], [*after, gradient.log_probs], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert gradient.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+    assert found_norm == pytest.approx(norm, rel=1e-5)
+    # after one step AdamW's first moment is the clipped gradient times 1 - beta
+    assert distance(*(tmp_path / name / "trainer/optimizer.safetensors" for name in ("together", "alone"))) < 1e-5
+
+
+def step(service: ResidentRanks, batch: LossBatch) -> None:
+    service.forward_backward(batch)
+    service.optim_step(1e-3, 1.0)
+
+
+def test_a_checkpoint_that_is_loaded_again_continues_bit_for_bit(
+    together: ResidentRanks, model_dir: Path, tmp_path: Path
+) -> None:
+    first, second = loss_batch([0, 1, 2, 3, 4, 5]), loss_batch([6, 7, 8, 9, 10])
+    together.load_checkpoint(model_dir)
+    step(together, first)
+    together.save_checkpoint(tmp_path / "first", Cursor(optimizer_steps=1))
+    step(together, second)
+    together.save_checkpoint(tmp_path / "on", Cursor(optimizer_steps=2))
+    cursor = together.load_checkpoint(tmp_path / "first", trainer_state=tmp_path / "first/trainer")
+    assert cursor.optimizer_steps == 1
+    step(together, second)
+    together.save_checkpoint(tmp_path / "resumed", Cursor(optimizer_steps=2))
+    for file in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"):
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "on" / file).read_bytes()
+
+
+def test_what_a_request_brings_about_is_refused_and_the_ranks_stay(
+    together: ResidentRanks, model_dir: Path, tmp_path: Path
+) -> None:
+    before = pids(together)
+    together.load_checkpoint(model_dir)
+    with pytest.raises(ConfigError, match=r"has no config.json"):
+        together.load_checkpoint(tmp_path)
+    with pytest.raises(DataError, match="call forward_backward first"):
+        together.optim_step(1e-3, 1.0)
+    batch = loss_batch([0, 1, 2])
+    spoilt = replace(batch, old_logprobs=batch.gen_logprobs[:-1])
+    with pytest.raises(DataError, match="must be equally long"):
+        together.forward_backward(spoilt)
+    step(together, batch)
+    assert pids(together) == before
+    assert all(map(is_alive, before))
+
+
+def killed(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def hung(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def lost(timeout_seconds: float, strike: int, model_dir: Path) -> str:
+    """What is raised when rank 1 is struck by a signal; none is left then."""
+    service = ranks_of(timeout_seconds)
+    try:
+        service.load_checkpoint(model_dir)
+        left = pids(service)
+        os.kill(left[1], strike)
+        with pytest.raises(InfraError) as raised:
+            service.forward_backward(loss_batch([0, 1, 2]))
+        assert not [pid for pid in left if is_alive(pid)]
+    finally:
+        service.close()
+    return str(raised.value)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_is_named_and_none_is_left(model_dir: Path) -> None:
+    said = lost(120, signal.SIGKILL, model_dir)
+    assert "lost in /v1/forward_backward: rank 1 of 2 was killed by signal 9" in said
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_named_and_none_is_left(model_dir: Path) -> None:
+    said = lost(30, signal.SIGSTOP, model_dir)
+    assert "no answer within train.service.timeout_seconds (30 s): rank 0" in said
+    assert re.search(r"rank 1 \(pid \d+\) stopped", said)
+
+
+def test_ranks_listen_on_loopback_only(together: ResidentRanks) -> None:
+    connections = [each for pid in pids(together) for each in psutil.Process(pid).net_connections("tcp")]
+    assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_a_launcher_that_starts_no_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="resident ranks are on the flow's machine"):
+        ResidentService(processes=2, launcher="kubernetes")
