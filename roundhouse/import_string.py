@@ -30,7 +30,7 @@ T = TypeVar("T")
 MOVED = {
     "roundhouse.gym.environments": "roundhouse.environments",
     "roundhouse.gym.environment": "roundhouse.environments.base",
-    "roundhouse.gym.gymnasium": "roundhouse.environments.gymnasium",
+    "roundhouse.gym.gymnasium": "roundhouse.environments.base",
     "roundhouse.gym.workers": "roundhouse.compat.nexrl",
 }
 """Packages and modules whose classes configurations name, by the name that they had."""

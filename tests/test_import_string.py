@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from roundhouse.compat.nexrl import Evaluator, SimpleRolloutWorker
-from roundhouse.environments.base import Environment
-from roundhouse.environments.gymnasium import GymnasiumEnvironment
+from roundhouse.environments.base import Environment, GymnasiumEnvironment
 from roundhouse.errors import ConfigError
 from roundhouse.import_string import load_class
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from roundhouse.cpu import slowness
 from roundhouse.errors import InfraError
 from roundhouse.http import ports as tcp
 from roundhouse.infra import processes
@@ -110,7 +111,7 @@ def request(wish: LeaseRequest, time_limit: float, on_progress: Progress | None 
 def _await_ready(
     wish: LeaseRequest, revision: int, time_limit: float, on_progress: Progress
 ) -> dict[str, ServiceRecord]:
-    state, deadline, starts = wish.state, time.monotonic() + time_limit, 0
+    state, began, starts = wish.state, time.monotonic(), 0
     shown: dict[str, str] = {}
     while True:
         if not state.supervised():
@@ -140,9 +141,11 @@ def _await_ready(
         late = [name for name in wish.services if not _is_there(wish, current, records, name)]
         if not late:
             return records
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + time_limit * slowness():
             tails = "\n".join(f"{state.log(name)} ends with:\n{log_tail(state, name)}" for name in late)
-            raise InfraError(f"Not ready within {time_limit:.0f} s: {', '.join(late)}.\n{tails}")
+            raise InfraError(
+                f"Not ready within {time_limit:.0f} s (infra.start_timeout_seconds): {', '.join(late)}.\n{tails}"
+            )
         time.sleep(POLL_SECONDS)
 
 

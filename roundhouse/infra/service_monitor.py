@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from os import getpid
 from urllib.parse import urlsplit
 
+from roundhouse.cpu import slowness
 from roundhouse.infra import processes
 from roundhouse.infra.service_specs import SERVICE_SPECS, Launch, service_environment
 from roundhouse.infra.state import ServiceRecord, StateDirectory
@@ -118,7 +119,7 @@ class ServiceMonitor:
 
     async def _becomes_healthy(self, process: subprocess.Popen[bytes]) -> bool:
         began, limit = time.monotonic(), SERVICE_SPECS[self.record.name].start_seconds
-        while time.monotonic() - began < limit:
+        while time.monotonic() - began < limit * slowness():
             if process.poll() is not None:
                 self.record.detail = f"It ended with exit code {process.returncode} before it was ready."
                 return False

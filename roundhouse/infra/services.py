@@ -1,31 +1,36 @@
 """The services a run needs on this machine: Prefect, MLflow, Ray, and a resources server where wanted.
 
-Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, also none of a supervisor
-that was killed. Both may be called any number of times. A service runs as long as somebody holds it: a person (`up`
-without an owner, ended by `down`), or a process (`owner`), which loses it by ending, however it ends.
+Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, also none of a supervisor that
+was killed. Both may be called any number of times. A service runs as long as somebody holds it: a person (`up` without an
+owner, ended by `down`), or a process (`owner`), which loses it by ending, however it ends.
 
     with local_services(".roundhouse/services", keep=("prefect", "mlflow")) as services:
         os.environ.update(services.environment())
         ...                       # Ray ends here; the pages stay. On an exception or Ctrl-C, everything ends.
 
 `services_of` is that for one run: its engine is then this run's alone, and the start of MLflow, a view, is not waited for.
+
+The engine answers with one run's weights, so one process at a time has it (`engine_lock`): another waits until that process
+returns it or is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from roundhouse.activity import announce
 from roundhouse.config.models import KubernetesInfra, LocalInfra, RunConfig
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import lease_client
-from roundhouse.infra.engine_lock import engine_lock
 from roundhouse.infra.lease_client import LeaseRequest, Progress
 from roundhouse.infra.service_specs import (
     SERVICE_SPECS,
@@ -35,10 +40,8 @@ from roundhouse.infra.service_specs import (
     ray_token,
     with_no_proxy,
 )
-from roundhouse.infra.state import PREFECT_SIGN_IN_FILE, ServiceHolder, ServiceRecord, StateDirectory
-from roundhouse.logs import about
-from roundhouse.observability import set_up_observability
-from roundhouse.progress import announce
+from roundhouse.infra.state import PREFECT_SIGN_IN_FILE, EngineUse, ServiceHolder, ServiceRecord, StateDirectory
+from roundhouse.logs import about, set_up_observability
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +170,7 @@ def up(
         ports: insist on ports, by service (`prefect`) or service and port name (`ray.serve`).
         arguments: more arguments of a service's command, by service.
         unawaited: those of the services that nobody waits for; they may come up later, or never.
-        time_limit: seconds until all are healthy.
+        time_limit: seconds until all are healthy on an idle machine; a busy one gets more (`roundhouse.cpu.slowness`).
         on_progress: called with a service's record whenever its status changed.
 
     Raises:
@@ -301,6 +304,9 @@ def services_of(config: RunConfig) -> Iterator[Services]:
             keep=kept,
             unawaited=("mlflow",),
             arguments={name: each for name, each in server_arguments(config.infra).items() if name in wanted},
+            time_limit=config.infra.start_timeout_seconds
+            if isinstance(config.infra, LocalInfra)
+            else DEFAULT_TIME_LIMIT,
             on_progress=on_progress,
         ) as services,
         engine_lock(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
@@ -328,3 +334,44 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+
+
+LOOK_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
+    """Have the engine for the block, from when nobody else has it. Within the block this process may have it again."""
+    mine = EngineUse(run_id, ServiceHolder.this_process())
+    if _had_already(state, mine):
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError), state.lock():  # a directory that is gone has no engine
+            state.write_engine_use(None)
+
+
+def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
+    """Wait for the turn and take it, unless this process has it."""
+    told = None
+    while True:
+        with state.lock():
+            use = state.engine_use()
+            if use is not None and use.holder == mine.holder:
+                return True
+            if use is None or not use.holder.alive():
+                state.write_engine_use(mine)
+                return False
+        if use != told:
+            told = use
+            text = (
+                f"run {use.run_id} (process {use.holder.pid}) has the engine of the services in {state.path}, and run "
+                f"{mine.run_id} comes next. For both at once, give one of them services of its own (infra.state)."
+            )
+            announce("waiting", text=text)
+            logger.info("Waiting: %s", text)
+        time.sleep(LOOK_SECONDS)

@@ -40,7 +40,7 @@ class ServiceHolder:
     kind: Literal["user", "kept", "process"]
     pid: int = 0
     born: float = 0.0
-    """`identity.birth` of the process."""
+    """`process_identity.birth` of the process."""
 
     @classmethod
     def this_process(cls) -> ServiceHolder:
@@ -88,7 +88,7 @@ class ServiceRecord:
     process_group: int = 0
     """Also its session: every process of the service belongs to it unless it left on purpose."""
     born: float = 0.0
-    """`identity.birth` of the process `pid`."""
+    """`process_identity.birth` of the process `pid`."""
     started_at: float = 0.0
     """Seconds since the epoch, of the newest start."""
     ready_seconds: float | None = None

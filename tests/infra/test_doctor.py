@@ -16,8 +16,7 @@ from fastapi import FastAPI
 
 from roundhouse.config.loading import parse_config
 from roundhouse.infra import services
-from roundhouse.infra.checks import machine, reachability
-from roundhouse.infra.doctor import Finding, diagnose
+from roundhouse.infra.checks import Finding, diagnose, machine, reachability
 from roundhouse.infra.service_specs import SERVICE_SPECS
 from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
 from tests.gym.playground import serving
@@ -152,7 +151,7 @@ def test_what_a_configuration_points_to_is_looked_at(tmp_path: Path) -> None:
     assert {name: finding.status for name, finding in findings.items()} == dict.fromkeys(
         ("environment", "policy", "tracking"), "fail"
     )
-    assert "lacks config.json, *.safetensors, tokenizer files" in findings["policy"].detail
+    assert "config.json is missing" in findings["policy"].detail
 
 
 def test_an_agent_is_looked_for_at_its_url_or_at_the_head_server_and_so_are_the_records_of_its_calls(

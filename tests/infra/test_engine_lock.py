@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.infra.engine_lock import engine_lock
+from roundhouse.infra.services import engine_lock
 from roundhouse.infra.state import StateDirectory
 
 HOLD = """
 import sys
-from roundhouse.infra.engine_lock import engine_lock
+from roundhouse.infra.services import engine_lock
 from roundhouse.infra.state import StateDirectory
 
 with engine_lock(StateDirectory(sys.argv[1]), "first"):
@@ -61,7 +61,7 @@ def test_a_run_waits_for_the_one_that_has_the_engine_and_goes_on_when_that_has_e
         waiting = threading.Thread(target=second)
         waiting.start()
         assert not had.wait(1.5)
-        said = [record.getMessage() for record in caplog.records if record.name == "roundhouse.infra.engine_lock"]
+        said = [record.getMessage() for record in caplog.records if record.name == "roundhouse.infra.services"]
         assert len(said) == 1, "it says so once"
         assert f"run first (process {process.pid}) has the engine of" in said[0]
         assert "infra.state" in said[0]

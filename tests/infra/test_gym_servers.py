@@ -13,8 +13,8 @@ import pytest
 from roundhouse.compat.nemo_gym.config.resolve import resolve
 from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
+from roundhouse.compat.nemo_gym.servers.start import GymServers, StartOptions
 from roundhouse.errors import InfraError
-from roundhouse.infra.gym_servers import GymServers, StartOptions
 from tests.gym.playground import free_port, serving_counter
 
 ANSWERS = """

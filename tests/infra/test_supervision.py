@@ -214,7 +214,7 @@ def test_what_runs_is_on_record_and_the_environment_is_not(state_dir: Path, monk
 def test_up_does_not_take_a_service_that_hangs_for_a_running_one(state_dir: Path) -> None:
     running = up(state_dir)
     os.kill(running.records["gym"].pid, signal.SIGSTOP)
-    with pytest.raises(InfraError, match=r"Not ready within 2 s: gym"):
+    with pytest.raises(InfraError, match=r"Not ready within 2 s \(infra.start_timeout_seconds\): gym"):
         up(state_dir, time_limit=2)
     os.kill(running.records["gym"].pid, signal.SIGCONT)
     assert up(state_dir).records["gym"].pid == running.records["gym"].pid

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.job import RunJobs
 from roundhouse.infra.kubernetes.names import StageIdentity

@@ -13,7 +13,7 @@ from typing import Any
 from kubernetes import client, config
 
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import Cluster
 from roundhouse.infra.kubernetes.job import RunJobs
 from roundhouse.infra.kubernetes.names import StageIdentity

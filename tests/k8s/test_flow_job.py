@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roundhouse.cli.exit_codes import FINAL
+from roundhouse.cli.options import FINAL
 from tests.k8s.stand import Stand
 from tests.k8s.validation import OVERLAYS, ROOT, rendered
 

@@ -13,7 +13,7 @@ import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import load_config, parse_config
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.train_job import TrainJob

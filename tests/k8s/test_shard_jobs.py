@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
-from roundhouse.config.distribution import JobShards
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.placement import placement
+from roundhouse.config.rollout import JobShards
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.job import Unwanted
 from roundhouse.infra.kubernetes.names import StageIdentity
@@ -162,7 +162,7 @@ def test_what_a_shard_says_in_its_pod_is_the_stages_log_and_its_progress(
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError):
         collect_iteration(run, 1, weights, "http://nobody", progress)
     assert (14, TASKS * GROUP) in told
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("sharded_collector")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("collection.collector")]
     assert any("s0001of0002 says something" in line for line in lines)
     assert any("1 of 1 pods run" in line for line in lines)
     assert not any("of 10 rollouts" in line for line in lines), "progress is no line of the log"

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.shards import REPORT, split
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.shards import split
 from roundhouse.config.loading import parse_config
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.training.service.job_entry import REPORT
+from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.test_rolling_shards import Collecting, Lane, VersionedEngine, check_journal, made
 from tests.asynchrony.test_rolling_shards import engine as engine
 from tests.k8s.players import run_container
@@ -83,7 +84,7 @@ def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leave
     finished = [event for event in events if isinstance(event, happened.RolloutFinished)]
     assert len(finished) == TASKS * GROUP + len(second_half)
     versions = {
-        lane.controller.rollouts.groups[event.position].versions[event.sample] for event in finished[TASKS * GROUP :]
+        lane.controller.pool.groups[event.position].versions[event.sample] for event in finished[TASKS * GROUP :]
     }
     assert versions == {1}, "the preempted shard was admitted again, on what the engine holds now"
     reports = [name for name in run.stage(2, "collect").location.tree() if name.endswith(f"/{REPORT}")]

@@ -1,13 +1,22 @@
-"""What `roundhouse doctor` checks, one module a subject, and the result of a check.
+"""What is missing or unreachable on this machine or cluster, and what to do about it (`roundhouse doctor`).
 
-Invariant: what is not `ok` says in `remedy` what a person can do about it.
+Invariant: what is not `ok` says in `remedy` what a person can do about it; a diagnosis changes nothing and always ends: every
+check has its time limit, and one that breaks is a finding too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from roundhouse.config.models import KubernetesInfra, RunConfig
+
+__all__ = ["Finding", "diagnose", "diagnose_cluster"]
 
 
 class Finding(BaseModel):
@@ -23,6 +32,64 @@ class Finding(BaseModel):
     """What was found."""
     remedy: str = ""
     """What to do; empty when it is ok."""
+
+
+Check = Callable[[], list[Finding]]
+
+
+def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse") -> list[Finding]:
+    """All checks, in a fixed order.
+
+    Args:
+        config: a run to check for: its store, policy, environment and tracking server. None: the defaults.
+        state: what `infra.state` of a run names; a configuration's own one wins. Services are in `<state>/services`.
+    """
+    from roundhouse.infra.checks import machine, reachability
+
+    state = Path(config.infra.state if config else state)
+    store = config.store if config else str(state / "store")
+    local_store = [] if store.startswith("s3://") else [Path(store.removeprefix("file://"))]
+    checks: list[Check] = [
+        machine.python,
+        machine.packages,
+        machine.engine,
+        machine.processor,
+        machine.gpu,
+        machine.memory,
+        machine.shared_memory,
+        partial(machine.disk, state, *local_store),
+        machine.temporary_directory,
+        machine.variables,
+        partial(reachability.state, state),
+        partial(reachability.store, store),
+        partial(reachability.services, state / "services"),
+        reachability.foreign,
+    ]
+    if config is not None:
+        checks.append(partial(reachability.configured, config))
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [finding for findings in pool.map(_guarded, checks) for finding in findings]
+
+
+def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:
+    """Whether runs can live on a Kubernetes cluster: that of the configuration's `infra`, else of the kubeconfig."""
+    from roundhouse.infra.checks import kubernetes, reachability
+
+    infra = config.infra if config is not None and isinstance(config.infra, KubernetesInfra) else KubernetesInfra()
+    checks: list[Check] = [partial(kubernetes.cluster, infra)]
+    if config is not None and config.store.startswith("s3://"):
+        checks.append(partial(reachability.store, config.store))
+    return [finding for check in checks for finding in _guarded(check)]
+
+
+def _guarded(check: Check) -> list[Finding]:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - one broken check must not hide the others
+        function = getattr(check, "func", check)
+        return [
+            fail(function.__name__, f"the check itself broke: {type(error).__name__}: {error}", "Please report this.")
+        ]
 
 
 def ok(name: str, detail: str) -> Finding:

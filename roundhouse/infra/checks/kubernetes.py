@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
 from roundhouse.errors import RoundhouseError
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, Object, connect

@@ -130,7 +130,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
 
 def memory(available: int | None = None) -> list[Finding]:
     """Memory that can be had now, within the container's limit."""
-    available = _available_memory() if available is None else available
+    available = available_memory() if available is None else available
     text = f"{available / GIB:.1f} GiB available"
     if available < MEMORY_NEEDED:
         return [fail("memory", text, f"At least {MEMORY_NEEDED / GIB:.0f} GiB are needed: end other programs.")]
@@ -230,7 +230,7 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and (text := limit.read_text().strip()).isdigit():

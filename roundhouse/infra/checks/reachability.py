@@ -16,15 +16,19 @@ from pathlib import Path
 
 import httpx
 
-from roundhouse.config.models import AgentEnvironment, PretrainedPolicy, RemoteEnvironment, RunConfig
+from roundhouse.config.models import AgentEnvironment, BundledPolicy, PretrainedPolicy, RemoteEnvironment, RunConfig
 from roundhouse.config.secrets import read_secret
-from roundhouse.errors import RoundhouseError
+from roundhouse.environments import first_task
+from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.http import ports
 from roundhouse.infra import processes
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.checks.machine import nearest_existing
 from roundhouse.infra.services import Services, status
 from roundhouse.infra.state import ServiceRecord
+from roundhouse.policy.bundled import BUNDLED, bundled_file
+from roundhouse.policy.gguf import check_gguf, gguf_file
+from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.store.location import AlreadyExists, Location
 from roundhouse.store.manifest import model_location
 
@@ -121,6 +125,8 @@ def configured(config: RunConfig) -> list[Finding]:
     findings = []
     if config.tracking.enabled and (uri := config.tracking.uri or "").startswith("http"):
         findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
+    if not isinstance(config.environment, AgentEnvironment | RemoteEnvironment):
+        findings.append(_environment(config))
     if isinstance(config.environment, RemoteEnvironment):
         remedy = "Start the resources server, or correct environment.url."
         findings.append(_answers("environment", config.environment.url, remedy))
@@ -128,6 +134,8 @@ def configured(config: RunConfig) -> list[Finding]:
         findings += _agent(config.environment)
     if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
         findings.append(_model(model_location(Location(config.policy.path)).local_path))
+    elif isinstance(config.policy, BundledPolicy):
+        findings.append(_bundled(config.policy.name))
     return findings
 
 
@@ -218,13 +226,34 @@ def _ports(found: Services) -> list[Finding]:
 
 
 def _model(path: Path) -> Finding:
-    missing = [] if (path / "config.json").is_file() else ["config.json"]
-    missing += [] if any(path.glob("*.safetensors")) else ["*.safetensors"]
-    missing += [] if any(path.glob("tokenizer*")) else ["tokenizer files"]
-    if missing:
-        remedy = "Set policy.path to a Hugging Face model directory."
-        return fail("policy", f"{path} lacks {', '.join(missing)}", remedy)
+    try:
+        if (file := gguf_file(path)) is not None:
+            check_gguf(file)
+        else:
+            check_model_directory(path)
+    except ConfigError as error:
+        return fail("policy", str(error), "Set policy.path to a Hugging Face model directory.")
     return ok("policy", f"{path} is a model directory")
+
+
+def _environment(config: RunConfig) -> Finding:
+    """One task is drawn, as a run draws it."""
+    try:
+        task = first_task(config.environment)
+    except ConfigError as error:
+        return fail("environment", str(error), "Correct the section environment.")
+    return ok(
+        "environment", f"{config.environment.kind}: " + ("in another process" if task is None else "a task was drawn")
+    )
+
+
+def _bundled(name: str) -> Finding:
+    try:
+        file = bundled_file(name)
+        check_gguf(file)
+    except ConfigError as error:
+        return fail("policy", str(error), BUNDLED[name].install)
+    return ok("policy", f"{name}: {file}")
 
 
 def _answers(name: str, url: str, remedy: str) -> Finding:

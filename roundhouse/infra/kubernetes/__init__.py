@@ -1,6 +1,6 @@
 """Runs on a Kubernetes cluster.
 
-names, train_job    pure: from a run's configuration to manifests
+names, train_job, shard_job    pure: from a run's configuration to manifests
 job_status          pure: from a Job's and its pods' status to an outcome, in words that help
 cluster             calls of the API server: bounded, counted, repeated where that is safe
 watching            a run's Jobs and pods as they are now, by watch; a pod's log, line by line, across broken connections

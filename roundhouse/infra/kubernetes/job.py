@@ -24,11 +24,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, OwnedResources
 from roundhouse.infra.kubernetes.job_deadlines import JobDeadlines
 from roundhouse.infra.kubernetes.job_status import INDEX, Failed, Succeeded, Waiting, judge
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
-from roundhouse.infra.kubernetes.owned_resources import OwnedResources
 from roundhouse.infra.kubernetes.stage_pod import PodKeys, PodSettings
 from roundhouse.infra.kubernetes.watching import PodLog, Watched, last_lines
 
@@ -84,6 +83,10 @@ class RunJobs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching."""
         self._jobs.stop()
         self._pods.stop()
 

@@ -10,6 +10,11 @@ with the wanted version; what a replica that starts later wants is the same text
 
 A RayService serves one run. The run's name stands on it, and another one is refused until that run has finished: versions are
 numbers, and a number of another run would be taken for the own.
+
+In `serveConfigV2`, only the policy's application is ours; whatever else stands in the text stays. What is written is equal to
+what Serve receives: KubeRay reads the text into Go's values and writes it again, in which every number is a float64, so
+
+    300.0 arrives as 300      1763760000123456789 arrives as 1763760000123456800
 """
 
 from __future__ import annotations
@@ -22,21 +27,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, DeploymentFailed, InfraError, StoreError
 from roundhouse.generation import deployment
+from roundhouse.generation.deployment import last_lines
+from roundhouse.generation.serve_app import APPLICATION
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect, explained
 from roundhouse.infra.kubernetes.names import LABEL, label_value
-from roundhouse.infra.kubernetes.serve_config import (
-    Told,
-    application_in,
-    as_handed_on,
-    exact_request,
-    told,
-    with_application,
-)
 from roundhouse.infra.kubernetes.watching import Watched
 from roundhouse.retry import Backoff
 from roundhouse.store.location import Location
@@ -300,3 +300,90 @@ def _is_over(place: str | None) -> bool:
         return location.exists("summary.json") or not location.exists("run.json")
     except (StoreError, ValueError, OSError):
         return False
+
+
+RUNNING = "RUNNING"
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_EXACT = 1000
+"""Nanoseconds since the epoch that are a multiple of it have 16 digits that count, which a float64 keeps."""
+
+
+def exact_request(number: int) -> int:
+    """The next number that KubeRay hands on unchanged."""
+    return -(-number // _EXACT) * _EXACT
+
+
+def as_handed_on(value: Any) -> Any:
+    """A JSON value as it arrives at Serve."""
+    if isinstance(value, dict):
+        return {key: as_handed_on(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_handed_on(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def application_in(text: str | None) -> Object | None:
+    """The policy's application as it was last wanted.
+
+    Raises:
+        ConfigError: the text is no Serve configuration.
+    """
+    return next((each for each in _tree(text)["applications"] if each.get("name") == APPLICATION), None)
+
+
+def with_application(text: str | None, application: Object) -> str:
+    """The text with the policy's application in it.
+
+    Raises:
+        ConfigError: the text is no Serve configuration.
+    """
+    tree = _tree(text)
+    others = [each for each in tree["applications"] if each.get("name") != APPLICATION]
+    return yaml.safe_dump(tree | {"applications": [*others, application]}, sort_keys=False)
+
+
+def _tree(text: str | None) -> Object:
+    try:
+        tree = yaml.safe_load(text or "") or {}
+        listed = tree.setdefault("applications", []) or []
+        valid = all(isinstance(each, dict) for each in listed)
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ConfigError(f"spec.serveConfigV2 of the RayService is no Serve configuration: {error}") from error
+    if not valid:
+        raise ConfigError(f"spec.serveConfigV2 of the RayService has applications that are none: {str(listed)[:200]}")
+    return {**tree, "applications": listed}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What KubeRay says about the policy's application."""
+
+    generation: int
+    """Of the RayService when KubeRay last looked at it."""
+    status: str = "unknown"
+    """Serve's own word: NOT_STARTED, DEPLOYING, RUNNING, DEPLOY_FAILED, UNHEALTHY, DELETING."""
+    message: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self.status == RUNNING
+
+    @property
+    def failure(self) -> str | None:
+        """Why the application cannot come up; None while it may."""
+        if self.status in _FAILED or "Error" in self.message:
+            return f"{self.status}: {last_lines(self.message) or 'no message'}"
+        return None
+
+
+def told(service: Object) -> Told:
+    """From a RayService's status: of the cluster that is being made ready, else of the one that serves."""
+    status = service.get("status") or {}
+    generation = int(status.get("observedGeneration") or 0)
+    for part in ("pendingServiceStatus", "activeServiceStatus"):
+        found = ((status.get(part) or {}).get("applicationStatuses") or {}).get(APPLICATION)
+        if found is not None:
+            deployments = (found.get("serveDeploymentStatuses") or {}).values()
+            messages = [found.get("message"), *(each.get("message") for each in deployments)]
+            return Told(generation, str(found.get("status")), "\n".join(text for text in messages if text))
+    return Told(generation, "no application yet")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.config.distribution import JobShards
 from roundhouse.config.kubernetes import CollectorPods, KubernetesInfra
+from roundhouse.config.rollout import Shards
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels
 from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, PodKeys
@@ -30,7 +30,7 @@ class ShardJob:
 
     identity: StageIdentity
     infra: KubernetesInfra
-    distribution: JobShards
+    distribution: Shards
     spec: str
     """URI of its spec.json."""
     stage: str
@@ -66,6 +66,7 @@ class ShardJob:
         infra, settings = self.infra, self.settings
         container = stage_pod.container(
             CONTAINER,
+            settings.image,
             settings,
             self.identity,
             self.command(number),

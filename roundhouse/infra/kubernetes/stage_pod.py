@@ -14,10 +14,9 @@ from typing import Any, Literal, Protocol
 
 from roundhouse.config.kubernetes import Toleration
 from roundhouse.errors import EXIT_CODES, ConfigError, DataError, InfraError
-from roundhouse.http.same_origin import is_loopback
+from roundhouse.http.asgi import is_loopback
 from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
-from roundhouse.logs import LABELS_VARIABLE
-from roundhouse.observability import METRICS_VARIABLE
+from roundhouse.logs import LABELS_VARIABLE, METRICS_VARIABLE
 from roundhouse.store.location import Location
 
 
@@ -74,8 +73,6 @@ FINAL_EXIT_CODES = sorted(EXIT_CODES[kind] for kind in (DataError, ConfigError))
 class PodSettings(Protocol):
     """A section of pods (`config.kubernetes`), as far as all have it."""
 
-    @property
-    def image(self) -> str: ...
     @property
     def cpu(self) -> str: ...
     @property
@@ -194,6 +191,7 @@ def pod(
 
 def container(
     name: str,
+    image: str,
     settings: PodSettings,
     identity: StageIdentity,
     arguments: Sequence[str],
@@ -215,7 +213,7 @@ def container(
     variables = {**basic, LABELS_VARIABLE: json.dumps(identity.about()), **environment}
     found: Manifest = {
         "name": name,
-        "image": settings.image,
+        "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["python"],
         "args": list(arguments),

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.config.kubernetes import KubernetesInfra, TrainerPods
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.kubernetes import TRAINER_IMAGE, KubernetesInfra, TrainerPods
+from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels, run_labels, run_object_name
 from roundhouse.infra.kubernetes.stage_pod import TRAINER, PodKeys
@@ -113,6 +113,7 @@ class TrainJob:
         cache_mount = [{"name": "cache", "mountPath": NODE_CACHE}] if claim else []
         container = stage_pod.container(
             CONTAINER,
+            trainer.image or f"{TRAINER_IMAGE}-{'cuda' if trainer.gpus else 'cpu'}",
             trainer,
             self.identity,
             self.command(number),

@@ -1,0 +1,151 @@
+"""Programs as processes of this machine.
+
+Invariant: a program ends before `run` returns, within its time limit, and not later than the process that started it: the
+kernel ends it with its parent, and all that it has started carries its mark. Ranks are torchrun's, and listen on loopback only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roundhouse.activity import ACTIVITY
+from roundhouse.errors import InfraError, RoundhouseError
+from roundhouse.http.ports import LOOPBACK
+from roundhouse.infra import processes
+from roundhouse.launch.base import Launcher, Program, Say, Stopped
+from roundhouse.store.location import Location
+from roundhouse.store.run import Run
+from roundhouse.training.service.job_entry import SPEC, error_of, read_error
+
+_LAST_LINES = 12
+POLL_SECONDS = 0.5
+"""How often the process's log is looked at for a sign of life."""
+ENDING_SECONDS = 5.0
+"""For a process that was told to end to write down what it has."""
+RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torchrun opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
+
+
+class SubprocessLauncher(Launcher):
+    """A process for each program, or torchrun over its ranks."""
+
+    same_machine = True
+    ending_seconds = ENDING_SECONDS + 2.0
+
+    def __init__(self, run: Run | None) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-launch-", ignore_cleanup_errors=True)
+
+    def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
+        program.prepare()
+        scratch = Path(tempfile.mkdtemp(dir=self._scratch.name))
+        ranks = torchrun(program.ranks, scratch / "meeting") if program.ranks > 1 else []
+        spec = f"{program.place.uri}/{SPEC}"
+        process = ChildProcess(
+            program.what,
+            [*ranks, "-m", program.module, "--spec", spec],
+            scratch / f"{program.label or program.stage}.log",
+            program.timeout_seconds,
+            program.timeout_key,
+            {**RANKS_MEET_BY_FILE, **program.environment},
+        )
+        if (code := process.run(program.stage, said, stopped)) != 0:
+            raise read_error(program.place) or process.error_of(code)
+        return program.place
+
+    def close(self) -> None:
+        self._scratch.cleanup()
+
+
+def torchrun(ranks: int, meeting: Path) -> list[str]:
+    """Arguments of this interpreter that start the ranks of one machine, with the environment of `RANKS_MEET_BY_FILE`."""
+    by_file = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
+    here = ["--rdzv-id", "program", "--nnodes", "1", "--nproc-per-node", str(ranks), "--local-addr", LOOPBACK]
+    return ["-m", "torch.distributed.run", *by_file, *here]
+
+
+@dataclass(frozen=True)
+class ChildProcess:
+    """What to start, and how long to wait."""
+
+    what: str
+    """For a person: `The training step`."""
+    arguments: Sequence[str]
+    """Of this interpreter."""
+    log: Path
+    timeout_seconds: float
+    timeout_key: str
+    """Of the configuration, to raise when it takes longer."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More than it inherits."""
+
+    def run(self, module: str, said: Say | None = None, stopped: threading.Event | None = None) -> int:
+        """The process's exit code. Each line that it writes is a sign of life.
+
+        Args:
+            module: whose activity it is.
+            said: given each line of the log, once and in order.
+            stopped: once set, the process is told to end, and ended.
+
+        Raises:
+            InfraError: it took too long.
+            Stopped: it was told to end.
+        """
+        parent = ["-m", "roundhouse.infra.die_with_parent", str(os.getpid())]
+        mark = f"program-{uuid.uuid4().hex}"
+        with self.log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *parent, sys.executable, *self.arguments],
+                env=os.environ | self.environment | {processes.MARK: mark},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                with ACTIVITY.track(module, "process", where=f"pid {process.pid}, log {self.log}"):
+                    return self._wait(process, said, stopped)
+            finally:
+                processes.end(lambda: processes.carrying(mark), grace_seconds=ENDING_SECONDS, first=[process.pid])
+                process.wait()
+
+    def error_of(self, code: int) -> RoundhouseError:
+        """What an exit code says, with the end of the log."""
+        return error_of(code, f"{self.what}'s process", self._last_lines())
+
+    def _wait(
+        self, process: subprocess.Popen[bytes], said: Callable[[str], None] | None, stopped: threading.Event | None
+    ) -> int:
+        deadline = time.monotonic() + self.timeout_seconds
+        with self.log.open("rb") as log:
+            rest = b""
+            while True:
+                try:
+                    code = process.wait(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    code = None
+                if told := log.read():
+                    ACTIVITY.advance()
+                    *lines, rest = (rest + told).split(b"\n")
+                    if said is not None:
+                        for line in lines:
+                            said(line.decode(errors="replace"))
+                if code is not None:
+                    return code
+                if stopped is not None and stopped.is_set():
+                    raise Stopped
+                if time.monotonic() >= deadline:
+                    raise InfraError(
+                        f"{self.what} took longer than {self.timeout_key} ({self.timeout_seconds:.0f} s) and was ended. Raise "
+                        f"it. The last it said: {self._last_lines()}"
+                    )
+
+    def _last_lines(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
