@@ -10,6 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
 from roundhouse.config.environments import (
     ArithmeticChainEnvironment,
     CalculatorEnvironment,
@@ -21,6 +24,7 @@ from roundhouse.config.environments import (
     GuessNumberEnvironment,
     InstructionConstraintsEnvironment,
     LookupEnvironment,
+    ShortQuestionsEnvironment,
     SortEnvironment,
     SqlWorldEnvironment,
     SudokuEnvironment,
@@ -29,11 +33,10 @@ from roundhouse.config.environments import (
 )
 from roundhouse.config.secrets import resolved
 from roundhouse.config.section import Section
-from roundhouse.environments.base import Environment
+from roundhouse.environments.base import Environment, GymnasiumEnvironment, TaskRow
 from roundhouse.environments.calculator import Calculator
-from roundhouse.environments.guess_number import GuessNumber
-from roundhouse.environments.gymnasium import GymnasiumEnvironment
-from roundhouse.environments.sort import Sort
+from roundhouse.environments.search import GuessNumber
+from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError
 from roundhouse.import_string import load_class
 
@@ -41,16 +44,17 @@ __all__ = ["BUILT_IN", "Calculator", "GuessNumber", "Sort", "load", "load_any"]
 
 BUILT_IN: dict[type[Section], str] = {
     CalculatorEnvironment: "calculator:Calculator",
-    SortEnvironment: "sort:Sort",
-    GuessNumberEnvironment: "guess_number:GuessNumber",
-    ArithmeticChainEnvironment: "arithmetic_chain:ArithmeticChain",
-    LookupEnvironment: "lookup:Lookup",
-    CountdownEnvironment: "countdown:Countdown",
-    SudokuEnvironment: "sudoku:Sudoku",
+    SortEnvironment: "single_turn:Sort",
+    GuessNumberEnvironment: "search:GuessNumber",
+    ArithmeticChainEnvironment: "calculator:ArithmeticChain",
+    LookupEnvironment: "search:Lookup",
+    CountdownEnvironment: "single_turn:Countdown",
+    SudokuEnvironment: "single_turn:Sudoku",
     WarehouseEnvironment: "warehouse:Warehouse",
     SqlWorldEnvironment: "sql_world:SqlWorld",
     CodeEnvironment: "code:Code",
-    InstructionConstraintsEnvironment: "instruction_constraints:InstructionConstraints",
+    InstructionConstraintsEnvironment: "single_turn:InstructionConstraints",
+    ShortQuestionsEnvironment: "short_questions:ShortQuestions",
     FrozenLakeEnvironment: "frozen_lake:FrozenLake",
 }
 """From a kind's configuration to its class in this package."""
@@ -84,8 +88,29 @@ def class_of(config: EnvironmentConfig) -> type[Environment] | type[GymnasiumEnv
 def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
     found: Any = class_of(config)
-    made: Environment | GymnasiumEnvironment = found(**_fields(config))
+    made: Environment | GymnasiumEnvironment = found(
+        **{name: getattr(config, name) for name in type(config).model_fields if name != "kind"}
+    )
     return made
+
+
+def first_task(config: EnvironmentConfig) -> TaskRow | None:
+    """The first training task, made as a run makes it: what fails at the first task fails here. None where an environment lives
+    in another process, or has none.
+
+    Raises:
+        ConfigError: the environment or its task cannot be made.
+    """
+    if type(config) not in BUILT_IN and not isinstance(config, CustomEnvironment):
+        return None
+    environment = load_any(config)
+    try:
+        return next(iter(environment.tasks("train")), None)
+    except Exception as error:
+        raise ConfigError(
+            f"environment.kind is {config.kind}: its first training task cannot be made: {type(error).__name__}: {error}. "
+            "Change the section environment."
+        ) from error
 
 
 def load(config: EnvironmentConfig) -> Environment:
@@ -103,8 +128,27 @@ def load(config: EnvironmentConfig) -> Environment:
     return environment
 
 
-def _fields(config: Section) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).model_fields if name != "kind"}
+def environment_config(name: str, parameters: str = "{}") -> EnvironmentConfig:
+    """The configuration of a kind of environment, or of `module:Class`, with JSON parameters.
+
+    Raises:
+        ConfigError: there is no such kind, or the parameters do not fit.
+    """
+    try:
+        values = orjson.loads(parameters)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--parameters is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--parameters is {parameters}: give a JSON object.")
+    custom = {"kind": "custom", "target": name, "parameters": values}
+    try:
+        config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(
+            custom if ":" in name else {"kind": name, **values}
+        )
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"--environment {name}: {problems}") from error
+    return config
 
 
 def _elsewhere(config: EnvironmentConfig) -> str:

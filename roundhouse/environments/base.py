@@ -1,10 +1,10 @@
-"""The base of every environment: tasks, a session, tools and a verifier, in plain Python.
+"""The base of every environment: tasks, a session, tools and a verifier, or the Gymnasium protocol, in plain Python.
 
 One class serves two homes on the same code: the rollout engine calls it in its own process, and
 `roundhouse.compat.nemo_gym.servers.resources` serves it over HTTP (/seed_session, /<tool>, /verify).
 
-Invariant: everything that belongs to one rollout lives in the session object that `seed_session` returned; the environment
-itself is shared by all rollouts and never changes. A verifier that cannot judge raises; it never makes up a reward.
+Invariant: everything that belongs to one rollout lives in the session object that `seed_session` (or `reset`) returned; the
+environment itself is shared by all rollouts and never changes. A verifier that cannot judge raises; it never makes up a reward.
 
     class Weather(Environment):
         name = "weather"
@@ -18,6 +18,21 @@ itself is shared by all rollouts and never changes. A verifier that cannot judge
 
         async def verify(self, session, row, response):
             return Verdict(reward=float(row["answer"] in final_text(response).lower()))
+
+Whatever arguments a policy invents, the answer of a tool is a text it can be shown; only an environment that says that its
+infrastructure failed (`InfraError`) ends the rollout. The texts are the bodies that a resources server sends:
+
+    unknown tool     404  {"detail":"Not Found"}
+    bad arguments    422  {"detail":[{"type":"missing","loc":["body","city"],"msg":"Field required","input":{}}]}
+    the tool raises  500  "ValueError('no such city')"
+    a str            200  as it is; anything else as JSON
+
+In the Gymnasium protocol the return of an episode is the sum of its steps' rewards; there is no verifier:
+
+    state, first = await game.reset(row)         first observation, shown after the row's own input
+    step = await game.step(state, response)      `response` is the Responses object of the newest model call alone
+    …until step.terminated or step.truncated, or the agent's own limit of turns
+    await game.close(state)                      once, however the episode ended
 """
 
 from __future__ import annotations
@@ -26,7 +41,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired, Protocol
+
+import orjson
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from roundhouse.errors import InfraError
 
 Split = Literal["train", "heldout"]
 Restoration = Literal["none", "replay", "snapshot"]
@@ -110,8 +131,8 @@ def marked_tools(owner: object) -> dict[str, Tool]:
     return found
 
 
-class Environment(ABC):
-    """Base class; see the module's docstring for an example."""
+class TaskSource(ABC):
+    """What environments of both protocols have."""
 
     name: ClassVar[str]
     restoration: ClassVar[Restoration] = "none"
@@ -119,6 +140,22 @@ class Environment(ABC):
     @abstractmethod
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         """All tasks of a split, in a fixed order. The two splits share no task."""
+
+    def compute_metrics(self, tasks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
+        """More metrics of a collection, from its verified rollouts grouped by task."""
+        return {}
+
+    def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[dict[str, Any]]]:
+        """Conversations (chat messages with tool calls and results) to warm-start a policy on, if there are any."""
+        raise NotImplementedError(f"The environment {self.name} has no demonstrations: start from a pretrained policy.")
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools that every task row carries: none, unless an environment says otherwise."""
+        return []
+
+
+class Environment(TaskSource):
+    """Base class of environments with tools and a verifier; see the module's docstring for an example."""
 
     async def seed_session(self, row: TaskRow) -> Any:
         """Begin a rollout: return the state that its tools and verifier work on."""
@@ -138,14 +175,6 @@ class Environment(ABC):
     @abstractmethod
     async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:
         """Judge a finished rollout. `response` is a Responses object whose `output` holds all new items of all turns."""
-
-    def compute_metrics(self, tasks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
-        """More metrics of a collection, from its verified rollouts grouped by task."""
-        return {}
-
-    def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[dict[str, Any]]]:
-        """Conversations (chat messages with tool calls and results) to warm-start a policy on, if there are any."""
-        raise NotImplementedError(f"The environment {self.name} has no demonstrations: start from a pretrained policy.")
 
     def tools(self) -> dict[str, Tool]:
         """The tools by name."""
@@ -171,3 +200,163 @@ def final_text(response: dict[str, Any]) -> str:
         if item.get("type") == "message" and item.get("role") == "assistant":
             return "".join(part.get("text", "") for part in item.get("content", []))
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class GymStep:
+    """What the world answers to an action."""
+
+    observation: str | None
+    """Shown to the policy as a user message; None shows nothing."""
+    reward: float = 0.0
+    terminated: bool = False
+    """The episode reached its end."""
+    truncated: bool = False
+    """A limit of the environment ended it."""
+    tool_outputs: dict[str, str] = field(default_factory=dict)
+    """Answers to tool calls of the action, by call id."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers to report; those of the last step count."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Anything more, as JSON: kept for the record, not read by the rollout engine."""
+
+    def wire_info(self) -> dict[str, Any]:
+        """`info` as it stands in an answer to /step: metrics and tool outputs beside it."""
+        info = {**self.info, **self.metrics}
+        if self.tool_outputs:
+            info["tool_outputs"] = [{"call_id": id, "output": text} for id, text in self.tool_outputs.items()]
+        return info
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class GymnasiumEnvironment(TaskSource):
+    """Base class of episodes without a verifier."""
+
+    @abstractmethod
+    async def reset(self, row: TaskRow) -> tuple[Any, str | None]:
+        """Begin an episode: its state and the first observation."""
+
+    @abstractmethod
+    async def step(self, state: Any, response: dict[str, Any]) -> GymStep:
+        """Play the policy's newest answer."""
+
+    async def snapshot(self, state: Any) -> Any:
+        """The state as a JSON value. Needed where `restoration` is snapshot."""
+        raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
+
+    async def restore(self, row: TaskRow, snapshot: Any) -> Any:
+        """The state that `snapshot` shows. Needed where `restoration` is snapshot."""
+        raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
+
+    async def close(self, state: Any) -> None:
+        """Give back what the state holds. Called once, however the episode ended."""
+
+
+RESERVED = frozenset({"verify", "seed_session", "aggregate_metrics", "mcp"})
+"""Routes of the contract, which therefore cannot be tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """A tool's answer as the policy sees it."""
+
+    text: str
+    status: int = 200
+    """The HTTP status that it has, or would have."""
+    is_json: bool = True
+
+    @property
+    def ok(self) -> bool:
+        return self.status < 400
+
+
+NOT_FOUND = ToolResult('{"detail":"Not Found"}', 404)
+
+
+def invalid_arguments(error: ValueError) -> ToolResult:
+    """The answer to arguments that are not JSON; such a call never reaches the environment."""
+    return ToolResult(_json({"error": f"Invalid tool call arguments: {error}"}), 400)
+
+
+class HasTools(Protocol):
+    """An environment, or whatever else has tools."""
+
+    def tools(self) -> dict[str, Tool]: ...
+
+
+class Toolbox:
+    """The tools of one environment and the types of their arguments, made once."""
+
+    def __init__(self, environment: HasTools) -> None:
+        self._tools = {
+            name: (tool, _arguments_type(tool)) for name, tool in environment.tools().items() if name not in RESERVED
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    async def call(self, session: Any, name: str, arguments: Any) -> ToolResult:
+        """Call a tool with arguments as a policy gave them (any JSON value).
+
+        Raises:
+            InfraError: the tool says that its infrastructure failed.
+        """
+        if name not in self._tools:
+            return NOT_FOUND
+        tool, arguments_type = self._tools[name]
+        try:
+            checked = arguments_type.validate_python(arguments)
+        except ValidationError as error:
+            return bad_request(error.errors(include_url=False))
+        try:
+            value = await tool.call(session, **checked)
+            if isinstance(value, str):
+                value.encode()  # a lone surrogate could be neither sent nor stored: let it count as the tool's failure
+                return ToolResult(value, is_json=False)
+            return ToolResult(_json(value))
+        except InfraError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a tool's failure is an observation for the policy, not ours
+            return raised(error)
+
+
+def bad_request(details: list[Any]) -> ToolResult:
+    """FastAPI's answer to a body that does not validate."""
+    return ToolResult(_json({"detail": [{**item, "loc": ["body", *item["loc"]]} for item in details]}), 422)
+
+
+def raised(error: Exception) -> ToolResult:
+    """The answer when a handler raised: a JSON string."""
+    text = repr(error).encode("utf-8", "replace").decode()
+    return ToolResult(_json(text), 500)
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value, default=_dump, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _dump(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if isinstance(value, BaseException):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} cannot be shown as JSON")
+
+
+def _arguments_type(tool: Tool) -> TypeAdapter[dict[str, Any]]:
+    """The tool's parameters (all but the session) as a type that validates a JSON object as FastAPI would."""
+    parameters = list(inspect.signature(tool.call, eval_str=True).parameters.values())[1:]
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    fields: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
+        fields[parameter.name] = annotation if parameter.default is parameter.empty else NotRequired[annotation]
+    make_type: Any = TypedDict  # a type checker wants the fields written out; here the method's signature has them
+    arguments = make_type(f"{tool.name}_arguments", fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="allow" if open_ended else "forbid")
+    return TypeAdapter(arguments)

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import Split, TaskRow, final_text, task_row
+from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskRow, final_text, task_row
 from roundhouse.environments.generated import Message, TaskList, deal, distinct, says, split_problems, user
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 SHORTEST = 3

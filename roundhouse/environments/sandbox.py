@@ -118,7 +118,18 @@ class Sandbox:
             raise CodeFailed("time")
         if -status in FROM_OUTSIDE:
             raise killed(status)
-        return _results(said.removeprefix(LOCKED), len(inputs))
+        # The code may have written anything to its output, such as JSON that is nested deeper than can be read
+        output = said.removeprefix(LOCKED)
+        count = len(inputs)
+        try:
+            told = json.loads(output)
+            if isinstance(told, dict):
+                raise CodeFailed(str(told.get("error", "crash"))[:100])
+            if not isinstance(told, list) or len(told) != count:
+                raise CodeFailed("crash")
+            return [canonical(each["value"]) if isinstance(each, dict) and "value" in each else None for each in told]
+        except (ValueError, RecursionError) as error:
+            raise CodeFailed("crash") from error
 
 
 class LockedProcess:
@@ -260,19 +271,6 @@ def _memory_file(content: bytes) -> Iterator[int]:
         except OSError as error:
             raise SandboxUnavailable(f"A request to the sandbox cannot be written to memory: {error}.") from error
         yield file.fileno()
-
-
-def _results(output: bytes, count: int) -> list[str | None]:
-    """The code may have written anything to its output, such as JSON that is nested deeper than can be read."""
-    try:
-        told = json.loads(output)
-        if isinstance(told, dict):
-            raise CodeFailed(str(told.get("error", "crash"))[:100])
-        if not isinstance(told, list) or len(told) != count:
-            raise CodeFailed("crash")
-        return [canonical(each["value"]) if isinstance(each, dict) and "value" in each else None for each in told]
-    except (ValueError, RecursionError) as error:
-        raise CodeFailed("crash") from error
 
 
 def canonical(value: Any) -> str:

@@ -1,4 +1,15 @@
-"""The agents that play environments of the two protocols: the tool loop and the Gymnasium loop.
+"""One attempt at one task, from its row to a rollout with a typed outcome, and the two agent loops that play it.
+
+Invariants: `run_rollout` returns a rollout whatever happens, cancellation apart; a failed rollout has no reward; whatever took
+the environment or the engine away is a failure with a kind; the session that the agent opened is closed however the rollout
+ended, within a time limit of its own, and how that ended changes nothing about the outcome. What an agent learns is written
+into the attempt at once, so that a failure keeps it as evidence.
+
+The environment client names the agent that plays (`environment.agent`): the tool loop, the Gymnasium loop, or an agent server.
+`play_rollout` also gives what an agent server answers with: the Responses object and the verifier's answer.
+
+    played = await play_rollout(spec, policy, environment, config, sampling)
+    played.rollout.status, played.response_with_tokens(), played.answer
 
 Tool loop: the policy calls tools until it answers without a call, then the verifier judges. Whatever the environment can say in
 text (a tool that raised, arguments that are not JSON, a tool that does not exist) is an observation for the policy and the
@@ -19,29 +30,195 @@ the world answers those it likes (`tool_outputs`), then its observation follows 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import orjson
 
-from roundhouse.environments.base import Verdict
-from roundhouse.environments.gymnasium import GymStep
-from roundhouse.environments.tools import ToolResult, invalid_arguments
-from roundhouse.rollout.attempt import RolloutAttempt
+from roundhouse.activity import ACTIVITY
+from roundhouse.config.models import RolloutConfig, Sampling
+from roundhouse.environments.base import GymStep, ToolResult, Verdict, invalid_arguments
+from roundhouse.errors import DataError, InfraError
+from roundhouse.generation.protocol import TOKEN_FIELDS, PolicyClient
 from roundhouse.rollout.conversation import Dialogue
-from roundhouse.rollout.failures import ToolTimeout
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import (
+    Agent,
     BeginsEpisodes,
+    EnvironmentClient,
     EnvironmentSession,
     EpisodeSession,
+    RolloutSession,
+    RolloutTimeout,
     SeedsSessions,
+    ToolTimeout,
     checked_verdict,
+    classify,
 )
-from roundhouse.trajectories.records import Status
+from roundhouse.rollout.replay import RecordedCalls, ReplayingEnvironment, ReplayingPolicy
+from roundhouse.trajectories.records import Rollout, Status
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 30.0
+"""Time limit for closing a session. Not part of the rollout's own limit: its outcome is decided by then."""
 NOT_RUN = ToolResult('{"error":"Not run: the task allows fewer tool calls (max_tool_calls)."}', 403)
+
+
+@dataclass(slots=True)
+class RolloutAttempt:
+    """The rollout in the making, who answers for the policy, and the limits."""
+
+    rollout: Rollout
+    policy: PolicyClient
+    config: RolloutConfig
+    sampling: Sampling
+    on_policy: bool = True
+    """The rollout is to be trained on: every token must be drawn as `sampling` says and be known."""
+    policy_version: int | None = None
+    """Version that the engine was refitted to, for agents whose answers do not tell it."""
+    judges_overflow: bool = False
+    """A task that does not fit the model's context is an empty reply, which the verifier judges, as NeMo Gym has it. Otherwise
+    it is a failure, without a reward."""
+    session: RolloutSession | None = None
+    """Set by the agent as soon as it has one."""
+    response: dict[str, Any] | None = None
+    """The Responses object that the verifier judged, without token fields."""
+    call_ends: list[int] = field(default_factory=list)
+    """For each model call, the index in `response.output` of its last item."""
+    answer: dict[str, Any] | None = None
+    """The environment's whole answer to /verify, or what it would be."""
+
+    async def in_environment(self, work: Awaitable[T]) -> T:
+        """Await the environment, on its account."""
+        begun = time.perf_counter()
+        try:
+            with ACTIVITY.track("environment", "call", where=self.rollout.environment):
+                return await work
+        finally:
+            self.rollout.environment_seconds += time.perf_counter() - begun
+
+    @property
+    def token_marks(self) -> list[tuple[int, dict[str, Any]]]:
+        """For each model call: the index in `response.output` of its last item, and its token fields (whole prompts)."""
+        marks: list[tuple[int, dict[str, Any]]] = []
+        whole: list[list[int]] = []
+        for index, turn in zip(self.call_ends, self.rollout.turns, strict=False):
+            prompt = ([] if turn.parent is None else whole[turn.parent]) + turn.prompt_token_ids
+            whole.append(prompt + turn.generation_token_ids)
+            if not turn.generation_token_ids:
+                continue  # an engine that tells no tokens
+            fields = (prompt, turn.generation_token_ids, turn.generation_log_probs)
+            marks.append((index, dict(zip(TOKEN_FIELDS, fields, strict=True))))
+        return marks
+
+    def response_with_tokens(self) -> dict[str, Any] | None:
+        """The Responses object with the three token fields on the last item of each model call, as agents pass it on."""
+        if self.response is None:
+            return None
+        output = list(self.response["output"])
+        for index, fields in self.token_marks:
+            output[index] = {**output[index], **fields}
+        return {**self.response, "output": output}
+
+
+async def play_rollout(
+    spec: RolloutSpec,
+    policy: PolicyClient,
+    environment: EnvironmentClient,
+    config: RolloutConfig,
+    sampling: Sampling,
+    attempt: int = 1,
+    *,
+    on_policy: bool = True,
+    policy_version: int | None = None,
+    judges_overflow: bool = False,
+    recorded: RecordedCalls | None = None,
+) -> RolloutAttempt:
+    """Make one attempt at `spec` within the limits of `config`; everything that the agent left.
+
+    Args:
+        on_policy, policy_version, judges_overflow: see `RolloutAttempt`.
+        recorded: the calls that an earlier attempt finished, which are replayed; new ones are recorded there. Where the
+            rollout takes another course than its recording, it is played once more from its first call.
+    """
+
+    async def play(calls: RecordedCalls | None) -> RolloutAttempt:
+        rollout = Rollout(
+            group_id=spec.group_id,
+            sample=spec.sample,
+            task=spec.row,
+            environment=environment.name,
+            status=Status.FAILED,
+            attempt=attempt,
+            seed=spec.seed,
+            started_at=time.time(),
+        )
+        asked: PolicyClient = policy if calls is None else ReplayingPolicy(calls, rollout, policy)
+        world = environment if calls is None or not calls.replays else ReplayingEnvironment(calls, environment)
+        played = RolloutAttempt(rollout, asked, config, sampling, on_policy, policy_version, judges_overflow)
+        begun = time.perf_counter()
+        try:
+            await _play(environment.agent, played, world)
+        finally:
+            rollout.seconds = time.perf_counter() - begun
+            if played.session is not None and played.session.needs_close:
+                try:
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        await played.session.close()
+                except Exception as error:  # noqa: BLE001 - the outcome stands; a session that cannot be closed expires by itself
+                    log.warning("The session of rollout %s could not be closed: %r", rollout.rollout_id, error)
+        return played
+
+    played = await play(recorded)
+    if recorded is None or (divergence := recorded.divergence(played.rollout)) is None:
+        return played
+    log.warning("Rollout %s starts afresh (%s): %s", spec.rollout_id, divergence.reason, divergence.detail)
+    return await play(recorded.restarted(spec.rollout_id, divergence))
+
+
+async def run_rollout(*arguments: Any, **options: Any) -> Rollout:
+    """As `play_rollout`; the rollout alone."""
+    return (await play_rollout(*arguments, **options)).rollout
+
+
+async def _play(agent: Agent, attempt: RolloutAttempt, environment: object) -> None:
+    """Play to an outcome: the border where every error becomes one."""
+    rollout, config = attempt.rollout, attempt.config
+    try:
+        async with asyncio.timeout(config.timeout_seconds) as limit:
+            await agent.play(attempt, environment)
+    except TimeoutError as error:
+        if limit.expired():
+            text = (
+                f"Not finished after rollout.timeout_seconds={config.timeout_seconds:g}: the engine or the environment is too "
+                "slow, or the limit too low."
+            )
+            _fail(rollout, RolloutTimeout(text))
+        else:
+            _fail(rollout, error)
+    except (InfraError, DataError) as error:
+        _fail(rollout, error)
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        # Nobody cancelled us: the environment's or the engine client's own work was cancelled under its feet.
+        _fail(rollout, RuntimeError(f"cancelled from within: {error!r}"))
+    except Exception as error:  # a defect costs this rollout, not the others
+        log.exception("Rollout %s ended with a defect", rollout.rollout_id)
+        _fail(rollout, error)
+
+
+def _fail(rollout: Rollout, error: Exception) -> None:
+    rollout.status = Status.FAILED
+    rollout.reward, rollout.reward_components, rollout.finish_reason = None, {}, ""
+    rollout.failure_kind, rollout.failure_code, rollout.failure_detail = classify(error)
 
 
 class ToolLoop:
@@ -103,7 +280,14 @@ class ToolEpisode:
         begun = time.perf_counter()
         try:
             if together:
-                results = await _together([self._result(session, call) for call in calls[: max(allowed, 0)]])
+                # Results in order; the first failure ends the others
+                work = [self._result(session, call) for call in calls[: max(allowed, 0)]]
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(each) for each in work]
+                except BaseExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+                results = [task.result() for task in tasks]
             else:
                 results = [await self._result(session, call) for call in calls[: max(allowed, 0)]]
         finally:
@@ -120,19 +304,16 @@ class ToolEpisode:
         except orjson.JSONDecodeError as error:
             self._metrics["agent_invalid_tool_calls"] += 1
             return invalid_arguments(error)
-        result = await self._call_tool(session, name, parsed)
-        self._metrics["agent_tool_failures"] += not result.ok
-        return result
-
-    async def _call_tool(self, session: EnvironmentSession, name: str, arguments: Any) -> ToolResult:
         seconds = self._attempt.config.tool_timeout_seconds
         try:
             async with asyncio.timeout(seconds) as limit:
-                return await session.call_tool(name, arguments)
+                result = await session.call_tool(name, parsed)
         except TimeoutError as error:
             if limit.expired():
                 raise ToolTimeout(f"{name} did not return within rollout.tool_timeout_seconds={seconds:g}.") from error
             raise
+        self._metrics["agent_tool_failures"] += not result.ok
+        return result
 
     def judge(self, verdict: Verdict, finish: str) -> None:
         """Write the outcome down."""
@@ -145,16 +326,6 @@ class ToolEpisode:
             rollout.status = Status.MASKED
         else:
             rollout.status = Status.COMPLETED if finish == "stop" else Status.TRUNCATED
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
-    """Results in order; the first failure ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 class GymnasiumLoop:
@@ -175,7 +346,14 @@ class GymnasiumLoop:
         rollout.finish_reason = finish
         rollout.status = Status.COMPLETED if finish == "stop" else Status.TRUNCATED
         attempt.response = dialogue.response(finish)
-        attempt.answer = _answer(attempt, last)
+        attempt.answer = {
+            **rollout.task,
+            "response": attempt.response,
+            "reward": rollout.reward,
+            "terminated": finish == "stop",
+            "truncated": finish != "stop",
+            "info": {} if last is None else last.wire_info(),
+        }
 
 
 async def _episode(
@@ -198,15 +376,3 @@ async def _episode(
         if step.observation:
             dialogue.conversation.add_observation(step.observation)
     return "max_turns", step
-
-
-def _answer(attempt: RolloutAttempt, last: GymStep | None) -> dict[str, Any]:
-    """What an agent server answers to /run."""
-    return {
-        **attempt.rollout.task,
-        "response": attempt.response,
-        "reward": attempt.rollout.reward,
-        "terminated": attempt.rollout.finish_reason == "stop",
-        "truncated": attempt.rollout.finish_reason != "stop",
-        "info": {} if last is None else last.wire_info(),
-    }

@@ -8,56 +8,67 @@ a matter of configuration. What the clients offer is written in `roundhouse.roll
         session = await environment.seed_session(environment.tasks("train")[0])
         result = await session.call_tool("calculate", {"expression": "3*4"})
         verdict = await session.verify(response)
+
+`verdict_on` tries an environment without a policy: what would its verifier say of this answer?
+
+Invariant: the environment sees what it sees in a rollout: a session, tool calls, a Responses object.
+
+    verdict = await verdict_on(LocalEnvironmentClient(Words()), row, "enigne")
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
 from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, RemoteEnvironment
 from roundhouse.environments import load_any
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
-from roundhouse.environments.tools import Toolbox, ToolResult
+from roundhouse.environments.base import (
+    Environment,
+    GymnasiumEnvironment,
+    GymStep,
+    TaskRow,
+    Toolbox,
+    ToolResult,
+    Verdict,
+)
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
-from roundhouse.rollout.failures import SeedFailed, SnapshotFailed, StepFailed, VerifierFailed
-from roundhouse.rollout.protocol import EnvironmentClient, EnvironmentSession, EpisodeSession, ToolEnvironment
+from roundhouse.rollout.protocol import (
+    EnvironmentClient,
+    EnvironmentSession,
+    EpisodeSession,
+    SeedFailed,
+    SnapshotFailed,
+    StepFailed,
+    ToolEnvironment,
+    VerifierFailed,
+    checked_verdict,
+)
+from roundhouse.rollout.responses import assistant_items, response_object
 
 
-class LocalEnvironmentClient:
-    """An environment in this process. Its tools run on the event loop: a tool that blocks, blocks all rollouts."""
+@contextmanager
+def _failing_as(failure: type[DataError], call: str) -> Iterator[None]:
+    """The environment's code ends here: what it raises becomes this failure; those that it raises by their type stay."""
+    try:
+        yield
+    except (InfraError, DataError):
+        raise
+    except Exception as error:
+        raise failure(f"{call} raised {error!r}") from error
 
-    def __init__(self, environment: Environment) -> None:
+
+class _LocalClient:
+    """An environment in this process. Its code runs on the event loop: a call that blocks, blocks all rollouts."""
+
+    def __init__(self, environment: Environment | GymnasiumEnvironment) -> None:
         self.name = environment.name
         self.restoration = environment.restoration
         self.compute_metrics = environment.compute_metrics
-        self._environment = environment
-        self._toolbox = Toolbox(environment)
-        self.agent = ToolLoop()
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._environment.tasks(split)
-
-    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
-        try:
-            state = await self._environment.seed_session(row)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here; its failure becomes an outcome
-            raise SeedFailed(f"{self.name}: seed_session raised {error!r}") from error
-        return _LocalSession(self._environment, self._toolbox, row, state)
-
-    async def restore_session(self, row: TaskRow, snapshot: Any) -> EnvironmentSession:
-        try:
-            state = await self._environment.restore_session(row, snapshot)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here
-            raise SnapshotFailed(f"{self.name}: restore_session raised {error!r}") from error
-        return _LocalSession(self._environment, self._toolbox, row, state)
+        self.tasks = environment.tasks
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -67,6 +78,26 @@ class LocalEnvironmentClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class LocalEnvironmentClient(_LocalClient):
+    """An environment with tools and a verifier, in this process."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self._environment = environment
+        self._toolbox = Toolbox(environment)
+        self.agent = ToolLoop()
+
+    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
+        with _failing_as(SeedFailed, f"{self.name}: seed_session"):
+            state = await self._environment.seed_session(row)
+        return _LocalSession(self._environment, self._toolbox, row, state)
+
+    async def restore_session(self, row: TaskRow, snapshot: Any) -> EnvironmentSession:
+        with _failing_as(SnapshotFailed, f"{self.name}: restore_session"):
+            state = await self._environment.restore_session(row, snapshot)
+        return _LocalSession(self._environment, self._toolbox, row, state)
 
 
 class _LocalSession:
@@ -88,61 +119,31 @@ class _LocalSession:
         return await self._toolbox.call(self._state, name, arguments)
 
     async def snapshot(self) -> Any:
-        try:
+        with _failing_as(SnapshotFailed, f"{self._environment.name}: snapshot_session"):
             return await self._environment.snapshot_session(self._state)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here
-            raise SnapshotFailed(f"{self._environment.name}: snapshot_session raised {error!r}") from error
 
     async def verify(self, response: dict[str, Any]) -> Verdict:
-        try:
+        with _failing_as(VerifierFailed, f"{self._environment.name}: verify"):
             return await self._environment.verify(self._state, self._row, response)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
-            raise VerifierFailed(f"{self._environment.name}: verify raised {error!r}") from error
 
 
-class LocalEpisodeClient:
-    """An environment in this process. Its steps run on the event loop: one that blocks, blocks all rollouts."""
+class LocalEpisodeClient(_LocalClient):
+    """An environment of the Gymnasium protocol, in this process."""
 
     def __init__(self, environment: GymnasiumEnvironment) -> None:
-        self.name = environment.name
-        self.restoration = environment.restoration
-        self.compute_metrics = environment.compute_metrics
+        super().__init__(environment)
         self._environment = environment
         self.agent = GymnasiumLoop()
 
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._environment.tasks(split)
-
     async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
-        try:
+        with _failing_as(SeedFailed, f"{self.name}: reset"):
             state, observation = await self._environment.reset(row)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here; its failure becomes an outcome
-            raise SeedFailed(f"{self.name}: reset raised {error!r}") from error
         return _LocalEpisode(self._environment, state), observation
 
     async def restore_session(self, row: TaskRow, snapshot: Any) -> EpisodeSession:
-        try:
+        with _failing_as(SnapshotFailed, f"{self.name}: restore"):
             state = await self._environment.restore(row, snapshot)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here
-            raise SnapshotFailed(f"{self.name}: restore raised {error!r}") from error
         return _LocalEpisode(self._environment, state)
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class _LocalEpisode:
@@ -152,12 +153,8 @@ class _LocalEpisode:
         self.needs_close = type(environment).close is not GymnasiumEnvironment.close
 
     async def step(self, response: dict[str, Any]) -> GymStep:
-        try:
+        with _failing_as(StepFailed, f"{self._environment.name}: step"):
             step = await self._environment.step(self._state, response)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here; its failure becomes an outcome
-            raise StepFailed(f"{self._environment.name}: step raised {error!r}") from error
         if not isinstance(step, GymStep):
             raise StepFailed(
                 f"{self._environment.name}: step returned a {type(step).__name__}; it must return a GymStep."
@@ -165,12 +162,8 @@ class _LocalEpisode:
         return step
 
     async def snapshot(self) -> Any:
-        try:
+        with _failing_as(SnapshotFailed, f"{self._environment.name}: snapshot"):
             return await self._environment.snapshot(self._state)
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the environment's code ends here
-            raise SnapshotFailed(f"{self._environment.name}: snapshot raised {error!r}") from error
 
     async def close(self) -> None:
         await self._environment.close(self._state)
@@ -184,7 +177,7 @@ def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
     """
     if isinstance(config, RemoteEnvironment):
         if config.protocol == "gymnasium":
-            from roundhouse.compat.nemo_gym.clients.gymnasium import RemoteEpisodeClient
+            from roundhouse.compat.nemo_gym.clients.resources import RemoteEpisodeClient
 
             return RemoteEpisodeClient.from_config(config)
         from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
@@ -213,6 +206,22 @@ def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
 def _with_mcp(environment: ToolEnvironment, servers: Mapping[str, str]) -> ToolEnvironment:
     if not servers:
         return environment
-    from roundhouse.compat.mcp.tools import McpEnvironment
+    from roundhouse.compat.mcp import McpEnvironment
 
     return McpEnvironment(environment, servers)
+
+
+async def verdict_on(environment: ToolEnvironment, row: TaskRow, text: str) -> Verdict:
+    """The verdict on a rollout that says `text` and calls no tool.
+
+    Raises:
+        InfraError, DataError: as in a rollout.
+    """
+    session = await environment.seed_session(row)
+    try:
+        items = assistant_items({"role": "assistant", "content": text}, "msg_trial")
+        response = response_object("resp_trial", items, model="none", created_at=0.0)
+        return checked_verdict(await session.verify(response))
+    finally:
+        if session.needs_close:
+            await session.close()

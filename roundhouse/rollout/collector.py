@@ -24,13 +24,13 @@ from typing import Any
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.generation.protocol import PolicyClient
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.retry import Backoff
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec, reorder
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.rollout.replay import RecordedCalls
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, derive_seed
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ async def collect(
 def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
     """Seconds to wait after failed attempt `attempt` (1, 2, …): exponential, the upper half of it at random by `seed`,
     so that rollouts which failed together do not come back together."""
-    longest = min(retry.max_delay_seconds, retry.first_delay_seconds * retry.factor ** (attempt - 1))
-    return longest * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
+    pause = Backoff(retry.first_delay_seconds, retry.max_delay_seconds, retry.factor).pause(attempt)
+    return pause * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
 
 
 class RolloutCollection:
@@ -143,7 +143,17 @@ class RolloutCollection:
         """One of them, to its outcome; `given` overrides what `collect` has for all."""
         with ACTIVITY.track("collect", "rollout", spec.rollout_id):
             rollout = self._not_tried(spec) if self._outage.open else await self._try(spec, given)
-        self._note(rollout)
+        if rollout.status is Status.FAILED:
+            log.info("%s failed: %s: %s", rollout.rollout_id, rollout.failure_code, rollout.failure_detail)
+        was_open = self._outage.open
+        self._outage.record(rollout)
+        if self._outage.open and not was_open:
+            log.warning(
+                "The last %d rollouts all failed for infrastructure (%s: %s); those not begun yet are not tried.",
+                self._outage.threshold,
+                rollout.failure_code,
+                rollout.failure_detail,
+            )
         return rollout
 
     async def _work(self, on_rollout: OnRollout | None) -> None:
@@ -169,19 +179,6 @@ class RolloutCollection:
             log.info("%s: %s, attempt %d; again in %.1f s", rollout.rollout_id, rollout.failure_code, attempt, delay)
             await asyncio.sleep(delay)
             attempt += 1
-
-    def _note(self, rollout: Rollout) -> None:
-        if rollout.status is Status.FAILED:
-            log.info("%s failed: %s: %s", rollout.rollout_id, rollout.failure_code, rollout.failure_detail)
-        was_open = self._outage.open
-        self._outage.record(rollout)
-        if self._outage.open and not was_open:
-            log.warning(
-                "The last %d rollouts all failed for infrastructure (%s: %s); those not begun yet are not tried.",
-                self._outage.threshold,
-                rollout.failure_code,
-                rollout.failure_detail,
-            )
 
     def _not_tried(self, spec: RolloutSpec) -> Rollout:
         last = self._outage.last

@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from roundhouse.environments.base import Restoration
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.recorded_calls import RecordedCall, Resumption, journal_events, journal_table
-from roundhouse.rollout.replay import RecordedCalls
+from roundhouse.rollout.replay import RecordedCall, RecordedCalls, Resumption, journal_events, journal_table
 from roundhouse.trajectories.records import FailureKind, Rollout
 
 log = logging.getLogger(__name__)

@@ -97,7 +97,13 @@ class _AssistantTurn:
         if kind == "reasoning":
             self._text += [f"<think>{part['text']}</think>" for part in item.get("summary", [])]
         elif kind == "function_call":
-            self._calls.append(_chat_call(item["call_id"], item["name"], item["arguments"]))
+            self._calls.append(
+                {
+                    "id": item["call_id"],
+                    "type": "function",
+                    "function": {"name": item["name"], "arguments": item["arguments"]},
+                }
+            )
         elif kind == "message" and item.get("role") == "assistant":
             self._text.append(_text_of(item.get("content")))
             self._calls += item.get("tool_calls") or []
@@ -192,10 +198,6 @@ def _with_instructions(messages: list[Message], instructions: str) -> list[Messa
         leading += 1
     text = "\n\n".join([instructions, *(_text_of(message["content"]) for message in messages[:leading])])
     return [{"role": "system", "content": text}, *messages[leading:]]
-
-
-def _chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 # -- chat to Responses ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient

@@ -29,7 +29,7 @@ SAMPLING = Sampling(max_new_tokens=1000)
 
 def rollout_config(**changes: Any) -> RolloutConfig:
     retry = RetryPolicy(attempts=3, first_delay_seconds=0.01, max_delay_seconds=0.05)
-    return RolloutConfig(**({"max_tokens": 100_000, "retry": retry} | changes))
+    return RolloutConfig.model_validate({"max_tokens": 100_000, "retry": retry} | changes)
 
 
 # -- environment ----------------------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import pytest
 
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineUnreachable
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from roundhouse.trajectories.tokens import derive_seed, digest_tokens
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, derive_seed, digest_tokens
 from tests.gym.playground import (
     SAMPLING,
     Counter,

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.exchange.profile import highest_k, majority, pass_at_k, pass_rates
-from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics, light
+from roundhouse.compat.nemo_gym.exchange.statistics import (
+    aggregate_metrics,
+    highest_k,
+    light,
+    majority,
+    pass_at_k,
+    pass_rates,
+)
 
 
 def row(task: int, rollout: int, reward: float, usage: tuple[int, int], **fields: Any) -> dict[str, Any]:

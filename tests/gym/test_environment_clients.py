@@ -15,11 +15,11 @@ from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import CalculatorEnvironment, RemoteEnvironment
 from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.collector import collect
-from roundhouse.rollout.failures import EnvironmentTimeout, VerifierFailed
 from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.rollout.protocol import EnvironmentTimeout, VerifierFailed
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Status
 from tests.gym.playground import (

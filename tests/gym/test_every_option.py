@@ -328,7 +328,7 @@ def test_how_servers_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(options)
         ready({"head": "http://h", "servers": []})
 
-    monkeypatch.setattr("roundhouse.infra.gym_servers.run", started)
+    monkeypatch.setattr("roundhouse.compat.nemo_gym.servers.start.run", started)
     server = {"roundhouse_environment": {"environment": {"kind": "sort"}}}
     (tmp_path / "w.yaml").write_text(yaml.safe_dump({"sorting": {"resources_servers": server}}))
     plain = run("gym", "start", tmp_path / "w.yaml", "--logs", tmp_path / "logs", "--start-seconds", 7, "--no-ray")

@@ -10,13 +10,13 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.gymnasium import RemoteEpisodeClient
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEpisodeClient
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import ContextOverflow, EngineUnreachable
 from roundhouse.http.sessions import SessionStore
-from roundhouse.rollout.attempt import play_rollout, run_rollout
+from roundhouse.rollout.agents import play_rollout, run_rollout
 from roundhouse.rollout.clients import LocalEpisodeClient, open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts

@@ -13,15 +13,14 @@ from roundhouse.compat.nexrl.base import AgentEvaluationTarget, EvaluationRunRes
 from roundhouse.compat.nexrl.built_in import AgentRolloutWorker
 from roundhouse.compat.nexrl.client import WorkerClient
 from roundhouse.config.models import RemoteEnvironment
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
-from roundhouse.environments.gymnasium import GymStep
+from roundhouse.environments.base import Environment, GymStep, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.generation.protocol import EngineUnreachable
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import plan_rollouts
-from roundhouse.rollout.recorded_calls import JOURNAL
+from roundhouse.rollout.replay import JOURNAL
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.interrupted import VERSION, as_read, interrupted_before, resumed
 from tests.gym.playground import (

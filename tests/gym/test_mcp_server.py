@@ -18,7 +18,7 @@ from roundhouse.compat.nemo_gym.servers.own_server import own_server
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, Verdict, task_row, tool
 from roundhouse.errors import ConfigError
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 import pytest
 from mcp.server.mcpserver import MCPServer
 
-from roundhouse.compat.mcp.connection import McpConnection
-from roundhouse.compat.mcp.tools import McpEnvironment
+from roundhouse.compat.mcp import McpConnection, McpEnvironment
 from roundhouse.config.environments import CustomEnvironment
 from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict
 from roundhouse.errors import ConfigError
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.collector import collect
-from roundhouse.rollout.failures import EnvironmentUnreachable
 from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.rollout.protocol import EnvironmentUnreachable
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import (
     SAMPLING,

@@ -9,25 +9,22 @@ import pytest
 import yaml
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
+from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient, read_answer
 from roundhouse.compat.nemo_gym.clients.connection import server_url
-from roundhouse.compat.nemo_gym.clients.run_request import read_answer
 from roundhouse.compat.nemo_gym.model_server.app import build_app as model_app
 from roundhouse.compat.nemo_gym.servers.agent import build_app as agent_app
 from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
-from roundhouse.config.gym_servers import AgentServerConfig
-from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.gym_servers import AgentServerConfig, ModelServerConfig
 from roundhouse.config.models import AgentEnvironment, Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
-from roundhouse.rollout.failures import UnknownAgent
 from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.rollout.protocol import UnknownAgent
 from roundhouse.rollout.responses import response_object
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from roundhouse.trajectories.tokens import digest_tokens
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, digest_tokens
 from tests.gym.model_server.fake_engine import FakeEngine, call
 from tests.gym.playground import (
     SAMPLING,

@@ -11,10 +11,10 @@ from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import Sampling
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
 from roundhouse.errors import InfraError
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.failures import BadTaskRow
-from roundhouse.rollout.sampling_overrides import sampling_overrides
+from roundhouse.rollout.plan import sampling_overrides
+from roundhouse.rollout.protocol import BadTaskRow
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests.gym.playground import (
     SAMPLING,

@@ -10,13 +10,13 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 import roundhouse.http.sessions
-import roundhouse.rollout.attempt
+import roundhouse.rollout.agents
 from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, Verdict, tool
 from roundhouse.generation.protocol import EngineUnreachable
 from roundhouse.http.sessions import SessionStore
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
@@ -114,7 +114,7 @@ async def test_a_rollout_that_ran_out_of_time_and_one_that_was_cancelled_are_clo
 
 @pytest.mark.parametrize("owner", ["cannot close", "closes for ever"])
 async def test_a_session_that_cannot_be_closed_changes_nothing(place, owner: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(roundhouse.rollout.attempt, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(roundhouse.rollout.agents, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(roundhouse.http.sessions, "CLOSE_SECONDS", 0.1)
     counter, client = place
     async with client:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.rollout.turns import chain_calls
+from roundhouse.rollout.conversation import chain_calls
+from roundhouse.trajectories.records import digest_tokens
 from roundhouse.trajectories.schemas import rebuild_prompts
-from roundhouse.trajectories.tokens import digest_tokens
 
 
 def call(number: int, prompt: list[int], generation: list[int], **fields: Any) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import Split, TaskRow, final_text, task_row
-from roundhouse.environments.gymnasium import GymnasiumEnvironment, GymStep
+from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskRow, final_text, task_row
 from roundhouse.errors import InfraError
 
 

@@ -11,7 +11,9 @@ from roundhouse.compat.nexrl.base import (
     BaseRolloutWorker,
     EvaluationRunResult,
     Evaluator,
+    LlmClient,
     NexAUEvaluationTarget,
+    RolloutLimit,
     StepResult,
 )
 from roundhouse.compat.nexrl.built_in import (
@@ -21,8 +23,7 @@ from roundhouse.compat.nexrl.built_in import (
     Tracer,
     TraceRolloutWorker,
 )
-from roundhouse.compat.nexrl.data import BaseDataLoader, FileDataLoader, MockDataLoader
-from roundhouse.compat.nexrl.llm import LlmClient, RolloutLimit
+from roundhouse.compat.nexrl.client import BaseDataLoader, FileDataLoader, MockDataLoader
 
 __all__ = [
     "AgentEvaluationTarget",

@@ -45,7 +45,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import orjson
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roundhouse.compat.nexrl.base import (
@@ -53,12 +52,12 @@ from roundhouse.compat.nexrl.base import (
     BaseRolloutWorker,
     EvaluationRunResult,
     Evaluator,
+    LlmClient,
     NoTrajectory,
+    RolloutLimit,
     WorkerFailed,
 )
-from roundhouse.compat.nexrl.llm import LlmClient, RolloutLimit
-from roundhouse.environments.base import Tool, marked_tools
-from roundhouse.environments.tools import Toolbox, invalid_arguments
+from roundhouse.environments.base import Tool, Toolbox, invalid_arguments, marked_tools
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import Completion
 from roundhouse.rollout.responses import chat_tools, tool_message
@@ -157,13 +156,11 @@ def recording(uri: str) -> dict[tuple[str, int], Rollout]:
         raise ConfigError(f"environment.parameters.recorded is {uri!r}, which has no rollouts-*.parquet.")
     found: dict[tuple[str, int], Rollout] = {}
     for name in names:
-        tables = [_table(location, part) for part in (name, f"turns-{name.removeprefix('rollouts-')}")]
+        tables = [
+            pq.read_table(io.BytesIO(location.read(part))) for part in (name, f"turns-{name.removeprefix('rollouts-')}")
+        ]
         found |= {(rollout.group_id, rollout.sample): rollout for rollout in rollouts_from_tables(*tables)}
     return found
-
-
-def _table(location: Location, name: str) -> pa.Table:
-    return pq.read_table(io.BytesIO(location.read(name)))
 
 
 Span = dict[str, Any]

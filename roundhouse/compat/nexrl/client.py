@@ -2,26 +2,50 @@
 
 Invariant: every rollout has a worker object of its own; what it returns, raises or leaves is one of the typed outcomes; the
 default loss mask trains on all its model calls.
+
+Data loaders: items in an order, with room for some to be put back.
+
+Invariants: `len` is the number of items still to come; an item is given out once, unless it is added again; `reset` brings back
+the loader as it was made, whatever was added since. A file's order is the file's, or with `shuffle` a function of the seed.
+
+    loader = FileDataLoader("quiz.jsonl", repeat_n=2)     # a, a, b, b; each with group_id, run_id and task_id
+    while (item := loader.get_next_item()) is not None: …
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
+import random
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from roundhouse.compat.nexrl.base import BaseRolloutWorker, Evaluator, NoTrajectory, ReRollout, StepResult, WorkerFailed
-from roundhouse.compat.nexrl.data import Item, read_items
-from roundhouse.compat.nexrl.llm import LlmClient, RolloutLimit
+import fsspec
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from roundhouse.compat.nexrl.base import (
+    BaseRolloutWorker,
+    Evaluator,
+    LlmClient,
+    NoTrajectory,
+    ReRollout,
+    RolloutLimit,
+    StepResult,
+    WorkerFailed,
+)
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.secrets import resolved
 from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict, task_row
 from roundhouse.environments.generated import TaskList
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.import_string import add_import_path, load_class
-from roundhouse.rollout.attempt import RolloutAttempt
-from roundhouse.rollout.failures import BadTaskRow
-from roundhouse.rollout.protocol import checked_verdict
+from roundhouse.rollout.agents import RolloutAttempt
+from roundhouse.rollout.protocol import BadTaskRow, checked_verdict
 from roundhouse.trajectories.records import Status
 
 WORKERS = {
@@ -95,7 +119,18 @@ class WorkerAgent:
         task = {**rollout.task["item"], "group_id": rollout.group_id, "run_id": rollout.sample}
         llm = LlmClient(attempt)
         worker = self._make(llm)
-        _require_trajectory(worker, await _stepped(worker, task))
+        told = await _stepped(worker, task)
+        name = type(worker).__name__
+        if told is None:
+            raise NoTrajectory(f"{name} returned None: it failed before there was a trajectory.")
+        if told not in list(StepResult):
+            raise WorkerFailed(f"{name} returned {told!r}; the results are {', '.join(StepResult)} and None.")
+        if told == StepResult.RE_ROLLOUT:
+            raise ReRollout(f"{name} asks for the task again.")
+        if told == StepResult.FAIL:
+            raise WorkerFailed(f"{name} gave the task up.")
+        if worker.result is None:
+            raise WorkerFailed(f"{name} returned success, but put no trajectory.")
         _judge(attempt, worker)
 
 
@@ -110,25 +145,23 @@ async def _stepped(worker: BaseRolloutWorker, task: dict[str, Any]) -> str | Non
         raise WorkerFailed(f"{type(worker).__name__} raised {error!r}") from error
 
 
-def _require_trajectory(worker: BaseRolloutWorker, told: str | None) -> None:
-    name = type(worker).__name__
-    if told is None:
-        raise NoTrajectory(f"{name} returned None: it failed before there was a trajectory.")
-    if told not in list(StepResult):
-        raise WorkerFailed(f"{name} returned {told!r}; the results are {', '.join(StepResult)} and None.")
-    if told == StepResult.RE_ROLLOUT:
-        raise ReRollout(f"{name} asks for the task again.")
-    if told == StepResult.FAIL:
-        raise WorkerFailed(f"{name} gave the task up.")
-    if worker.result is None:
-        raise WorkerFailed(f"{name} returned success, but put no trajectory.")
-
-
 def _judge(attempt: RolloutAttempt, worker: BaseRolloutWorker) -> None:
     """Write the outcome down."""
     rollout, result, llm = attempt.rollout, worker.result, worker.llm
     assert result is not None
-    _exclude(worker, attempt)
+    # Take the turns that the worker's loss mask leaves out, out of training
+    infos, turns = worker.llm.infos, attempt.rollout.turns
+    try:
+        mask = worker.get_train_loss_mask(infos)
+    except Exception as error:  # the worker's code ends here
+        raise WorkerFailed(f"{type(worker).__name__}.get_train_loss_mask raised {error!r}") from error
+    if len(mask) != len(infos) or not all(isinstance(each, bool) for each in mask):
+        raise WorkerFailed(
+            f"{type(worker).__name__}.get_train_loss_mask returned {mask!r} for {len(infos)} model calls; it must return one "
+            "truth value a call."
+        )
+    for turn, trained in zip(turns, mask, strict=False):
+        turn.trained = trained
     verdict = checked_verdict(Verdict(result.reward, metrics=result.metrics))
     cut = llm.limit or ("max_turns" if worker.is_truncated else "")
     rollout.reward = verdict.reward
@@ -144,22 +177,6 @@ def _judge(attempt: RolloutAttempt, worker: BaseRolloutWorker) -> None:
         "metrics": verdict.metrics,
         "extra_info": result.extra_info,
     }
-
-
-def _exclude(worker: BaseRolloutWorker, attempt: RolloutAttempt) -> None:
-    """Take the turns that the worker's loss mask leaves out, out of training."""
-    infos, turns = worker.llm.infos, attempt.rollout.turns
-    try:
-        mask = worker.get_train_loss_mask(infos)
-    except Exception as error:  # the worker's code ends here
-        raise WorkerFailed(f"{type(worker).__name__}.get_train_loss_mask raised {error!r}") from error
-    if len(mask) != len(infos) or not all(isinstance(each, bool) for each in mask):
-        raise WorkerFailed(
-            f"{type(worker).__name__}.get_train_loss_mask returned {mask!r} for {len(infos)} model calls; it must return one "
-            "truth value a call."
-        )
-    for turn, trained in zip(turns, mask, strict=False):
-        turn.trained = trained
 
 
 def worker_maker(config: WorkerEnvironment) -> MakeWorker:
@@ -205,3 +222,159 @@ def _made(make: Callable[[], Any], key: str, target: str) -> Any:
         return make()
     except Exception as error:  # the class's own code
         raise ConfigError(f"{key} is {target!r}, which cannot be made: {error!r}") from error
+
+
+Item = dict[str, Any]
+_MORE = "\0"
+"""Under which cells beyond the columns come; no column has this name."""
+
+
+class BaseDataLoader(ABC):
+    """A queue of items."""
+
+    def __init__(self, is_validate: bool = False) -> None:
+        self.is_validate = is_validate
+        """The items are for validation, not for training."""
+        self._items: deque[Item] = deque()
+        self.reset()
+
+    @abstractmethod
+    def load(self) -> Sequence[Item]:
+        """All items in their first order."""
+
+    def reset(self) -> None:
+        self._items = deque(self.load())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:
+        return self._items[index]
+
+    def get_next_item(self) -> Item | None:
+        """The next item, which leaves the loader; None when there is none."""
+        return self._items.popleft() if self._items else None
+
+    def is_finished(self) -> bool:
+        return not self._items
+
+    def can_return_item(self) -> bool:
+        """Whether an item can be had right now. A loader that waits for something overrides this."""
+        return bool(self._items)
+
+    def add_item(self, item: Item) -> None:
+        self.add_item_back(item)
+
+    def add_item_front(self, item: Item) -> None:
+        self._items.appendleft(item)
+
+    def add_item_back(self, item: Item) -> None:
+        self._items.append(item)
+
+
+class MockDataLoader(BaseDataLoader):
+    """`count` made-up items."""
+
+    def __init__(self, count: int = 16, is_validate: bool = False) -> None:
+        self._count = count
+        super().__init__(is_validate)
+
+    def load(self) -> list[Item]:
+        return [{"prompt": f"mock prompt {index}", "ground_truth": str(index)} for index in range(self._count)]
+
+
+class FileDataLoader(BaseDataLoader):
+    """The rows of a .parquet, .csv or .jsonl file, local or of any fsspec scheme; each `repeat_n` times.
+
+    Copies of a row have the same `group_id` and `task_id` (the row's own `task_id`, or its number) and the `run_id`s 0, 1, ….
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        repeat_n: int = 1,
+        shuffle: bool = False,
+        seed: int = 42,
+        is_validate: bool = False,
+        key: str = "data",
+    ) -> None:
+        """`key` names the configuration key in errors.
+
+        Raises:
+            ConfigError: the file cannot be read, holds no rows, or has another ending.
+            DataError: a line of it cannot be read.
+        """
+        self._rows = read_items(uri, key)
+        self._repeat_n, self._shuffle, self._seed = repeat_n, shuffle, seed
+        super().__init__(is_validate)
+
+    def load(self) -> list[Item]:
+        rows = list(self._rows)
+        if self._shuffle:
+            random.Random(self._seed).shuffle(rows)
+        return [{**row, "run_id": run} for row in rows for run in range(self._repeat_n)]
+
+
+def read_items(uri: str, key: str) -> list[Item]:
+    """The rows of a file, each with `task_id` and `group_id`.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no rows, or has another ending.
+        DataError: a line of it cannot be read.
+    """
+    ending = uri.rpartition(".")[2]
+    if ending not in _READERS:
+        raise ConfigError(f"{key} is {uri!r}: a data file ends in .{', .'.join(_READERS)}.")
+    try:
+        with fsspec.open(uri, "rb") as file:
+            rows = _READERS[ending](file.read())
+    except DataError as error:
+        raise DataError(f"{key} is {uri!r}: {error}") from error
+    except (OSError, ValueError, ImportError, pa.ArrowException) as error:
+        raise ConfigError(f"{key} is {uri!r}, which cannot be read: {error}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{key} is {uri!r}, which holds no rows, or rows that are no objects.")
+    named = [
+        {**row, "task_id": str(index if row.get("task_id") is None else row["task_id"])}
+        for index, row in enumerate(rows)
+    ]
+    if len({row["task_id"] for row in named}) < len(named):
+        raise ConfigError(f"{key} is {uri!r}, in which several rows have the same task_id.")
+    return [{"group_id": row["task_id"], **row} for row in named]
+
+
+def _lines(raw: bytes) -> list[Any]:
+    rows = []
+    for number, line in enumerate(raw.splitlines(), start=1):
+        try:
+            rows += [orjson.loads(line)] if line.strip() else []
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"line {number} is no JSON: {error}.") from error
+    return rows
+
+
+def _table(raw: bytes) -> list[Any]:
+    reader = csv.DictReader(io.StringIO(raw.decode("utf-8-sig"), newline=""), restkey=_MORE)
+    rows = []
+    try:
+        for row in reader:
+            if more := row.pop(_MORE, None):
+                raise DataError(
+                    f"line {reader.line_num} has {len(more)} cells more than there are columns. Quote cells with commas."
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise DataError(
+            f"line {reader.reader.line_num} cannot be read: {error}. Cells may have {csv.field_size_limit()} characters; "
+            ".jsonl and .parquet have no such limit."
+        ) from error
+    return rows
+
+
+def _parquet(raw: bytes) -> list[Any]:
+    rows: list[Any] = pq.read_table(io.BytesIO(raw)).to_pylist()
+    return rows
+
+
+_READERS = {"jsonl": _lines, "csv": _table, "parquet": _parquet}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import judge, message, tool_call
 
-from roundhouse.environments.countdown import Countdown, value_of
+from roundhouse.environments.single_turn import Countdown, value_of
 
 COUNTDOWN = Countdown(problems=50)
 ROW = {"numbers": [3, 5, 8], "target": 6}

@@ -17,9 +17,9 @@ from roundhouse.config.environments import (
     WarehouseEnvironment,
 )
 from roundhouse.environments import built_in, load
-from roundhouse.environments.arithmetic_chain import ArithmeticChain
+from roundhouse.environments.base import Toolbox
+from roundhouse.environments.calculator import ArithmeticChain
 from roundhouse.environments.generated import GeneratedEnvironment
-from roundhouse.environments.tools import Toolbox
 from roundhouse.errors import ConfigError
 
 CONFIGS: list[GeneratedProblems] = [

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from playing import message, replay
 
 from roundhouse.environments import GuessNumber
-from roundhouse.environments.guess_number import compare
+from roundhouse.environments.search import compare
 
 GAME = GuessNumber(upper=7, guesses=3)
 

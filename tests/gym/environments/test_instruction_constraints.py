@@ -1,7 +1,7 @@
 import pytest
 from playing import judge, message
 
-from roundhouse.environments.instruction_constraints import CHECKS, TEXTS, InstructionConstraints, satisfied
+from roundhouse.environments.single_turn import CHECKS, TEXTS, InstructionConstraints, satisfied
 
 BRIEFS = InstructionConstraints(problems=50)
 
@@ -32,6 +32,12 @@ def test_each_constraint_is_checked_exactly(kind: str, value: str | int, held: l
 
 def test_every_kind_of_constraint_occurs() -> None:
     assert set(TEXTS) == set(CHECKS) == {kind for brief in BRIEFS.problems["train"] for kind, _ in brief.constraints}
+
+
+@pytest.mark.parametrize("constraints", range(2, 7))
+def test_briefs_are_drawn_when_the_words_leave_no_letter_to_forbid(constraints: int) -> None:
+    """With at most two constraints, 4,000 draws met words that use every letter, and `rng.choice` of nothing failed."""
+    assert len(InstructionConstraints(constraints, problems=1000).problems["train"]) > 500
 
 
 async def test_leaving_one_constraint_out_earns_less_than_half() -> None:

@@ -13,7 +13,7 @@ from roundhouse.config.environments import FrozenLakeEnvironment
 from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN, load_any
 from roundhouse.environments.base import TaskRow
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout, Status
@@ -74,8 +74,7 @@ async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_pr
     prompt, replies = shown(config)
     local = load_any(smallest(config))
     rows = [row for row in local.tasks("train") if prompt_of(row) == prompt]
-    from roundhouse.compat.nemo_gym.clients.gymnasium import RemoteEpisodeClient
-    from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
+    from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient, RemoteEpisodeClient
 
     made = RemoteEpisodeClient if config is FrozenLakeEnvironment else RemoteEnvironmentClient
     with serving(build_app(local)) as url:

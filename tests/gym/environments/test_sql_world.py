@@ -12,11 +12,10 @@ import psutil
 import pytest
 from playing import judge, message
 
-from roundhouse.environments import sql_engine
+from roundhouse.environments import sql_world
 from roundhouse.environments.sandbox import LockedProcess, SandboxKilled, SandboxOverloaded, SandboxUnavailable
 from roundhouse.environments.sql_child import HEAP_BYTES, MAX_ROWS, StatementRefused, execute
-from roundhouse.environments.sql_engine import Database
-from roundhouse.environments.sql_world import CITIES, SCHEMA, TABLES, Assignment, SqlWorld, world_image
+from roundhouse.environments.sql_world import CITIES, SCHEMA, TABLES, Assignment, Database, SqlWorld, world_image
 
 WORLD = SqlWorld(worlds=20, problems=100)
 OSLO = "SELECT name FROM people WHERE city = 'Oslo'"
@@ -145,7 +144,7 @@ async def test_sessions_have_tables_of_their_own() -> None:
 
 
 async def test_a_statement_over_its_steps_does_not_disturb_the_next() -> None:
-    database = Database(sql_engine.image_of(SCHEMA, {"people": [("Ada", CITIES[0], 3)]}))
+    database = Database(sql_world.image_of(SCHEMA, {"people": [("Ada", CITIES[0], 3)]}))
     with pytest.raises(StatementRefused, match="interrupted"):
         await database.run(COUNT_FOR_EVER + "count(*) FROM n")
     assert (await database.run("SELECT * FROM people")).rows == [("Ada", "Oslo", 3)]
@@ -228,7 +227,7 @@ async def test_only_what_its_own_timer_ends_is_the_statements_doing(
     with monkeypatch.context() as patched:
         patched.setattr(LockedProcess, "write", write_and_signal)
         if number == signal.SIGSTOP:
-            patched.setattr(sql_engine, "WALL_SECONDS", 1.0)
+            patched.setattr(sql_world, "WALL_SECONDS", 1.0)
         with pytest.raises(outcome):
             await open_world(0).run("SELECT 1")
     assert (await open_world(0).run("SELECT 1")).rows == [(1,)]

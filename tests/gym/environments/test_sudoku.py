@@ -1,6 +1,6 @@
 from playing import judge, message
 
-from roundhouse.environments.sudoku import BOXES, COLUMNS, ROWS, Sudoku, solutions
+from roundhouse.environments.single_turn import BOXES, COLUMNS, ROWS, Sudoku, solutions
 
 SUDOKU = Sudoku(problems=50)
 ROW = {"given": "1.3434.22143432."}

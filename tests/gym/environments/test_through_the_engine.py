@@ -11,10 +11,9 @@ from pydantic import TypeAdapter
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
-from roundhouse.environments import BUILT_IN, load_any
+from roundhouse.environments import BUILT_IN, environment_config, load_any
 from roundhouse.environments.base import TaskRow
-from roundhouse.environments.naming import environment_config
-from roundhouse.rollout.attempt import run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.trajectories.records import Status
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, serving, spec_of

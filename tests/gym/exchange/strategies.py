@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from roundhouse.compat.nemo_gym.exchange.outgoing import OWN, input_items
-from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
-from roundhouse.trajectories.tokens import digest_tokens
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn, digest_tokens
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 integers = st.integers(-(2**63), 2**63 - 1)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from roundhouse.compat.nemo_gym.config.datasets import DatasetEntry
+from roundhouse.compat.nemo_gym.config.instances import DatasetEntry
 from roundhouse.compat.nemo_gym.config.sources import SearchRoots
-from roundhouse.compat.nemo_gym.exchange.collate import AgentDataset, collate
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
+from roundhouse.compat.nemo_gym.exchange.task_rows import AgentDataset, collate
 from roundhouse.errors import ConfigError, DataError
 
 

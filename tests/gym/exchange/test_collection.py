@@ -16,15 +16,17 @@ from fastapi import FastAPI, Request, Response
 from pydantic import TypeAdapter
 
 from roundhouse.compat.nemo_gym.exchange import collection
-from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, AgentServers, agents_of_head
 from roundhouse.compat.nemo_gym.exchange.collection import Summary
 from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows
-from roundhouse.compat.nemo_gym.exchange.own_policy import OwnPolicy
-from roundhouse.compat.nemo_gym.exchange.profile import pass_rates
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
+from roundhouse.compat.nemo_gym.exchange.statistics import pass_rates
 from roundhouse.compat.nemo_gym.exchange.stream import (
+    EVERY,
+    AgentServers,
+    OwnPolicy,
     Remaining,
     RolloutSource,
+    agents_of_head,
     max_attempts,
     remaining,
     run_rollouts,
@@ -32,7 +34,7 @@ from roundhouse.compat.nemo_gym.exchange.stream import (
 )
 from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, expanded
 from roundhouse.config.models import EnvironmentConfig, GenerationConfig, RolloutConfig, Sampling
-from roundhouse.environments.sort import Sort
+from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.trajectories.records import Status
 from tests.gym.model_server.fake_engine import FakeEngine

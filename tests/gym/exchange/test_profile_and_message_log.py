@@ -8,7 +8,7 @@ import pytest
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import Row
 from roundhouse.compat.nemo_gym.exchange.outgoing import message_log
-from roundhouse.compat.nemo_gym.exchange.profile import profile
+from roundhouse.compat.nemo_gym.exchange.statistics import profile
 from roundhouse.errors import DataError
 
 INPUTS = [

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows, write_rows
 from roundhouse.compat.nemo_gym.exchange.reading import (
     Original,
+    export_rollouts,
     import_rollouts,
     originals_from_table,
     originals_table,
     read_collection,
+    write_collection,
 )
-from roundhouse.compat.nemo_gym.exchange.to_files import export_rollouts, write_collection
 from roundhouse.errors import DataError, StoreError
-from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
-from roundhouse.trajectories.tokens import digest_tokens
 from tests.gym.exchange.strategies import datasets, foreign_rows
 
 slow = settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))

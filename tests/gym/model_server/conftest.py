@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from roundhouse.compat.nemo_gym.model_server import build_app
-from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.gym_servers import ModelServerConfig
 from tests.gym.model_server.fake_engine import FakeEngine, engines
 from tests.gym.playground import serving
 

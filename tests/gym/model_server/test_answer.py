@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.compat.nemo_gym.model_server.answer import as_chat_completion, as_response, empty_answer, read_answer
-from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.generation.protocol import BadReply
 from roundhouse.rollout.responses import chat_messages
 

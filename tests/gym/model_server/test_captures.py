@@ -11,7 +11,7 @@ import pytest
 
 from roundhouse.compat.nemo_gym.model_server.answer import AnswerTokens, ModelAnswer
 from roundhouse.compat.nemo_gym.model_server.captures import Captures
-from roundhouse.rollout.turns import chain_calls
+from roundhouse.rollout.conversation import chain_calls
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, say
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.compat.nemo_gym.model_server import anthropic, sse
+from roundhouse.compat.nemo_gym.model_server import answer, sse
 from roundhouse.compat.nemo_gym.model_server.sse import strict_body, with_namespaces
-from roundhouse.environments.openai_requests import InvalidRequest, check_responses
+from roundhouse.generation.requests import InvalidRequest, check_responses
 from roundhouse.rollout.responses import assistant_items, chat_messages, response_object
 
 
@@ -32,7 +32,7 @@ FULL = assistant_items({"content": "<think>hm</think>ok", "tool_calls": [CALL]},
 
 
 def test_a_messages_request_is_the_same_conversation_in_responses():
-    body = anthropic.responses_body(
+    body = answer.responses_body(
         {
             "model": "claude",
             "max_tokens": 9,
@@ -82,27 +82,27 @@ RESULT = [{"type": "text", "text": "4"}, {"type": "text", "text": "5"}]
 )
 def test_what_responses_cannot_say_is_refused(body: dict[str, Any]):
     with pytest.raises(InvalidRequest):
-        anthropic.responses_body(body)
+        answer.responses_body(body)
 
 
 def test_a_response_is_a_message_with_thinking_text_and_tool_use():
-    message = anthropic.message_object(response(*FULL), "claude")
+    message = answer.message_object(response(*FULL), "claude")
     assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
     assert message["content"][2] == {"type": "tool_use", "id": "c1", "name": "add", "input": {"n": 3}}
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("tool_use", 7)
     text = FULL[1]
     for finish, reason in (("stop", "end_turn"), ("length", "max_tokens"), ("content_filter", "refusal")):
-        assert anthropic.message_object(response(text, finish=finish), "m")["stop_reason"] == reason
+        assert answer.message_object(response(text, finish=finish), "m")["stop_reason"] == reason
 
 
 def test_arguments_that_are_no_object_reach_the_agent_as_such():
     call = {**CALL, "function": {"name": "add", "arguments": "{n"}}
     (item,) = assistant_items({"content": None, "tool_calls": [call]}, "msg_1")
-    assert anthropic.message_object(response(item), "m")["content"][0]["input"] == {"invalid_arguments": "{n"}
+    assert answer.message_object(response(item), "m")["content"][0]["input"] == {"invalid_arguments": "{n"}
 
 
 def test_messages_events_add_up_to_the_message():
-    message = anthropic.message_object(response(*FULL), "m")
+    message = answer.message_object(response(*FULL), "m")
     told = events(sse.messages_events(message))
     assert [event["type"] for event in told] == [
         "message_start",

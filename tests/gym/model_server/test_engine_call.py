@@ -17,8 +17,8 @@ from roundhouse.compat.nemo_gym.model_server.engine_call import (
     tokenize_body,
     with_recorded_tokens,
 )
-from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.environments.openai_requests import InvalidRequest, check_chat, check_responses
+from roundhouse.config.gym_servers import ModelServerConfig
+from roundhouse.generation.requests import InvalidRequest, check_chat, check_responses
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": None}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from roundhouse.rollout.turns import chain_calls
+from roundhouse.rollout.conversation import chain_calls
 from tests.generation import tiny
 from tests.generation.servers import transformers_server
 from tests.gym.model_server.conftest import Served

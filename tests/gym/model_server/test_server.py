@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from roundhouse.compat.nemo_gym.model_server.__main__ import configuration
-from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.gym_servers import ModelServerConfig
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, prompt_of, say
 from tests.gym.model_server.test_dialects import events

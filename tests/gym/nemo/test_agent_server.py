@@ -12,6 +12,7 @@ import pytest
 from roundhouse.compat.nemo_gym.servers.agent import build_app
 from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
 from roundhouse.config.gym_servers import AgentServerConfig
+from roundhouse.retry import Backoff
 from tests.gym.nemo.models import FakeModelServer, serving_model
 from tests.gym.playground import Counter, Script, by_turn, calls, counter_row, free_port, says, serving
 from tests.gym.worlds import Mountain, climb_row
@@ -165,7 +166,7 @@ def test_a_row_that_fails_is_answered_200_with_the_marks_of_its_failure(row, cod
 
 
 def test_a_dead_model_server_fails_the_row_and_not_the_request(monkeypatch):
-    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.PAUSES", Backoff(0.01))
     app = build_app(agent_config(), "agent", f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}")
     with serving(app) as url:
         reply = httpx.post(f"{url}/run", json=counter_row())
@@ -290,7 +291,7 @@ def test_responses_without_a_session_says_so():
 
 
 def test_responses_says_when_the_model_server_fails(monkeypatch):
-    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.PAUSES", Backoff(0.01))
     with stage() as servers:
         servers.model.failures = [(503, "busy")] * 3
         reply = servers.http.post("/v1/responses", json={"input": "Add."})

@@ -13,18 +13,16 @@ import yaml
 from typer.testing import CliRunner
 
 from roundhouse.cli import app as roundhouse
-from roundhouse.cli.gym import app
+from roundhouse.cli import gym as app
 from roundhouse.compat.nemo_gym.config.resolve import Resolution, resolve
 from roundhouse.compat.nemo_gym.config.sources import SearchRoots
-from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
+from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands, install, install_steps
 from roundhouse.compat.nemo_gym.servers.scaffold import write_environment
-from roundhouse.compat.nemo_gym.servers.trial import attempt
-from roundhouse.compat.nemo_gym.servers.venvs import install, install_steps
 from roundhouse.config.loading import load_config
 from roundhouse.environments import load
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.policy.warm_start import make_starting_policy
-from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient, verdict_on
 
 WEATHER = """
 weather:
@@ -185,7 +183,9 @@ def test_validate_tells_all_problems_and_ends_with_1(checkout, monkeypatch):
 
 def test_a_dry_run_prints_the_configuration_and_starts_nothing(checkout, monkeypatch):
     monkeypatch.chdir(checkout)
-    monkeypatch.setattr("roundhouse.infra.gym_servers.run", lambda *_, **__: pytest.fail("servers are started"))
+    monkeypatch.setattr(
+        "roundhouse.compat.nemo_gym.servers.start.run", lambda *_, **__: pytest.fail("servers are started")
+    )
     told = CliRunner().invoke(app, ["start", "w.yaml", "--ours", "++dry_run=true"])
     assert told.exit_code == 0
     assert set(yaml.safe_load(told.stdout)) > {"weather", "weather_agent", "policy_model", "head_server"}
@@ -243,7 +243,7 @@ def test_a_new_environment_can_be_trained_as_it_stands_from_any_directory_and_on
     environment = load(config.environment)
     for shown in environment.demonstrations("train", 20, 1.0, seed=0):
         row = next(row for row in environment.tasks("train") if row["responses_create_params"]["input"] == shown[:1])
-        assert asyncio.run(attempt(LocalEnvironmentClient(environment), row, shown[-1]["content"])).reward == 1.0
+        assert asyncio.run(verdict_on(LocalEnvironmentClient(environment), row, shown[-1]["content"])).reward == 1.0
     report = make_starting_policy(config.policy, environment, 0, tmp_path / "policy")
     assert report.steps == 2
     for split in ("train", "heldout"):

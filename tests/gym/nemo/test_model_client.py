@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServerClient
-from roundhouse.compat.nemo_gym.rollout_path import path_prefix, rollout_id
+from roundhouse.compat.nemo_gym.servers.endpoints import path_prefix, rollout_id
 from roundhouse.config.models import Sampling
 from roundhouse.generation.protocol import (
     BadReply,
@@ -15,6 +15,7 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
+from roundhouse.retry import Backoff
 from tests.gym.nemo.models import serving_model
 from tests.gym.playground import by_turn, calls, free_port, says
 
@@ -26,7 +27,7 @@ ROUTES = pytest.mark.parametrize("route", ["chat", "responses"])
 
 @pytest.fixture
 def fast_pauses(monkeypatch):
-    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("roundhouse.compat.nemo_gym.clients.model.PAUSES", Backoff(0.01))
 
 
 async def ask(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roundhouse.compat.nemo_gym.config.overrides import nested, parse_override
+from roundhouse.compat.nemo_gym.config.sources import nested, parse_override
 from roundhouse.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.compat.nexrl import FileDataLoader, MockDataLoader
-from roundhouse.compat.nexrl.data import read_items
+from roundhouse.compat.nexrl.client import read_items
 from roundhouse.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"p{index}", "ground_truth": str(index)} for index in range(4)]

@@ -21,7 +21,7 @@ from roundhouse.compat.nexrl.client import WorkerClient
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.models import ValidationConfig
 from roundhouse.environments.base import tool
-from roundhouse.rollout.attempt import play_rollout, run_rollout
+from roundhouse.rollout.agents import play_rollout, run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts

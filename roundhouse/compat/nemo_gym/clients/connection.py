@@ -28,8 +28,8 @@ from yarl import URL
 
 from roundhouse.config.yaml_text import load_yaml
 from roundhouse.errors import ConfigError
-from roundhouse.http.sockets import PacedConnector, allow_open_files
-from roundhouse.rollout.failures import (
+from roundhouse.generation.client import PacedConnector, allow_open_files
+from roundhouse.rollout.protocol import (
     FAILURE_HEADER,
     EnvironmentTimeout,
     EnvironmentUnavailable,

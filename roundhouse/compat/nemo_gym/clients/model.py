@@ -35,13 +35,14 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
-from roundhouse.rollout.failures import EnvironmentTimeout, EnvironmentUnavailable, EnvironmentUnreachable
+from roundhouse.retry import Backoff
+from roundhouse.rollout.protocol import EnvironmentTimeout, EnvironmentUnavailable, EnvironmentUnreachable
 from roundhouse.rollout.responses import Message, chat_messages, items_from_chat
 
 Route = Literal["chat", "responses"]
 
 ATTEMPTS = 3
-FIRST_PAUSE_SECONDS = 0.5
+PAUSES = Backoff(0.5)
 UNLIMITED_TOKENS = 1_000_000_000
 """`Sampling.max_new_tokens` from here on means that the model server decides."""
 
@@ -134,7 +135,7 @@ class RolloutPolicy:
         kind: type[InfraError] = EngineUnreachable
         for attempt in range(ATTEMPTS):
             if attempt:
-                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+                await asyncio.sleep(PAUSES.pause(attempt))
             try:
                 status, text, _ = await self._connection.exchange("POST", self._path, body, self.cookies)
             except EnvironmentTimeout as error:

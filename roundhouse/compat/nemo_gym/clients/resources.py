@@ -1,36 +1,45 @@
-"""An environment behind HTTP: any resources server of NeMo Gym's contract (/seed_session, /<tool>, /verify).
+"""An environment behind HTTP: any resources server of NeMo Gym's contract (/seed_session, /<tool>, /verify), or Gymnasium
+server (/reset, /step, /close).
 
 Invariant: a rollout's cookies are its own. A request that may have had an effect is never sent twice: a broken connection fails
 the rollout's attempt, and the next attempt begins with a new session. A session is closed where its server offers that: it says
 `supports_explicit_close` in its answer to /seed_session, or the configuration names the route (`environment.close_route`).
+
+Gymnasium: an episode's session is closed whenever the world offers that, even where its answer to /reset was malformed. A step
+is sent again after a lost answer only where the world said `supports_step_idempotency`, under the same `_ng_step_request_id`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import orjson
 
 from roundhouse.compat.nemo_gym.clients.connection import BUSY, REQUEST_SECONDS, Connection, Cookies, json_object
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
 from roundhouse.config.models import RemoteEnvironment
-from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
-from roundhouse.environments.task_files import read_task_rows
-from roundhouse.environments.tools import NOT_FOUND, RESERVED, ToolResult
+from roundhouse.environments.base import NOT_FOUND, RESERVED, GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
 from roundhouse.errors import DataError, InfraError
-from roundhouse.rollout.agents import ToolLoop
-from roundhouse.rollout.failures import (
+from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
+from roundhouse.rollout.protocol import (
     SESSION_CLOSED,
     SESSION_HEADER,
     SESSION_LAST_USE,
+    EnvironmentSession,
+    EnvironmentTimeout,
     EnvironmentUnavailable,
+    EnvironmentUnreachable,
+    EpisodeSession,
     JudgeFailed,
     SeedFailed,
+    StepFailed,
     VerifierFailed,
 )
-from roundhouse.rollout.protocol import EnvironmentSession
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +111,7 @@ class RemoteEnvironmentClient(RemoteClient):
         offer = await session.seed()
         if offer is None or not self.session_mcp:
             return session
-        from roundhouse.compat.mcp.tools import (
+        from roundhouse.compat.mcp import (
             with_offered,  # the SDK takes long to import, and most servers offer nothing
         )
 
@@ -260,3 +269,97 @@ def verdict_from_reply(reply: dict[str, Any], row: TaskRow) -> Verdict:
         metrics=extras | (metrics if isinstance(metrics, dict) else {}),
         mask=bool(reply.get("mask_sample")),
     )
+
+
+STEP_ATTEMPTS = 3
+STEP_RETRY_SECONDS = 0.5
+
+
+class RemoteEpisodeClient(RemoteClient):
+    """Episodes on a Gymnasium server of NeMo Gym's contract."""
+
+    @property
+    def agent(self) -> GymnasiumLoop:
+        return GymnasiumLoop()
+
+    async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
+        session = _RemoteEpisode(self.connection, row, self.close_route)
+        return session, await session.reset()
+
+
+class _RemoteEpisode(RemoteSession):
+    def __init__(self, connection: Connection, row: TaskRow, close_route: str | None) -> None:
+        super().__init__(connection, row, close_route)
+        self._idempotent = False
+
+    async def reset(self) -> str | None:
+        text = await self.begin("reset")
+        self.needs_close = self.needs_close or offers_close(lenient_object(text))
+        try:
+            reply = _object(text, f"{self._connection.url}/reset")
+        except StepFailed:
+            await self.give_up()
+            raise
+        self._idempotent = reply["info"].get("supports_step_idempotency") is True
+        observation: str | None = reply["observation"]
+        return observation
+
+    async def step(self, response: dict[str, Any]) -> GymStep:
+        body = {**self._row, "response": response}
+        if self._idempotent:
+            body["_ng_step_request_id"] = uuid.uuid4().hex
+        where = f"{self._connection.url}/step"
+        status, text = await self._send(body)
+        refuse(status, text, where, StepFailed)
+        reply = _object(text, where)
+        refuse_failure_mark(reply)
+        if "reward" not in reply:
+            raise StepFailed(f"{where} answered without a reward: {text}")
+        info = reply["info"]
+        return GymStep(
+            observation=reply["observation"],
+            reward=reply["reward"],
+            terminated=reply.get("terminated") is True,
+            truncated=reply.get("truncated") is True,
+            tool_outputs=_tool_outputs(info, where),
+            metrics={name: value for name, value in info.items() if isinstance(value, int | float)},
+            info=info,
+        )
+
+    async def _send(self, body: dict[str, Any]) -> tuple[int, str]:
+        attempts = STEP_ATTEMPTS if self._idempotent else 1
+        for attempt in range(1, attempts + 1):
+            try:
+                return await self._connection.post("step", body, self._cookies)
+            except (EnvironmentUnreachable, EnvironmentTimeout):
+                if attempt == attempts:
+                    raise
+                await asyncio.sleep(STEP_RETRY_SECONDS)
+        raise AssertionError("the loop returns or raises")
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    """A Gymnasium answer with `observation` and `info` in their types.
+
+    Raises:
+        StepFailed: it is none.
+    """
+    reply = json_object(text, where, StepFailed)
+    reply = {"observation": None, **reply, "info": reply.get("info") or {}}
+    if not isinstance(reply["info"], dict) or not isinstance(reply["observation"], str | None):
+        raise StepFailed(f"{where}: observation must be a text or null, and info an object: {text}")
+    return reply
+
+
+def _tool_outputs(info: dict[str, Any], where: str) -> dict[str, str]:
+    try:
+        return {
+            str(entry["call_id"]): entry["output"]
+            if isinstance(entry["output"], str)
+            else orjson.dumps(entry["output"]).decode()
+            for entry in info.get("tool_outputs") or []
+        }
+    except (TypeError, KeyError) as error:
+        raise StepFailed(
+            f"{where}: info.tool_outputs must be a list of call_id and output ({error!r}): {info}"
+        ) from error

@@ -18,6 +18,11 @@ The inference engines behind the model servers of a configuration.
 
 Invariant: each engine is named once, with the field that names it, since it may be a judge's and not the policy's. A model
 server answers as soon as it has started, whatever is behind it; so these are asked as well.
+
+The `datasets` entries of an agent.
+
+Invariant: an entry that loads names a file and a type, and, where it is trained or validated on, a licence. Unknown fields
+are kept: other tools put theirs there.
 """
 
 from __future__ import annotations
@@ -25,11 +30,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from roundhouse.compat.nemo_gym.config.datasets import DatasetEntry
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 ServerType = Literal["resources_servers", "responses_api_agents", "responses_api_models"]
 Kind = Literal["foreign", "external", "own"]
@@ -167,7 +170,12 @@ def as_reference(value: Any) -> InstanceReference | None:
 def _instance(name: str, entry: Mapping[str, Any]) -> Instance | AlmostServer | None:
     types = [one for one in SERVER_TYPES if one in entry]
     blocks = {one: entry[one] for one in types if isinstance(entry[one], Mapping)}
-    if not any(_meant(kind, block) for kind, block in blocks.items()):
+    runs_or_is_reached = (
+        implementation == OWN[kind] or (isinstance(values, Mapping) and ("entrypoint" in values or "url" in values))
+        for kind, block in blocks.items()
+        for implementation, values in block.items()
+    )
+    if not any(runs_or_is_reached):
         return None
     if len(types) > 1:
         return AlmostServer(name, (f"it has {' and '.join(types)}; one server has one type",))
@@ -181,19 +189,6 @@ def _instance(name: str, entry: Mapping[str, Any]) -> Instance | AlmostServer | 
     if not isinstance(values, Mapping):
         return AlmostServer(name, (f"{server_type}.{implementation} is {values!r}; it must be a mapping",))
     return _validated(name, server_type, str(implementation), values)
-
-
-def _meant(server_type: ServerType, block: Mapping[str, Any]) -> bool:
-    """Does anything in it say that it shall run or be reached?"""
-    return any(
-        implementation == OWN[server_type]
-        or (isinstance(values, Mapping) and ("entrypoint" in values or _external(values)))
-        for implementation, values in block.items()
-    )
-
-
-def _external(values: Mapping[str, Any]) -> bool:
-    return "url" in values and "entrypoint" not in values
 
 
 def _validated(
@@ -230,7 +225,10 @@ def model_endpoints(instances: Iterable[Instance]) -> dict[str, str]:
             continue
         for field, value in (instance.fields.model_extra or {}).items():
             for url in _urls(value) if field.endswith("base_url") else ():
-                found.setdefault(_probe(url), f"{instance.name}.{field}")
+                trimmed = url.rstrip("/")
+                found.setdefault(
+                    f"{trimmed}/models" if trimmed.endswith("/v1") else trimmed, f"{instance.name}.{field}"
+                )
     return found
 
 
@@ -239,6 +237,88 @@ def _urls(value: Any) -> list[str]:
     return [url for url in listed if isinstance(url, str) and url.startswith(("http://", "https://"))]
 
 
-def _probe(url: str) -> str:
-    trimmed = url.rstrip("/")
-    return f"{trimmed}/models" if trimmed.endswith("/v1") else trimmed
+License = Literal[
+    "Apache 2.0",
+    "MIT",
+    "Creative Commons Attribution 4.0 International",
+    "Creative Commons Attribution-ShareAlike 4.0 International",
+    "CC BY-SA 4.0",
+    "CC BY-NC 3.0",
+    "NVIDIA Internal Use Only, Do Not Distribute",
+    "NVIDIA Evaluation Dataset License Agreement",
+    "TBD",
+    "GNU General Public License v3.0",
+]
+"""The licences that NeMo Gym accepts."""
+
+_Repeats = Annotated[int, Field(ge=1)]
+
+
+class _DatasetEntry(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+
+class GitlabArtifact(_DatasetEntry):
+    """A file of GitLab's model registry."""
+
+    dataset_name: str
+    version: str
+    artifact_fpath: str
+
+
+class GitlabSource(GitlabArtifact):
+    """The same, as a `source`."""
+
+    type: Literal["gitlab"]
+
+
+class HuggingFaceArtifact(_DatasetEntry):
+    """A dataset of the Hugging Face hub, or one file of it."""
+
+    repo_id: str
+    artifact_fpath: str | None = None
+
+
+class HuggingFaceSource(HuggingFaceArtifact):
+    """The same, as a `source`."""
+
+    type: Literal["huggingface"]
+
+
+class Dataset(_DatasetEntry):
+    """Rows to train, validate or try on."""
+
+    name: str
+    type: Literal["train", "validation", "example"]
+    jsonl_fpath: str
+    """JSON lines file of task rows, relative to a search root."""
+    num_repeats: _Repeats = 1
+    source: Annotated[GitlabSource | HuggingFaceSource, Field(discriminator="type")] | None = None
+    """Where to fetch the file when it is not there."""
+    gitlab_identifier: GitlabArtifact | None = None
+    """The older form of a gitlab source."""
+    huggingface_identifier: HuggingFaceArtifact | None = None
+    """The older form of a huggingface source."""
+    license: License | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Dataset:
+        if self.type != "example" and self.license is None:
+            raise ValueError(f"the {self.type} dataset {self.name!r} needs a license")
+        if self.source is not None and (self.gitlab_identifier or self.huggingface_identifier):
+            raise ValueError(f"the dataset {self.name!r} names its source twice: keep `source`, drop the *_identifier")
+        return self
+
+
+class BenchmarkDataset(_DatasetEntry):
+    """Rows that a script prepares."""
+
+    name: str
+    type: Literal["benchmark"]
+    jsonl_fpath: str
+    prepare_script: str
+    prompt_config: str | None = None
+    num_repeats: _Repeats = 1
+
+
+DatasetEntry = Annotated[Dataset | BenchmarkDataset, Field(discriminator="type")]

@@ -29,8 +29,16 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roundhouse.compat.nemo_gym.config.overrides import Override, nested, parse_override
-from roundhouse.compat.nemo_gym.config.sources import DOTENV, SearchRoots, config_paths_of, load_yaml, read_layers
+from roundhouse.compat.nemo_gym.config.sources import (
+    DOTENV,
+    Override,
+    SearchRoots,
+    config_paths_of,
+    load_yaml,
+    nested,
+    parse_override,
+    read_layers,
+)
 from roundhouse.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -89,7 +97,11 @@ def _check_key(override: Override, below: Tree) -> None:
         return
     node: Any = below
     for depth, key in enumerate(override.path):
-        made_later = _is_directive(node)
+        made_later = (
+            "${" in node
+            if isinstance(node, str)
+            else isinstance(node, dict) and not node.keys().isdisjoint((INHERIT, COPY))
+        )
         if made_later and override.action == "change":
             return
         if not isinstance(node, dict) or key not in node:
@@ -100,14 +112,6 @@ def _check_key(override: Override, below: Tree) -> None:
         node = node[key]
     if override.action == "remove" and override.has_value and node != override.value:
         raise ConfigError(f"{override.text!r}: {'.'.join(override.path)} is {node!r}.")
-
-
-def _is_directive(node: Any) -> bool:
-    return (
-        "${" in node
-        if isinstance(node, str)
-        else isinstance(node, dict) and not node.keys().isdisjoint((INHERIT, COPY))
-    )
 
 
 def _drop(tree: Tree, path: tuple[str, ...]) -> None:
@@ -162,7 +166,11 @@ def apply_directives(tree: dict[str, Any]) -> dict[str, Any]:
     expansion = _Expansion(tree)
     result: dict[str, Any] = expansion.expand(tree, ())
     for path in sorted(expansion.moved, key=len, reverse=True):
-        _remove(result, path)
+        node: Any = result
+        for key in path[:-1]:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(path[-1], None)
     return result
 
 
@@ -253,14 +261,6 @@ def _names(given: Any, where: KeyPath) -> set[str]:
     if not isinstance(given, str):
         raise ConfigError(f"{'.'.join(where)}.{DELETE} is {given!r}; give names separated by commas, in one text.")
     return {name.strip() for name in given.split(",") if name.strip()}
-
-
-def _remove(tree: dict[str, Any], path: KeyPath) -> None:
-    node: Any = tree
-    for key in path[:-1]:
-        node = node.get(key) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-        node.pop(path[-1], None)
 
 
 _NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")

@@ -15,20 +15,28 @@ no difference; what ours does not know is refused by its configuration, not drop
 
     responses_api_agents: simple_agent, gymnasium_agent   ->  roundhouse_agent
     responses_api_models: vllm_model                      ->  roundhouse_model
+
+Where each server of a configuration listens.
+
+Invariant: no two servers that we start get the same port, and none gets one that is disallowed or explicitly another's. A
+port that the configuration names is kept; the others are free ones of the range, tried by binding. Between this moment and
+the server's own bind somebody else may take one: such a server ends at its start, which is noticed there.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+import random
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roundhouse.compat.nemo_gym.config import addresses
 from roundhouse.compat.nemo_gym.config.instances import OWN, Instance, find_instances, unresolved_references
 from roundhouse.compat.nemo_gym.config.merging import (
     MISSING,
@@ -70,7 +78,7 @@ class Resolution:
         """A server's fields, interpolations filled."""
         return dict(filled(self.config(), instance.path).value)
 
-    def address(self, instance: Instance) -> addresses.Address:
+    def address(self, instance: Instance) -> Address:
         values = self.fields(instance)
         return str(values["host"]), int(values["port"])
 
@@ -85,7 +93,7 @@ class Resolution:
         """The configuration is to be looked at, and nothing started (`dry_run`)."""
         return filled(self.config(), ("dry_run",)).value is True
 
-    def head_address(self) -> addresses.Address:
+    def head_address(self) -> Address:
         values = filled(self.config(), ("head_server",)).value
         return str(values["host"]), int(values["port"])
 
@@ -172,18 +180,18 @@ def _find_servers(resolution: Resolution) -> None:
 def _place(resolution: Resolution, choose_ports: bool) -> None:
     """Write host and port into every server, and what agents inherit from the top level."""
     tree = resolution.tree
-    tree["head_server"] = {"port": addresses.HEAD_PORT, **(tree.get("head_server") or {})}
-    for key, default in zip(("port_range_low", "port_range_high"), addresses.PORT_RANGE, strict=True):
+    tree["head_server"] = {"port": HEAD_PORT, **(tree.get("head_server") or {})}
+    for key, default in zip(("port_range_low", "port_range_high"), PORT_RANGE, strict=True):
         tree.setdefault(key, default)
     settings = filled(resolution.config()).value
     try:
-        host = addresses.default_host(settings)
+        host = default_host(settings)
         tree["head_server"].setdefault("host", host)
-        low, high = (addresses.as_port(settings[key], key) for key in ("port_range_low", "port_range_high"))
-        disallowed = [addresses.as_port(port, "disallowed_ports") for port in settings.get("disallowed_ports") or []]
-        taken = {*disallowed, addresses.as_port(settings["head_server"]["port"], "head_server.port")}
+        low, high = (as_port(settings[key], key) for key in ("port_range_low", "port_range_high"))
+        disallowed = [as_port(port, "disallowed_ports") for port in settings.get("disallowed_ports") or []]
+        taken = {*disallowed, as_port(settings["head_server"]["port"], "head_server.port")}
         if choose_ports:
-            placed = addresses.assign(resolution.instances, host, (low, high), taken)
+            placed = assign(resolution.instances, host, (low, high), taken)
         else:
             placed = {one.name: (one.fields.host or host, one.fields.port or -1) for one in resolution.instances}
     except (ConfigError, OSError) as error:
@@ -238,3 +246,105 @@ def use_own_servers(tree: dict[str, Any]) -> list[str]:
                 block[OWN[server_type]] = {**told, **own}  # type: ignore[index]
                 replaced.append(str(name))
     return replaced
+
+
+LOOPBACK = "127.0.0.1"
+HEAD_PORT = 11_000
+PORT_RANGE = (10_001, 20_000)
+
+Address = tuple[str, int]
+
+
+def default_host(settings: Mapping[str, Any]) -> str:
+    """This machine's own address with `use_absolute_ip`, else `default_host`, else the loopback."""
+    if settings.get("use_absolute_ip"):
+        return socket.gethostbyname(socket.gethostname())
+    return str(settings.get("default_host") or LOOPBACK)
+
+
+def assign(
+    instances: Iterable[Instance], host: str, port_range: tuple[int, int], taken: Collection[int] = ()
+) -> dict[str, Address]:
+    """Host and port of every server, by its name. `taken` are ports that nobody may get.
+
+    Raises:
+        ConfigError: two servers name the same port, or the range has no free port left.
+    """
+    addresses: dict[str, Address] = {}
+    pending: list[Instance] = []
+    for instance in instances:
+        if instance.kind == "external":
+            addresses[instance.name] = address_of(instance.fields.url or "")
+        elif instance.fields.port:
+            addresses[instance.name] = (instance.fields.host or host, instance.fields.port)
+        else:
+            pending.append(instance)
+    owners: dict[Address, str] = {}
+    for name, address in addresses.items():
+        other = owners.setdefault(address, name)
+        if other != name:
+            raise ConfigError(
+                f"{other} and {name} both have the address {address[0]}:{address[1]}; give one another port."
+            )
+    used = {*taken, *(port for _, port in addresses.values())}
+    for instance in pending:
+        port = free_port(port_range, used)
+        used.add(port)
+        addresses[instance.name] = (instance.fields.host or host, port)
+    return addresses
+
+
+def address_of(url: str) -> Address:
+    """Host and port of a base URL.
+
+    Raises:
+        ConfigError: it has no host, or a port that is none.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}") from error
+    if not parts.hostname:
+        raise ConfigError(f"{url!r} names no host.")
+    return parts.hostname, port or (443 if parts.scheme == "https" else 80)
+
+
+def free_port(port_range: tuple[int, int], used: Collection[int]) -> int:
+    """A port that could be bound a moment ago. The search begins at random: another start on this machine begins elsewhere.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    low, high = port_range
+    if not 1 <= low <= high <= 65535:
+        raise ConfigError(
+            f"port_range_low is {low} and port_range_high {high}; both must be ports, the first not above."
+        )
+    offset = random.randrange(high - low + 1)
+    for step in range(high - low + 1):
+        port = low + (offset + step) % (high - low + 1)
+        if port not in used and can_bind(port):
+            return port
+    raise ConfigError(f"No port from port_range_low {low} to port_range_high {high} is free.")
+
+
+def as_port(value: Any, key: str) -> int:
+    """
+    Raises:
+        ConfigError: it is no port.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
+        raise ConfigError(f"{key} is {value!r}; it must be a port, a whole number up to 65535.")
+    return value
+
+
+def can_bind(port: int) -> bool:
+    """On all interfaces at once, since a server may bind any of them."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -16,26 +16,28 @@ from dataclasses import dataclass, field
 import orjson
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import (
+    ROLLOUT,
+    TASK,
     Appender,
     CollectionFiles,
     Row,
     iter_rows,
+    key_of,
     mend_tail,
     write_rows,
 )
 from roundhouse.compat.nemo_gym.exchange.outgoing import ATTEMPT, is_index
+from roundhouse.compat.nemo_gym.exchange.statistics import light
 from roundhouse.compat.nemo_gym.exchange.stream import (
     Remaining,
     RolloutSource,
     RowOutcome,
-    key_of,
     max_attempts,
     remaining,
     stream,
 )
-from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK, light
 from roundhouse.errors import DataError, InfraError
-from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, classify, detail_of
+from roundhouse.rollout.protocol import DETAIL, FAILURE, TERMINAL, classify, detail_of
 
 CARRIED = (TASK, ROLLOUT, "agent_ref", "skills_ref", ATTEMPT, "_ng_rollout_id")
 """Fields of a row that its result is stamped with."""

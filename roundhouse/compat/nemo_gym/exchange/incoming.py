@@ -32,8 +32,8 @@ from roundhouse.compat.nemo_gym.exchange.outgoing import (
 )
 from roundhouse.errors import DataError
 from roundhouse.generation.protocol import TOKEN_FIELDS
-from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, detail_of
-from roundhouse.rollout.turns import TurnChain
+from roundhouse.rollout.conversation import TurnChain
+from roundhouse.rollout.protocol import DETAIL, FAILURE, TERMINAL, detail_of
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rebuild_prompts
 
@@ -83,7 +83,22 @@ def rollout_of(row: Row) -> Rollout:
         DataError: the fields under `_roundhouse` are not those of a record.
     """
     try:
-        return _own_rollout(row, row[OWN])
+        own = row[OWN]
+        task = task_under(row)
+        written = {*own["added"], *own["replaced"]}
+        output = list(row["response"]["output"])
+        turns = _own_turns(own["turns"], output)
+        return Rollout(
+            **{name: own[name] for name in SCALARS if name in own},
+            task=task,
+            status=Status(own["status"]),
+            failure_kind=FailureKind(own["failure_kind"]) if own["failure_kind"] else None,
+            reward=row["reward"] if "reward" in written else None,
+            reward_components=row["reward_components"] if "reward_components" in written else {},
+            metrics=row["metrics"] if "metrics" in written else {},
+            items=(input_items(task) if own["input_in_task"] else []) + output,
+            turns=turns,
+        )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(
             f"The row's {OWN} is damaged: {error!r}. Remove the key to read the row as a foreign one."
@@ -205,24 +220,6 @@ def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: b
     if malformed:
         rollout.status, rollout.failure_code = Status.MASKED, "malformed_token_fields"
         rollout.failure_detail = malformed
-
-
-def _own_rollout(row: Row, own: Row) -> Rollout:
-    task = task_under(row)
-    written = {*own["added"], *own["replaced"]}
-    output = list(row["response"]["output"])
-    turns = _own_turns(own["turns"], output)
-    return Rollout(
-        **{name: own[name] for name in SCALARS if name in own},
-        task=task,
-        status=Status(own["status"]),
-        failure_kind=FailureKind(own["failure_kind"]) if own["failure_kind"] else None,
-        reward=row["reward"] if "reward" in written else None,
-        reward_components=row["reward_components"] if "reward_components" in written else {},
-        metrics=row["metrics"] if "metrics" in written else {},
-        items=(input_items(task) if own["input_in_task"] else []) + output,
-        turns=turns,
-    )
 
 
 def _own_turns(own_turns: list[Row], output: list[Item]) -> list[Turn]:

@@ -1,14 +1,21 @@
-"""JSON lines files: one object a line, each line whole before the next begins.
+"""JSON lines files of task rows and rollouts: one object a line, each line whole before the next begins.
 
 Invariant: a line that was written is on disk (flushed) before the writer returns. A writer that died in the middle of a line
 leaves a torn tail; reading for a resume drops it, and opening for appending cuts it off, so that the next line is whole.
 
-    {"a":1}\n{"a":2}\n{"a"    ->  read_rows(torn_tail=True): two rows;  Appender: cut after the second line
+    {"a":1}
+{"a":2}
+{"a"    ->  read_rows(torn_tail=True): two rows;  Appender: cut after the second line
 
 The names of a collection's files, all made of the rollouts file's.
 
 out/run.jsonl  ->  out/run_materialized_inputs.jsonl   out/run_failures.jsonl         out/run_aggregate_metrics.json
                    out/run_reward_profiling.jsonl      out/run_agent_metrics.json
+
+Task rows from JSON lines files.
+
+Invariant: each row that comes out has a `task_id` of its own in its file and parameters that a `/v1/responses` call would be
+accepted with; the first line at fault is named.
 """
 
 from __future__ import annotations
@@ -22,11 +29,21 @@ from typing import Any, Self
 import fsspec
 import orjson
 
-from roundhouse.errors import DataError
+from roundhouse.environments.base import TaskRow
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.generation.requests import InvalidRequest, check_responses
 
 Row = dict[str, Any]
+Key = tuple[int, int]
+"""A rollout's task index and rollout index."""
+
+TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
 
 _BLOCK = 1 << 16
+
+
+def key_of(row: Row) -> Key:
+    return row[TASK], row[ROLLOUT]
 
 
 def iter_rows(uri: str | Path, *, torn_tail: bool = False) -> Iterator[tuple[int, Row]]:
@@ -173,3 +190,62 @@ class CollectionFiles:
 
     def _beside(self, ending: str) -> Path:
         return self.rollouts.with_name(f"{self.rollouts.stem}_{ending}")
+
+
+PARAMS = "responses_create_params"
+
+
+def read_task_rows(uri: str, key: str) -> list[TaskRow]:
+    """The rows of a file, local or of any fsspec scheme. A row without `task_id` gets `line-<number>`.
+
+    Raises:
+        ConfigError: unreadable file, a line that is no task row, a `task_id` used twice. `key` names the configuration key.
+    """
+    try:
+        lines = list(iter_lines(uri))
+    except DataError as error:
+        raise ConfigError(f"{key} is {uri!r}: {error}") from error
+    rows: list[TaskRow] = []
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        where = f"{key}: {uri}, line {number}"
+        try:
+            row = parsed_row(line, where)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        task_id = row.get("task_id")
+        row = {**row, "task_id": f"line-{number}" if task_id is None else str(task_id)}
+        if row["task_id"] in seen:
+            raise ConfigError(f"{where}: task_id {row['task_id']!r} is already used on line {seen[row['task_id']]}.")
+        seen[row["task_id"]] = number
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"{key} is {uri!r}, which holds no task rows: one JSON object a line is needed.")
+    return rows
+
+
+def parsed_row(line: bytes, where: str, *, needs_input: bool = True) -> TaskRow:
+    """The task row on a line; `where` names it in errors.
+
+    Args:
+        needs_input: False where a prompt configuration makes the input afterwards.
+
+    Raises:
+        DataError: it is no JSON object, or its parameters are not those of a `/v1/responses` call.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is a {type(row).__name__}; a task row is a JSON object.")
+    params = row.get(PARAMS)
+    if not needs_input:
+        params = {"input": [], **(params or {})} if isinstance(params, dict | None) else params
+    if not isinstance(params, dict) or "input" not in params:
+        raise DataError(f"{where}: a task row needs {PARAMS}.input, a text or a list of items.")
+    try:
+        check_responses(params)
+    except InvalidRequest as error:
+        raise DataError(f"{where}: {PARAMS}: {error}") from error
+    return row

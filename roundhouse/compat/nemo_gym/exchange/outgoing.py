@@ -31,11 +31,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row
-from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+from roundhouse.compat.nemo_gym.exchange.json_lines import ROLLOUT, TASK, Row
 from roundhouse.errors import DataError
 from roundhouse.generation.protocol import TOKEN_FIELDS
-from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL
+from roundhouse.rollout.protocol import DETAIL, FAILURE, TERMINAL
 from roundhouse.rollout.responses import response_object, whole_response
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rebuild_prompts
@@ -90,7 +89,11 @@ def result_row(rollout: Rollout, address: Address) -> Row:
     given = len(input_items(rollout.task))
     derived = rollout.items[:given] == input_items(rollout.task)
     output = rollout.items[given:] if derived else rollout.items
-    placed = _placed(output, rollout.turns)
+    # The item of each turn that takes its token fields; None where there is none, or it has such fields of its own
+    places = last_items(output, len(rollout.turns))
+    placed = [
+        None if place is None or any(name in output[place] for name in TOKEN_FIELDS) else place for place in places
+    ]
     prompts = rebuild_prompts(rollout.turns)
     result: Row = {"response": _response(rollout, _with_tokens(output, placed, rollout.turns, prompts))}
     result |= _judgement(rollout) | _stamps(rollout, address)
@@ -182,12 +185,6 @@ def _response(rollout: Rollout, output: list[Item]) -> dict[str, Any]:
         params=params if isinstance(params, dict) else {},
     )
     return whole_response(response, items=False)  # an import reads the items of the record back
-
-
-def _placed(output: list[Item], turns: list[Turn]) -> list[int | None]:
-    """The item of each turn that takes its token fields; None where there is none, or it has such fields of its own."""
-    places = last_items(output, len(turns))
-    return [None if place is None or any(name in output[place] for name in TOKEN_FIELDS) else place for place in places]
 
 
 def _with_tokens(
@@ -285,7 +282,14 @@ def message_log(row: Row) -> list[dict[str, Any]]:
                 "token_ids": generated,
                 "generation_logprobs": item["generation_log_probs"],
                 "is_invalid_tool_call": _has(_text(item), _CALL_TAGS, 1),
-                "has_malformed_thinking": _has(_text(item), _THINK_TAGS, 1) or _has(_thoughts(item), _THINK_TAGS, 2),
+                "has_malformed_thinking": _has(_text(item), _THINK_TAGS, 1)
+                or _has(
+                    "".join(part.get("text") or "" for part in item.get("summary") or ())
+                    if item.get("type") == "reasoning"
+                    else "",
+                    _THINK_TAGS,
+                    2,
+                ),
             }
         )
         seen = prompt + generated
@@ -301,9 +305,3 @@ def _has(text: str, tags: tuple[str, ...], times: int) -> bool:
 def _text(item: Item) -> str:
     content = item.get("content") if item.get("type", "message") == "message" else None
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
-
-
-def _thoughts(item: Item) -> str:
-    return (
-        "".join(part.get("text") or "" for part in item.get("summary") or ()) if item.get("type") == "reasoning" else ""
-    )

@@ -17,13 +17,18 @@ Invariant: the dataset gives back its files (`to_files`), equal value by value. 
 again: they are what they were.
 
     run.jsonl + run_failures.jsonl + run_materialized_inputs.jsonl  ->  <store>/datasets/<name>/<version>/
+
+A Parquet dataset of rollouts as NeMo Gym's files.
+
+Invariant: every rollout is on exactly one line: of the rollouts file if it has a reward, otherwise of the failures sidecar. An
+imported dataset gives back the files that it came from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +36,16 @@ from typing import Any, Literal
 import orjson
 import pyarrow as pa
 
-from roundhouse.compat.nemo_gym.exchange.incoming import Remnant, foreign_rollout, is_own, rollout_of
-from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, iter_rows, line_of
+from roundhouse.compat.nemo_gym.exchange.incoming import Remnant, foreign_rollout, is_own, restored_row, rollout_of
+from roundhouse.compat.nemo_gym.exchange.json_lines import (
+    ROLLOUT,
+    TASK,
+    CollectionFiles,
+    Row,
+    iter_rows,
+    line_of,
+    write_rows,
+)
 from roundhouse.compat.nemo_gym.exchange.outgoing import (
     OWN,
     Address,
@@ -42,15 +55,15 @@ from roundhouse.compat.nemo_gym.exchange.outgoing import (
     result_row,
     task_under,
 )
-from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics, light
 from roundhouse.errors import DataError, StoreError
-from roundhouse.store.identity import code_version
+from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance, Reference
-from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
-from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
 
 Key = tuple[int, int]
 """Task and rollout index."""
@@ -103,7 +116,14 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
     Raises:
         DataError: a file cannot be read, or holds a (task, rollout) twice.
     """
-    tasks = _read_tasks(files.materialized_inputs)
+    # Line numbers, keys and rows of the materialized inputs; none if there is no such file
+    rows = (
+        [(number, _key(row, number), row) for number, row in iter_rows(files.materialized_inputs)]
+        if files.materialized_inputs.exists()
+        else []
+    )
+    _refuse_twice(files.materialized_inputs.name, [(number, key) for number, key, _ in rows])
+    tasks = rows
     converter = _Converter({key: row for _, key, row in tasks}, policy_version)
     judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts)]
     _refuse_twice("the rollouts file", [(line.number, line.key) for line in judged])
@@ -143,13 +163,6 @@ class _Converter:
         if self.groups.setdefault(line.rollout.group_id, line.key[0]) != line.key[0]:
             line.rollout.group_id += f"#{line.key[0]}"  # two tasks of one task_id stay two groups
         return line
-
-
-def _read_tasks(path: Path) -> list[tuple[int, Key, Row]]:
-    """Line numbers, keys and rows of the materialized inputs; none if there is no such file."""
-    rows = [(number, _key(row, number), row) for number, row in iter_rows(path)] if path.exists() else []
-    _refuse_twice(path.name, [(number, key) for number, key, _ in rows])
-    return rows
 
 
 def _lines(file: File, path: Path) -> Iterator[_Line]:
@@ -251,7 +264,9 @@ def originals_table(originals: Sequence[Original]) -> pa.Table:
             "file": one.file,
             "line": one.line,
             "rollout_id": one.rollout_id,
-            "remnant": None if one.remnant is None else _text(_fields(one.remnant)),
+            "remnant": None
+            if one.remnant is None
+            else _text({field.name: getattr(one.remnant, field.name) for field in fields(one.remnant)}),
             "row": None if one.row is None else _text(one.row),
         }
         for one in originals
@@ -271,10 +286,6 @@ def originals_from_table(table: pa.Table) -> list[Original]:
         )
         for row in table.to_pylist()
     ]
-
-
-def _fields(remnant: Remnant) -> dict[str, Any]:
-    return {field.name: getattr(remnant, field.name) for field in fields(remnant)}
 
 
 def _text(value: dict[str, Any]) -> str:
@@ -298,9 +309,19 @@ def import_rollouts(
         StoreError: the version exists and was made of other files.
     """
     stage = Stage(Location(store) / f"datasets/{name}/{version}", kind=StageKind.COLLECT, run_id=name, iteration=0)
-    digest = _digest(files)
+    hashed = hashlib.sha256()
+    for path in (files.rollouts, files.failures, files.materialized_inputs):
+        if path.exists():
+            with path.open("rb") as file:
+                hashed.update(hashlib.file_digest(file, "sha256").digest())
+    digest = hashed.hexdigest()
     if (done := stage.reference()) is not None:
-        _refuse_other(done, digest)
+        manifest = read_manifest(done)
+        if manifest.provenance.config_digest != digest:
+            raise StoreError(
+                f"{done.uri} exists and was imported from other files ({manifest.details.get('imported')}). "
+                "Give the import another --name or --version."
+            )
         return done
     found = read_collection(files, policy_version=policy_version)
     versions = {turn.policy_version for rollout in found.rollouts for turn in rollout.turns}
@@ -319,19 +340,91 @@ def import_rollouts(
     return attempt.commit(counts=ledger.counts(), details=details)
 
 
-def _digest(files: CollectionFiles) -> str:
-    digest = hashlib.sha256()
-    for path in (files.rollouts, files.failures, files.materialized_inputs):
-        if path.exists():
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    files: CollectionFiles
+    rollouts: int
+    failures: int
 
 
-def _refuse_other(reference: Reference, digest: str) -> None:
-    manifest = read_manifest(reference)
-    if manifest.provenance.config_digest != digest:
-        raise StoreError(
-            f"{reference.uri} exists and was imported from other files ({manifest.details.get('imported')}). "
-            "Give the import another --name or --version."
-        )
+def export_rollouts(
+    reference: Reference, directory: Path, *, stem: str = "rollouts", agent: str | None = None
+) -> Exported:
+    """Write a complete collect or evaluate stage to `<directory>/<stem>*.jsonl` and its aggregate metrics.
+
+    Args:
+        agent: instance name for `agent_ref` where a task has none; by default the rollout's environment.
+    """
+    rollouts = rollouts_from_tables(read_table(reference, "rollouts"), read_table(reference, "turns"))
+    originals: list[Original] = []
+    if any(entry.path.startswith(f"{DATASET}-") for entry in read_manifest(reference).files):
+        originals = originals_from_table(read_table(reference, DATASET))
+    return write_collection(rollouts, originals, CollectionFiles(directory / f"{stem}.jsonl"), agent)
+
+
+def write_collection(
+    rollouts: Sequence[Rollout], originals: Sequence[Original], files: CollectionFiles, agent: str | None = None
+) -> Exported:
+    """Write records, and what their import kept beside them, as the files of a collection."""
+    places = addresses(rollouts, agent)
+    lines = _original_lines(rollouts, places, originals) if originals else _own_lines(rollouts, places)
+    light_rows: list[Row] = []
+    succeeded = write_rows(files.rollouts, _noted(lines["rollouts"], light_rows))
+    failed = write_rows(files.failures, lines["failures"])
+    write_rows(files.materialized_inputs, lines["materialized_inputs"])
+    metrics = metrics_by_agent(light_rows)
+    files.aggregate_metrics.write_bytes(orjson.dumps(metrics, option=orjson.OPT_INDENT_2))
+    return Exported(files, succeeded, failed)
+
+
+def metrics_by_agent(light_rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The aggregate metrics file: an entry an agent."""
+    by_agent: dict[str, list[Row]] = {}
+    for row in light_rows:
+        agent = row.get("agent_ref")
+        name = agent.get("name") if isinstance(agent, dict) else None
+        by_agent.setdefault(str(name or "agent"), []).append(row)
+    return [{"agent_ref": {"name": name}, **aggregate_metrics(own)} for name, own in by_agent.items()]
+
+
+def _noted(rows: Iterator[Row], light_rows: list[Row]) -> Iterator[Row]:
+    """The rows as they pass, what statistics need of them put aside."""
+    for row in rows:
+        light_rows.append(light(row))
+        yield row
+
+
+def _own_lines(rollouts: Sequence[Rollout], places: Sequence[Address]) -> dict[File, Iterator[Row]]:
+    pairs = list(zip(rollouts, places, strict=True))
+    in_order = sorted(pairs, key=lambda pair: (pair[1].task_index, pair[1].rollout_index))
+    return {
+        "rollouts": (result_row(*pair) for pair in pairs if pair[0].reward is not None),
+        "failures": (result_row(*pair) for pair in pairs if pair[0].reward is None),
+        "materialized_inputs": (materialized_row(*pair) for pair in in_order),
+    }
+
+
+def _original_lines(
+    rollouts: Sequence[Rollout], places: Sequence[Address], originals: Sequence[Original]
+) -> dict[File, Iterator[Row]]:
+    records = {rollout.rollout_id: (rollout, place) for rollout, place in zip(rollouts, places, strict=True)}
+
+    def row_of(original: Original) -> Row:
+        if original.row is not None:
+            return original.row
+        assert original.rollout_id is not None
+        rollout, place = records[original.rollout_id]
+        if original.file == "materialized_inputs":
+            return rollout.task
+        return result_row(rollout, place) if original.remnant is None else restored_row(rollout, original.remnant)
+
+    def lines(file: File) -> Iterator[Row]:
+        return (row_of(one) for one in sorted(originals, key=lambda one: one.line) if one.file == file)
+
+    return {
+        "rollouts": lines("rollouts"),
+        "failures": lines("failures"),
+        "materialized_inputs": lines("materialized_inputs"),
+    }

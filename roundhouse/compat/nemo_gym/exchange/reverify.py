@@ -20,13 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.compat.nemo_gym.clients.connection import Connection
-from roundhouse.compat.nemo_gym.exchange.agent_servers import EVERY, SHORT_SECONDS, RowServers
-from roundhouse.compat.nemo_gym.exchange.json_lines import Appender, CollectionFiles, Row, iter_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import (
+    ROLLOUT,
+    TASK,
+    Appender,
+    CollectionFiles,
+    Key,
+    Row,
+    iter_rows,
+    key_of,
+)
 from roundhouse.compat.nemo_gym.exchange.outgoing import is_index
-from roundhouse.compat.nemo_gym.exchange.stream import Key, Remaining, key_of, max_attempts, remaining
-from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+from roundhouse.compat.nemo_gym.exchange.stream import (
+    EVERY,
+    SHORT_SECONDS,
+    Remaining,
+    RowServers,
+    max_attempts,
+    remaining,
+)
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.rollout.failures import FAILURE, EnvironmentUnavailable, VerifierFailed
+from roundhouse.rollout.protocol import FAILURE, EnvironmentUnavailable, VerifierFailed
 
 JUDGE_FAILED = "judge_failed"
 STATELESS = "stateless"

@@ -1,4 +1,4 @@
-"""Many rollouts at once, handed on as they finish.
+"""Many rollouts at once, handed on as they finish; what is still to do; and the two sources of rollouts.
 
 Invariants: each row gives exactly one outcome; no more than `concurrency` are in flight, and no work exists for rows not yet
 begun; a row that fails is an outcome and ends nothing; when the consumer stops early, what is in flight is cancelled and
@@ -16,6 +16,16 @@ again; everything else is.
 
     wanted a/0 a/1 b/0 b/1, rollouts a/0, failures a/1 (3 times) b/0 (terminal) b/1 (once)
         ->  to run b/1, its `_ng_attempt_index` 1
+
+Agent servers of NeMo Gym's contract as a source of rollouts: POST /run plays a whole row.
+
+Invariant: a row is posted once; what comes back is the agent's own answer, unchanged, or a typed failure. A 4xx says that the
+row is at fault, but for those that ask to try later; a 5xx says nothing about the row.
+
+A running engine and an environment in this process as a source of rollouts: no agent server between them.
+
+Invariant: a row's result holds the whole rollout record under `_roundhouse`, so that an import loses nothing; the seed of a
+rollout depends on the collection's seed and the row's indexes alone.
 """
 
 from __future__ import annotations
@@ -25,17 +35,26 @@ import logging
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row
-from roundhouse.compat.nemo_gym.exchange.outgoing import ATTEMPT, is_index
-from roundhouse.compat.nemo_gym.servers.aggregate import ROLLOUT, TASK
+import aiohttp
+
+from roundhouse.compat.nemo_gym.clients.connection import Connection, json_object, look_up_all
+from roundhouse.compat.nemo_gym.exchange.json_lines import ROLLOUT, TASK, Key, Row, key_of
+from roundhouse.compat.nemo_gym.exchange.outgoing import ATTEMPT, Address, is_index, result_row
+from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
+from roundhouse.config.models import EnvironmentConfig, GenerationConfig, RolloutConfig
+from roundhouse.environments.base import Split
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.rollout.failures import TERMINAL, classify
-from roundhouse.rollout.plan import reorder
-from roundhouse.trajectories.records import FailureKind
+from roundhouse.generation.client import HttpPolicyClient
+from roundhouse.generation.protocol import EngineUnreachable
+from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.plan import RolloutSpec, reorder
+from roundhouse.rollout.protocol import TERMINAL, AgentFailed, BadAgentAnswer, EnvironmentUnreachable, classify
+from roundhouse.trajectories.records import FailureKind, derive_seed
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +175,6 @@ class _Outage:
 MAX_ATTEMPTS = 3
 MAX_ATTEMPTS_VARIABLE = "NEMO_GYM_MAX_ROLLOUT_ATTEMPTS"
 
-Key = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
@@ -199,10 +216,6 @@ def remaining(
     return Remaining(rows, counts["done"], counts["terminal"], counts["exhausted"])
 
 
-def key_of(row: Row) -> Key:
-    return row[TASK], row[ROLLOUT]
-
-
 def max_attempts(environ: Mapping[str, str] = os.environ) -> int:
     """Attempts at a rollout, over all resumes, as NEMO_GYM_MAX_ROLLOUT_ATTEMPTS says; 3 when it is unset.
 
@@ -213,3 +226,157 @@ def max_attempts(environ: Mapping[str, str] = os.environ) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"{MAX_ATTEMPTS_VARIABLE} is {text!r}: give a whole number from 1, or unset it.")
     return int(text)
+
+
+RUN_SECONDS = 3600.0
+"""Time limit of one /run: a whole rollout, its tools and its verifier."""
+SHORT_SECONDS = 60.0
+RETRIABLE = frozenset({408, 409, 425, 429})
+"""4xx answers that ask to come again."""
+MOST_QUOTED = 2000
+EVERY = "*"
+"""In place of an instance name: the agent server for all rows."""
+
+
+class AgentRefused(DataError):
+    """The agent answered with a 4xx."""
+
+
+class RowServers:
+    """Servers by the instance name of an agent; a row goes to the one that its `agent_ref` names, or to `*`."""
+
+    route: ClassVar[str]
+    unavailable: ClassVar[type[InfraError]]
+    """Raised for a 5xx, or a request to come again."""
+    refused: ClassVar[type[DataError]]
+    """Raised for another 4xx."""
+    malformed: ClassVar[type[DataError]]
+    """Raised for an answer that is no JSON object."""
+
+    def __init__(self, urls: Mapping[str, str], seconds: float = RUN_SECONDS, *, key: str = "--agent-url") -> None:
+        """`key` is the option that holds the URLs, for errors. The name `*` stands for every agent."""
+        self._connections = {name: Connection(url, seconds, key=key) for name, url in urls.items()}
+
+    async def run(self, row: Row) -> Row:
+        connection = self._of(row["agent_ref"]["name"])
+        try:
+            status, text = await connection.post(self.route, row)
+        except EnvironmentUnreachable as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise NotReached(str(error)) from error
+            raise
+        where = f"{connection.url}/{self.route}"
+        if status >= 500 or status in RETRIABLE:
+            raise self.unavailable(f"{where} answered {status}: {text[:MOST_QUOTED]}")
+        if status >= 300:
+            raise self.refused(f"{where} answered {status}: {text[:MOST_QUOTED]}")
+        return json_object(text, where, self.malformed)
+
+    async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
+        """The server's own statistics; ours where it has none."""
+        connection = self._of(agent)
+        try:
+            status, text = await connection.post("aggregate_metrics", {"verify_responses": rows}, seconds=SHORT_SECONDS)
+        except InfraError:
+            return aggregate_metrics(rows)
+        return aggregate_metrics(rows) if status >= 300 else json_object(text, connection.url, self.malformed)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            await connection.close()
+
+    def _of(self, agent: str) -> Connection:
+        connection = self._connections.get(agent, self._connections.get(EVERY))
+        if connection is None:
+            known = ", ".join(self._connections) or "none"
+            raise DataError(f"The row's agent_ref names {agent!r}; agents there: {known}.")
+        return connection
+
+
+class AgentServers(RowServers):
+    """Agent servers: POST /run plays a whole row."""
+
+    route = "run"
+    unavailable = AgentFailed
+    refused = AgentRefused
+    malformed = BadAgentAnswer
+
+
+async def agents_of_head(url: str) -> dict[str, str]:
+    """The agent servers that a head server knows, as base URLs by instance name.
+
+    Raises:
+        InfraError: it does not answer, or not with a configuration.
+        ConfigError: it knows no agent that has an address.
+    """
+    connection = Connection(url, SHORT_SECONDS, key="--head")
+    try:
+        found = await look_up_all(connection)
+    finally:
+        await connection.close()
+    if not found:
+        raise ConfigError(f"--head is {url}, which knows no agent that has an address. Is the configuration started?")
+    return found
+
+
+ENGINE_GONE = classify(EngineUnreachable())[1]
+
+
+class OwnPolicy:
+    """Plays rows with the engine at `engine_url`."""
+
+    def __init__(
+        self,
+        engine_url: str,
+        environment: EnvironmentConfig,
+        generation: GenerationConfig,
+        rollout: RolloutConfig,
+        seed: int = 0,
+    ) -> None:
+        self._rollout = rollout
+        self._sampling = generation.sampling
+        self._seed = seed
+        self._policy = HttpPolicyClient(engine_url, generation)
+        self._environment = open_environment(environment)
+        self._open = AsyncExitStack()
+
+    @property
+    def agent(self) -> str:
+        """The name under which its rows and metrics stand."""
+        return self._environment.name
+
+    def tasks(self, split: Split) -> Sequence[Row]:
+        """The environment's own task rows."""
+        return self._environment.tasks(split)
+
+    async def run(self, row: Row) -> Row:
+        task, rollout = row[TASK], row[ROLLOUT]
+        seed = derive_seed(self._seed, task, rollout)
+        group = str(row.get("task_id") or f"task-{task}")
+        played = await run_rollout(
+            RolloutSpec(group, rollout, row, seed),
+            self._policy,
+            self._environment,
+            self._rollout,
+            self._sampling,
+            attempt=row.get(ATTEMPT, 0) + 1,
+            judges_overflow=True,
+            on_policy=False,  # a row may ask for its own temperature; the log-probabilities are of what was drawn from
+        )
+        if played.failure_code == ENGINE_GONE and not played.turns:
+            raise NotReached(played.failure_detail)
+        return result_row(played, Address(task, rollout, self.agent))
+
+    async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
+        return aggregate_metrics(rows, getattr(self._environment, "compute_metrics", None))
+
+    async def __aenter__(self) -> Self:
+        await self._open.enter_async_context(self._policy)
+        await self._open.enter_async_context(self._environment)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from roundhouse.config.model_server import ModelServerConfig
+    from roundhouse.config.gym_servers import ModelServerConfig
 
 
 def build_app(config: ModelServerConfig, instance_name: str = "policy_model") -> ASGIApp:

@@ -16,10 +16,10 @@ import uvicorn
 from pydantic import ValidationError
 
 from roundhouse.compat.nemo_gym.model_server import build_app
-from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
-from roundhouse.http.same_origin import SameOrigin
+from roundhouse.http.asgi import SameOrigin
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -29,7 +29,21 @@ CAPTURE_TOKEN_VARIABLE = "ROUNDHOUSE_CAPTURE_TOKEN"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m roundhouse.compat.nemo_gym.model_server",
+        description=main.__doc__,
+        epilog=f"Secrets: {API_KEY_VARIABLE} (to the engines), {CAPTURE_TOKEN_VARIABLE} (from readers of /captures).",
+    )
+    parser.add_argument("--base-url", action="append", required=True, help="an engine; repeat for several")
+    parser.add_argument("--model", default="policy", help="the model's name at the engines")
+    parser.add_argument("--name", default="policy_model", help="instance name; part of the cookie's name")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of ModelServerConfig"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    options = parser.parse_args(arguments)
     try:
         config = configuration(options.base_url, options.model, options.set)
     except (ValueError, ConfigError) as error:
@@ -74,24 +88,6 @@ def configuration(base_urls: Sequence[str], model: str, settings: Sequence[str])
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
         raise ValueError("; ".join(problems)) from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m roundhouse.compat.nemo_gym.model_server",
-        description=main.__doc__,
-        epilog=f"Secrets: {API_KEY_VARIABLE} (to the engines), {CAPTURE_TOKEN_VARIABLE} (from readers of /captures).",
-    )
-    parser.add_argument("--base-url", action="append", required=True, help="an engine; repeat for several")
-    parser.add_argument("--model", default="policy", help="the model's name at the engines")
-    parser.add_argument("--name", default="policy_model", help="instance name; part of the cookie's name")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of ModelServerConfig"
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100)
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
-    return parser
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import orjson
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from roundhouse.compat.nemo_gym.model_server import anthropic, sse
+from roundhouse.compat.nemo_gym.model_server import answer, sse
 from roundhouse.compat.nemo_gym.model_server.answer import (
     ModelAnswer,
     as_chat_completion,
@@ -51,14 +51,12 @@ from roundhouse.compat.nemo_gym.model_server.engine_call import (
 )
 from roundhouse.compat.nemo_gym.model_server.engine_client import EngineClient
 from roundhouse.compat.nemo_gym.model_server.sse import strict_body, with_namespaces
-from roundhouse.compat.nemo_gym.rollout_path import KEY, RolloutMark, RolloutPath
-from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.environments.openai_requests import Body, InvalidRequest, check_chat, check_responses, invalid
+from roundhouse.compat.nemo_gym.servers.endpoints import KEY, RolloutMark, RolloutPath
+from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
-from roundhouse.http.asgi import JSON, ClientGone, read_body, reply, while_connected
-from roundhouse.http.body_limit import BodyLimit
-from roundhouse.http.same_origin import host_name, is_loopback
+from roundhouse.generation.requests import Body, InvalidRequest, check_chat, check_responses, invalid
+from roundhouse.http.asgi import JSON, BodyLimit, ClientGone, host_name, is_loopback, read_body, reply, while_connected
 from roundhouse.http.sessions import StickySession
 
 log = logging.getLogger(__name__)
@@ -167,9 +165,9 @@ class ModelServer:
         return sse.chat_chunks(completion, include_usage=include_usage), EVENTS
 
     async def _messages(self, body: Any, ask: Ask) -> Content:
-        asked = anthropic.responses_body(body)
+        asked = answer.responses_body(body)
         response = as_response(await ask(chat_from_responses(check_responses(asked))), asked, self._config)
-        message = anthropic.message_object(response, body.get("model") or self._config.model)
+        message = answer.message_object(response, body.get("model") or self._config.model)
         return (sse.messages_events(message), EVENTS) if body.get("stream") is True else (orjson.dumps(message), JSON)
 
     async def _answer(self, chat: Body, session: str, mark: RolloutMark) -> ModelAnswer:

@@ -129,7 +129,8 @@ class Captures:
         record.size += call.size
         self.calls += 1
         self.bytes += call.size
-        self._make_room()
+        while self._records and (self.calls > self._max_calls or self.bytes > self._max_bytes):
+            self._lose(next(iter(self._records)))
 
     def recall(self, rollout: str, digest: bytes) -> dict[str, Any] | None:
         """Token fields of the rollout's call whose reply ended this conversation."""
@@ -170,10 +171,6 @@ class Captures:
         oldest = self._clock() - self._max_age
         while self._records and (first := next(iter(self._records))) and self._records[first].touched_at < oldest:
             self._lose(first)
-
-    def _make_room(self) -> None:
-        while self._records and (self.calls > self._max_calls or self.bytes > self._max_bytes):
-            self._lose(next(iter(self._records)))
 
     def _lose(self, rollout: str) -> None:
         self._drop(rollout)

@@ -20,9 +20,9 @@ from typing import Any
 
 import orjson
 
-from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.environments.openai_requests import Body, invalid
+from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.generation.protocol import TOKEN_FIELDS
+from roundhouse.generation.requests import Body, invalid
 from roundhouse.rollout.responses import CARRIED, Message, UnsupportedItem, chat_messages, chat_tools, split_thinking
 
 _SHARED_FIELDS = (
@@ -93,7 +93,22 @@ def engine_body(chat: Body, config: ModelServerConfig, *, tokens: bool) -> Body:
         InvalidRequest: the metadata is not what it should be, or several choices are asked for.
     """
     metadata = chat.get("metadata") or {}
-    body = {**chat, "model": config.model, "messages": _engine_messages(chat["messages"], config, tokens=tokens)}
+    messages = chat["messages"]
+    newest = -1
+    if tokens:
+        newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get(TOKEN_FIELDS[0])), -1)
+    cut = config.uses_reasoning_parser and not config.preserve_reasoning_in_assistant_content
+    sent = []
+    for place, message in enumerate(messages):
+        role = message["role"]
+        if place != newest and not message.keys().isdisjoint(CARRIED):
+            message = {key: value for key, value in message.items() if key not in CARRIED}
+        if role == "assistant" and cut and message.get("content"):
+            message = _without_thinking(message, keep=config.uses_interleaved_reasoning)
+        elif role == "developer" and config.replace_developer_role_with_system:
+            message = {**message, "role": "system"}
+        sent.append(message)
+    body = {**chat, "model": config.model, "messages": sent}
     template = {**(config.chat_template_kwargs or {}), **_from_metadata(metadata, "chat_template_kwargs")}
     if template:
         body["chat_template_kwargs"] = template
@@ -132,24 +147,6 @@ def _from_metadata(metadata: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid(["metadata", key], "not a JSON object in a string", value)
     return value
-
-
-def _engine_messages(messages: list[Message], config: ModelServerConfig, *, tokens: bool) -> list[Message]:
-    newest = -1
-    if tokens:
-        newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get(TOKEN_FIELDS[0])), -1)
-    cut = config.uses_reasoning_parser and not config.preserve_reasoning_in_assistant_content
-    sent = []
-    for place, message in enumerate(messages):
-        role = message["role"]
-        if place != newest and not message.keys().isdisjoint(CARRIED):
-            message = {key: value for key, value in message.items() if key not in CARRIED}
-        if role == "assistant" and cut and message.get("content"):
-            message = _without_thinking(message, keep=config.uses_interleaved_reasoning)
-        elif role == "developer" and config.replace_developer_role_with_system:
-            message = {**message, "role": "system"}
-        sent.append(message)
-    return sent
 
 
 def _without_thinking(message: Message, *, keep: bool) -> Message:
@@ -224,22 +221,18 @@ def _digests(chat: Body) -> list[tuple[int, bytes]]:
     running = hashlib.blake2b(orjson.dumps(begin), digest_size=16)
     digests = []
     for place, message in enumerate(chat["messages"]):
-        running.update(orjson.dumps(_said(message)) + b"\n")
+        # What a message says, the same in every dialect
+        content = message.get("content") or ""
+        if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
+            content = content[0].get("text")
+        calls = [
+            [call.get("id"), call["function"].get("name"), _canonical(call["function"].get("arguments"))]
+            for call in message.get("tool_calls") or ()
+        ]
+        running.update(orjson.dumps([message["role"], content, message.get("tool_call_id"), calls]) + b"\n")
         if message["role"] == "assistant":
             digests.append((place, running.digest()))
     return digests
-
-
-def _said(message: Message) -> list[Any]:
-    """What a message says, the same in every dialect."""
-    content = message.get("content") or ""
-    if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
-        content = content[0].get("text")
-    calls = [
-        [call.get("id"), call["function"].get("name"), _canonical(call["function"].get("arguments"))]
-        for call in message.get("tool_calls") or ()
-    ]
-    return [message["role"], content, message.get("tool_call_id"), calls]
 
 
 def _canonical(arguments: Any) -> Any:

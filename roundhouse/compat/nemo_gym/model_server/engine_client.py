@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from roundhouse.config.model_server import ModelServerConfig
+from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation.protocol import (
     BadReply,
@@ -41,6 +41,7 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
+from roundhouse.retry import Backoff
 
 KEEP_ALIVE_SECONDS = 3.0
 """Shorter than servers keep an idle connection (uvicorn: 5 s), so that a call does not meet a connection that just closed."""
@@ -259,8 +260,8 @@ class EngineClient:
                     self.choice.failed(engine, time.monotonic(), f"its health check answered {status}")
 
 
-FIRST_OUT_SECONDS = 0.5
 LONGEST_OUT_SECONDS = 30.0
+OUT = Backoff(0.5, longest=LONGEST_OUT_SECONDS)
 DOUBTS = 3
 """Doubtful failures in a row that take an engine out: fewer may come from one request that no engine survives."""
 
@@ -308,15 +309,12 @@ class EngineChoice:
         if not ready:
             return None
         engine = min(ready, key=lambda engine: (engine.in_flight, engine.sessions))
-        self._hold(session, engine)
-        return engine
-
-    def _hold(self, session: str, engine: EngineState) -> None:
         engine.sessions += self._session.get(session) is not engine
         self._session[session] = engine
         self._session.move_to_end(session)
         if len(self._session) > self._max_sessions:
             self._session.popitem(last=False)
+        return engine
 
     def next_return(self) -> float:
         """When the first engine that is out comes back."""
@@ -334,8 +332,8 @@ class EngineChoice:
         engine.last_error = error
         if not engine.is_in(now):
             return
-        engine.out_until = now + min(FIRST_OUT_SECONDS * 2**engine.failures, LONGEST_OUT_SECONDS)
-        engine.failures = min(engine.failures + 1, 30)
+        engine.failures += 1
+        engine.out_until = now + OUT.pause(engine.failures)
         engine.doubts, engine.distrusted = 0, False
 
     def doubted(self, engine: EngineState, now: float, error: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from roundhouse.environments.openai_requests import RESPONSES_FIELDS, Body, invalid
+from roundhouse.generation.requests import RESPONSES_FIELDS, Body, invalid
 
 Event = dict[str, Any]
 
@@ -157,7 +157,16 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
         offered += [tool for item in given if _kind(item) == "additional_tools" for tool in item.get("tools") or ()]
         strict["input"] = [_joined_call(item) for item in given if _kind(item) in _SHOWN]
         _told("items", [_kind(item) for item in given if _kind(item) not in _SHOWN | {"additional_tools"}])
-        _lead_with_instructions(strict)
+        # Make the leading system and developer messages one system message, as most chat templates admit no more
+        items, texts = strict["input"], [strict.get("instructions") or ""]
+        leading = 0
+        while leading < len(items) and items[leading].get("role") in ("system", "developer"):
+            content = items[leading].get("content") or ""
+            texts.append(content if isinstance(content, str) else "".join(part.get("text") or "" for part in content))
+            leading += 1
+        if leading:
+            strict["instructions"] = "\n\n".join(text for text in texts if text)
+            strict["input"] = items[leading:]
     tools = _flat_tools(offered, namespaces)
     if tools or "tools" in strict:
         strict["tools"] = tools
@@ -202,19 +211,6 @@ def _split_call(item: Body, namespaces: Namespaces) -> Body:
         return item
     namespace, name = namespaces[item["name"]]
     return {**item, "namespace": namespace, "name": name}
-
-
-def _lead_with_instructions(strict: Body) -> None:
-    """Make the leading system and developer messages one system message, as most chat templates admit no more."""
-    items, texts = strict["input"], [strict.get("instructions") or ""]
-    leading = 0
-    while leading < len(items) and items[leading].get("role") in ("system", "developer"):
-        content = items[leading].get("content") or ""
-        texts.append(content if isinstance(content, str) else "".join(part.get("text") or "" for part in content))
-        leading += 1
-    if leading:
-        strict["instructions"] = "\n\n".join(text for text in texts if text)
-        strict["input"] = items[leading:]
 
 
 def _told(what: str, kinds: list[str]) -> None:

@@ -38,22 +38,35 @@ from typing import Any, Self
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.gymnasium import RemoteEpisodeClient
 from roundhouse.compat.nemo_gym.clients.model import UNLIMITED_TOKENS, ModelServerClient
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.rollout_path import KEY, path_prefix, rollout_id
-from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
-from roundhouse.compat.nemo_gym.servers.endpoints import answer, guarded, json_answer, object_body, with_sessions
+from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient, RemoteEpisodeClient
+from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
+from roundhouse.compat.nemo_gym.servers.endpoints import (
+    KEY,
+    answer,
+    guarded,
+    json_answer,
+    object_body,
+    path_prefix,
+    rollout_id,
+    with_sessions,
+)
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.config.models import RolloutConfig, Sampling
-from roundhouse.environments.base import Split, TaskRow, Verdict
-from roundhouse.environments.tools import ToolResult
+from roundhouse.environments.base import Split, TaskRow, ToolResult, Verdict
 from roundhouse.errors import DataError, InfraError
-from roundhouse.rollout.agents import ToolEpisode, ToolLoop
-from roundhouse.rollout.attempt import RolloutAttempt, play_rollout
-from roundhouse.rollout.failures import DETAIL, FAILURE, TERMINAL, BadTaskRow, classify
+from roundhouse.rollout.agents import RolloutAttempt, ToolEpisode, ToolLoop, play_rollout
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.protocol import EnvironmentClient, EnvironmentSession, ToolEnvironment
+from roundhouse.rollout.protocol import (
+    DETAIL,
+    FAILURE,
+    TERMINAL,
+    BadTaskRow,
+    EnvironmentClient,
+    EnvironmentSession,
+    ToolEnvironment,
+    classify,
+)
 from roundhouse.rollout.responses import response_object, whole_params, whole_response
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 
@@ -172,8 +185,20 @@ class _AgentServer:
         policy = self._model.rollout(
             params, prefix=path_prefix(mark.rollout, capture=mark.capture or (self._captures and bool(mark.rollout)))
         )
+        row = {"responses_create_params": params}
+        spec = _spec(row)
         attempt = RolloutAttempt(
-            _rollout({"responses_create_params": params}),
+            (
+                Rollout(
+                    group_id=spec.group_id,
+                    sample=spec.sample,
+                    task=row,
+                    environment="",
+                    status=Status.FAILED,
+                    seed=spec.seed,
+                    started_at=time.time(),
+                )
+            ),
             policy,
             self._limits,
             self._sampling,
@@ -211,19 +236,6 @@ def _spec(row: dict[str, Any]) -> RolloutSpec:
     group = str(row.get("_ng_task_index", row.get("task_id", "row")))
     sample = row.get("_ng_rollout_index")
     return RolloutSpec(group, sample if isinstance(sample, int) else 0, row, random.getrandbits(32))
-
-
-def _rollout(row: dict[str, Any]) -> Rollout:
-    spec = _spec(row)
-    return Rollout(
-        group_id=spec.group_id,
-        sample=spec.sample,
-        task=row,
-        environment="",
-        status=Status.FAILED,
-        seed=spec.seed,
-        started_at=time.time(),
-    )
 
 
 _RESULT_KEYS = frozenset({"reward", "response", "error", FAILURE, TERMINAL, DETAIL, "_ng_no_persist"})

@@ -2,25 +2,46 @@
 
 Invariant: a handler that raises answers 500 with the exception as a JSON string, and 503 with `X-Roundhouse-Failure: infra`
 where it is an `InfraError`; the time of a request is bounded, since nobody else ends a tool that hangs after its caller left.
+
+The rollout that a call belongs to, read off its path.
+
+Invariant: only the path changes: `/ng-rollout/7-0/training-token-capture/v1/responses` is answered as `/v1/responses`, with or
+without recording.
+
+The name under which servers file the calls of one rollout.
+
+Invariant: it is the name that NeMo Gym's collector will look for: the row's `_ng_rollout_id`, else its task and rollout index,
+followed by the number of the attempt from the second one on.
+
+    {"_ng_task_index": 3, "_ng_rollout_index": 0}                           3-0
+    {"_ng_rollout_id": "abc", "_ng_attempt_index": 2}                       abc-a2
+
+What an environment's server is asked, as Prometheus reads it.
+
+Invariant: tools are one route, whatever they are called, so that no label grows with what a policy makes up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from roundhouse.compat.nemo_gym.rollout_path import RolloutPath
-from roundhouse.environments.tools import ToolResult, bad_request, raised
+from roundhouse.environments.base import ToolResult, bad_request, raised
 from roundhouse.errors import InfraError
-from roundhouse.http.body_limit import BodyLimit
+from roundhouse.http.asgi import BodyLimit
 from roundhouse.http.sessions import StickySession
-from roundhouse.rollout.failures import FAILURE_HEADER
+from roundhouse.rollout.protocol import FAILURE_HEADER, BadTaskRow
 
 log = logging.getLogger(__name__)
 
@@ -122,3 +143,111 @@ def answer(result: ToolResult) -> Response:
 def json_answer(value: Any) -> Response:
     """200 with JSON."""
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+
+
+_PREFIX = re.compile(r"/ng-rollout/([A-Za-z0-9][A-Za-z0-9._-]*)(/training-token-capture)?(?=/)")
+KEY = "roundhouse.rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMark:
+    """What a path says of the rollout."""
+
+    rollout: str | None = None
+    capture: bool = False
+    """The path asks for the call to be recorded."""
+
+
+class RolloutPath:
+    """Strips the prefix and leaves a `RolloutMark` in the scope."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            mark, path = RolloutMark(), scope["path"]
+            if (found := _PREFIX.match(path)) is not None:
+                mark, path = RolloutMark(found[1], found[2] is not None), path[found.end() :]
+                scope = {**scope, "path": path, "raw_path": path.encode()}
+            scope[KEY] = mark
+        await self._app(scope, receive, send)
+
+
+PREFIX = "ng-rollout"
+CAPTURE = "training-token-capture"
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def rollout_id(row: Mapping[str, Any]) -> str | None:
+    """The rollout's name; None when the row has nothing to name it by.
+
+    Raises:
+        BadTaskRow: `_ng_rollout_id` cannot stand in a path, or `_ng_attempt_index` is no number.
+    """
+    name = row.get("_ng_rollout_id")
+    if name is None:
+        task, rollout = row.get("_ng_task_index"), row.get("_ng_rollout_index")
+        if task is None or rollout is None:
+            return None
+        name = f"{task}-{rollout}"
+    if not isinstance(name, str) or not _ID.fullmatch(name):
+        raise BadTaskRow(
+            f"_ng_rollout_id is {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first."
+        )
+    attempt = row.get("_ng_attempt_index") or 0
+    if not isinstance(attempt, int):
+        raise BadTaskRow(f"_ng_attempt_index is {attempt!r}; it must be a whole number.")
+    return f"{name}-a{attempt}" if attempt > 0 else name
+
+
+def path_prefix(name: str | None, *, capture: bool) -> str:
+    """What precedes the path of a call: `ng-rollout/<id>`, `ng-rollout/<id>/training-token-capture`, or nothing."""
+    if name is None:
+        return ""
+    return f"{PREFIX}/{name}/{CAPTURE}" if capture else f"{PREFIX}/{name}"
+
+
+METRICS = {
+    "roundhouse_gym_request_seconds": "Requests of an environment's server, by route (verify, …; tool) and status.",
+    "roundhouse_gym_requests_in_flight": "Requests that are being answered.",
+}
+ROUTES = ("seed_session", "verify", "close", "aggregate_metrics", "reset", "step", "mcp")
+SECONDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60)
+
+
+class MeasuredRequests:
+    """An ASGI application around another that measures its requests."""
+
+    def __init__(self, app: Any, registry: CollectorRegistry) -> None:
+        self._app = app
+        seconds, in_flight = METRICS.items()
+        self._seconds = Histogram(*seconds, ["route", "status"], buckets=SECONDS, registry=registry)
+        self._in_flight = Gauge(*in_flight, registry=registry)
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, began = 500, time.perf_counter()
+
+        async def counted(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._in_flight.inc()
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self._in_flight.dec()
+            self._seconds.labels(_route(scope), status).observe(time.perf_counter() - began)
+
+
+def _route(scope: dict[str, Any]) -> str:
+    last = scope["path"].rstrip("/").rsplit("/", 1)[-1]
+    if last in ROUTES:
+        return last
+    return "tool" if scope["method"] == "POST" else "other"

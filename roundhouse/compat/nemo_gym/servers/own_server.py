@@ -39,7 +39,7 @@ from roundhouse.compat.nemo_gym.config.instances import SERVER_TYPES, Instance, 
 from roundhouse.compat.nemo_gym.config.merging import filled
 from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, own_fields
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.http.same_origin import SameOrigin
+from roundhouse.http.asgi import SameOrigin
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -171,7 +171,7 @@ def capture_problems(block: Any, instances: Sequence[Instance]) -> list[str]:
 
 
 def _models() -> dict[ServerType, type[BaseModel]]:
-    from roundhouse.config.model_server import ModelServerConfig
+    from roundhouse.config.gym_servers import ModelServerConfig
 
     return {
         "resources_servers": EnvironmentServerConfig,

@@ -18,24 +18,32 @@ the answer then says `closed`, and no call to /close is needed.
 
     python -m roundhouse.compat.nemo_gym.servers.resources --environment calculator --port 8001
 
-The command that serves one environment: `python -m roundhouse.compat.nemo_gym.servers.resources`.
+The command either serves, or ends at once with one line that says what to change.
 
-Invariant: it either serves, or ends at once with one line that says what to change.
+Gymnasium environments: a step under the same `_ng_step_request_id` as the one before it is played once,
+both requests getting the same answer, so that a client which lost an answer may ask again. A step ends with its session.
+
+    POST /reset   task row                                  -> {"observation", "info": {supports_explicit_close, …}}
+    POST /step    row + response [+ _ng_step_request_id]    -> {"observation", "reward", "terminated", "truncated", "info"}
+    POST /close   {}                                        -> {}
+    POST /aggregate_metrics
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.servers.aggregate import aggregate_metrics
+from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import (
     REQUEST_SECONDS,
     answer,
@@ -45,19 +53,25 @@ from roundhouse.compat.nemo_gym.servers.endpoints import (
     object_body,
     with_sessions,
 )
-from roundhouse.environments import load_any
-from roundhouse.environments.base import Environment, Verdict
-from roundhouse.environments.gymnasium import GymnasiumEnvironment
-from roundhouse.environments.naming import environment_config
-from roundhouse.environments.tools import NOT_FOUND, RESERVED, Toolbox, ToolResult
+from roundhouse.environments import environment_config, load_any
+from roundhouse.environments.base import (
+    NOT_FOUND,
+    RESERVED,
+    Environment,
+    GymnasiumEnvironment,
+    GymStep,
+    Toolbox,
+    ToolResult,
+    Verdict,
+)
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.http.same_origin import SameOrigin
-from roundhouse.http.sessions import Closing, SessionStore, outcome
-from roundhouse.observability import set_up_observability
-from roundhouse.rollout.failures import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
+from roundhouse.http.asgi import SameOrigin
+from roundhouse.http.sessions import Closing, Seeded, SessionStore, outcome
+from roundhouse.logs import set_up_observability
+from roundhouse.rollout.protocol import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
 
 if TYPE_CHECKING:
-    from roundhouse.compat.mcp.server import McpEndpoint
+    from roundhouse.compat.mcp import McpEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -83,28 +97,30 @@ def build_app(
     """
     store = SessionStore() if sessions is None else sessions
     if isinstance(environment, GymnasiumEnvironment):
-        return _gymnasium_app(environment, name, store, request_seconds, expose_tools_over_mcp)
+        if expose_tools_over_mcp:
+            raise ConfigError(
+                f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
+                "tool calls itself. Leave it out."
+            )
+        return build_gymnasium_app(environment, name, store, request_seconds)
     server = _ResourcesServer(environment, store)
     mcp = _mcp_endpoint(environment, server, name, request_seconds) if expose_tools_over_mcp else None
     app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, mcp))
-    _add_routes(app, server, request_seconds)
+    app.get("/")(server.alive)
+    app.get("/reverify_mode")(server.reverify_mode)
+    routes = [
+        ("/seed_session", server.seed_session),
+        ("/verify", server.verify),
+        ("/aggregate_metrics", server.aggregate),
+    ]
+    if server.offers_close:
+        routes.append(("/close", server.close))
+    for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
+        app.add_route(path, guarded(endpoint, request_seconds), methods=["POST"])
     if mcp is not None:
         mcp.mount(app)
     with_sessions(app, type(environment).__name__, name or environment.name)
     return app
-
-
-def _gymnasium_app(
-    environment: GymnasiumEnvironment, name: str | None, store: SessionStore, seconds: float, over_mcp: bool
-) -> FastAPI:
-    from roundhouse.compat.nemo_gym.servers.gymnasium import build_gymnasium_app
-
-    if over_mcp:
-        raise ConfigError(
-            f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
-            "tool calls itself. Leave it out."
-        )
-    return build_gymnasium_app(environment, name, store, seconds)
 
 
 def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | None) -> Lifespan:
@@ -124,22 +140,8 @@ def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | 
     return lifespan
 
 
-def _add_routes(app: FastAPI, server: _ResourcesServer, seconds: float) -> None:
-    app.get("/")(server.alive)
-    app.get("/reverify_mode")(server.reverify_mode)
-    routes = [
-        ("/seed_session", server.seed_session),
-        ("/verify", server.verify),
-        ("/aggregate_metrics", server.aggregate),
-    ]
-    if server.offers_close:
-        routes.append(("/close", server.close))
-    for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
-        app.add_route(path, guarded(endpoint, seconds), methods=["POST"])
-
-
 def _mcp_endpoint(environment: Environment, server: _ResourcesServer, name: str | None, seconds: float) -> McpEndpoint:
-    from roundhouse.compat.mcp.server import McpEndpoint  # the SDK takes long to import, and most servers do without
+    from roundhouse.compat.mcp import McpEndpoint  # the SDK takes long to import, and most servers do without
 
     tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
     server.mcp = McpEndpoint(name or environment.name, tools, server.run_tool, seconds)
@@ -238,7 +240,17 @@ KEEP_ALIVE_SECONDS = 30
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m roundhouse.compat.nemo_gym.servers.resources", description=main.__doc__
+    )
+    parser.add_argument("--environment", required=True, help="a built-in kind (docs/environments.md), or module:Class")
+    parser.add_argument("--parameters", default="{}", help="the environment's parameters as a JSON object")
+    parser.add_argument("--name", help="instance name (default: the environment's); part of the cookie's name")
+    parser.add_argument("--mcp", action="store_true", help="serve the tools over MCP as well, at /mcp")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    options = parser.parse_args(arguments)
     try:
         environment = load_any(environment_config(options.environment, options.parameters))
         app = build_app(environment, options.name, expose_tools_over_mcp=options.mcp)
@@ -247,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"resources server: {error}")
     served: Any = app
     if registry is not None:
-        from roundhouse.http.request_metrics import MeasuredRequests
+        from roundhouse.compat.nemo_gym.servers.endpoints import MeasuredRequests
 
         served = MeasuredRequests(app, registry)
     uvicorn.run(
@@ -260,22 +272,98 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m roundhouse.compat.nemo_gym.servers.resources", description=main.__doc__
-    )
-    parser.add_argument("--environment", required=True, help="a built-in kind (docs/environments.md), or module:Class")
-    parser.add_argument("--parameters", default="{}", help="the environment's parameters as a JSON object")
-    parser.add_argument("--name", help="instance name (default: the environment's); part of the cookie's name")
-    parser.add_argument("--mcp", action="store_true", help="serve the tools over MCP as well, at /mcp")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8001)
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
-    return parser
-
-
 if __name__ == "__main__":
     # not the `main` of this copy of the module: the other servers import the one of this name
-    from roundhouse.compat.nemo_gym.servers import resources
 
-    resources.main()
+    main()
+
+
+CAPABILITIES = {"supports_explicit_close": True, "supports_step_idempotency": True}
+
+
+@dataclass(slots=True)
+class Episode:
+    """A session: the world's state, and the newest step by its request id."""
+
+    state: Any
+    request_id: str | None = None
+    newest: asyncio.Task[GymStep] | None = None
+
+
+def build_gymnasium_app(
+    environment: GymnasiumEnvironment, name: str | None, sessions: SessionStore, request_seconds: float
+) -> FastAPI:
+    """The server of `environment`; arguments as for `resources_server.build_app`."""
+
+    async def close(episode: Episode) -> None:
+        await environment.close(episode.state)
+
+    holds_something = type(environment).close is not GymnasiumEnvironment.close
+    closing = Closing(sessions, close if holds_something else None)
+    server = _GymnasiumServer(environment, sessions)
+    app = FastAPI(title=environment.name, lifespan=closing.lifespan)
+    app.get("/")(server.alive)
+    for path, endpoint in (
+        ("/reset", server.reset),
+        ("/step", server.step),
+        ("/close", server.close),
+        ("/aggregate_metrics", server.aggregate),
+    ):
+        app.add_route(path, guarded(endpoint, request_seconds), methods=["POST"])
+    with_sessions(app, type(environment).__name__, name or environment.name)
+    return app
+
+
+class _GymnasiumServer:
+    """The routes."""
+
+    def __init__(self, environment: GymnasiumEnvironment, sessions: SessionStore) -> None:
+        self._environment = environment
+        self._sessions = sessions
+
+    async def alive(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def reset(self, request: Request) -> Response:
+        row = await object_body(request, "responses_create_params")
+        self._sessions.reserve()
+        state, observation = await self._environment.reset(row)
+        self._sessions.put(request.session["session_id"], Episode(state))
+        return json_answer({"observation": observation, "info": CAPABILITIES})
+
+    async def step(self, request: Request) -> Response:
+        body = await object_body(request, "responses_create_params", "response")
+        session_id = request.session["session_id"]
+        step = await self._played_once(
+            self._sessions.get(session_id), body["response"], body.get("_ng_step_request_id")
+        )
+        if step.done:
+            self._sessions.finished(session_id)
+        return json_answer(
+            {
+                "observation": step.observation,
+                "reward": step.reward,
+                "terminated": step.terminated,
+                "truncated": step.truncated,
+                "info": step.wire_info(),
+            }
+        )
+
+    async def _played_once(self, session: Seeded, response: dict[str, Any], request_id: str | None) -> GymStep:
+        episode: Episode = session.state
+        if request_id is None:
+            return await outcome(session.begin(self._environment.step(episode.state, response)))
+        if request_id != episode.request_id or episode.newest is None:
+            episode.request_id = request_id
+            episode.newest = session.begin(self._environment.step(episode.state, response))
+        # Shielded: a caller that left must not take the step away from the one that asks again.
+        return await outcome(asyncio.shield(episode.newest))
+
+    async def close(self, request: Request) -> Response:
+        await object_body(request)
+        self._sessions.close(request.session["session_id"])
+        return json_answer({})
+
+    async def aggregate(self, request: Request) -> Response:
+        body = await object_body(request, "verify_responses")
+        return json_answer(aggregate_metrics(body["verify_responses"], self._environment.compute_metrics))

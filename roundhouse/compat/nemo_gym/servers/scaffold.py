@@ -107,7 +107,7 @@ _TEST = '''"""What holds for $title."""
 import asyncio
 from typing import Any
 
-from roundhouse.compat.nemo_gym.servers.trial import attempt
+from roundhouse.rollout.clients import verdict_on
 from roundhouse.rollout.clients import LocalEnvironmentClient
 
 from $name.environment import $class_name
@@ -116,7 +116,7 @@ environment = LocalEnvironmentClient($class_name())
 
 
 def answer(row: dict[str, Any], text: str) -> float:
-    return asyncio.run(attempt(environment, row, text)).reward
+    return asyncio.run(verdict_on(environment, row, text)).reward
 
 
 def test_the_right_answer_is_rewarded_and_another_is_not() -> None:

@@ -1,4 +1,14 @@
-"""The reward profile of a collection: statistics of each task's rollouts, and of each agent's.
+"""Statistics of verified rollouts, as /aggregate_metrics answers them; pure functions.
+
+Invariant: each statistic is over the rollouts that report the field, of which a truth value counts as 0 or 1. `std` is the
+sample's (n-1); a single rollout's is 0, and of a field that only one of several rollouts reports there is none.
+
+    [{"reward": 1, "_ng_task_index": 0}, {"reward": 0, "_ng_task_index": 0}]
+        ->  agent_metrics {"mean/reward": 0.5, "max/reward": 1, …}, key_metrics {"mean/reward": 0.5}, one group
+
+Fields are the numbers at the top of a row, of its token usage, and of `metrics` and `reward_components` where it has them.
+
+The reward profile of a collection: statistics of each task's rollouts, and of each agent's.
 
 Invariant: every rollout belongs to a row of the materialized inputs; rows without a rollout count as missing, and only on
 request are they let pass.
@@ -27,19 +37,155 @@ from typing import Any
 
 import orjson
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, iter_rows, read_rows, write_rows
-from roundhouse.compat.nemo_gym.exchange.stream import Key, key_of
-from roundhouse.compat.nemo_gym.servers.aggregate import (
+from roundhouse.compat.nemo_gym.exchange.json_lines import (
     ROLLOUT,
     TASK,
-    describe,
-    expected_by_task,
-    group_metrics,
-    light,
-    rollouts_by_task,
+    CollectionFiles,
+    Key,
+    Row,
+    iter_rows,
+    key_of,
+    read_rows,
+    write_rows,
 )
 from roundhouse.errors import DataError
-from roundhouse.trajectories import group_statistics
+from roundhouse.trajectories import records
+
+VerifiedRow = Mapping[str, Any]
+Metrics = dict[str, Any]
+ComputeMetrics = Callable[[list[list[VerifiedRow]]], Metrics]
+"""From rollouts by task to more metrics; `per_task_metrics` among them, a list of rows with `_ng_task_index`, joins the
+groups."""
+KeyMetrics = Callable[[Metrics], Metrics]
+"""From all metrics to those that a person reads first."""
+
+_OWN_FIELDS = ("metrics", "reward_components")
+
+
+def aggregate_metrics(
+    verify_responses: Sequence[VerifiedRow],
+    compute_metrics: ComputeMetrics | None = None,
+    key_metrics: KeyMetrics | None = None,
+) -> Metrics:
+    """Statistics over all rollouts and over each task's. Rows without `_ng_task_index` are told apart by `task_id`."""
+    if not verify_responses:
+        return {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
+    tasks = rollouts_by_task(verify_responses)
+    groups = [group_metrics(rollouts, expected=len(rollouts)) for rollouts in tasks]
+    agent_metrics: Metrics = dict(describe(verify_responses))
+    if compute_metrics is not None:
+        extra = dict(compute_metrics(tasks))
+        per_task = extra.pop("per_task_metrics", None) or []
+        by_index = {row[TASK]: row for row in per_task}
+        for group in groups:
+            group |= by_index.get(group.get(TASK), {})
+        agent_metrics |= extra
+    select = key_metrics or means
+    return {"group_level_metrics": groups, "agent_metrics": agent_metrics, "key_metrics": select(agent_metrics)}
+
+
+def rollouts_by_task(rows: Iterable[VerifiedRow]) -> list[list[VerifiedRow]]:
+    """Rollouts grouped by task: by ascending index, then those that only have a `task_id`, as they come."""
+    groups: dict[Any, list[VerifiedRow]] = {}
+    for row in rows:
+        groups.setdefault(row.get(TASK, row.get("task_id")), []).append(row)
+    return [groups[key] for key in sorted(groups, key=lambda key: (0, key) if isinstance(key, int) else (1, 0))]
+
+
+def group_metrics(rollouts: Sequence[VerifiedRow], expected: int, sample: VerifiedRow | None = None) -> Metrics:
+    """One task's entry of group_level_metrics.
+
+    Args:
+        expected: how many rollouts of the task were asked for.
+        sample: the task's row; where nobody knows it, the rollouts' agent stands there.
+    """
+    first = rollouts[0]
+    identity = {name: first[name] for name in (TASK, "task_id") if name in first}
+    ordered = sorted(enumerate(rollouts), key=lambda pair: pair[1].get(ROLLOUT, pair[0]))
+    return {
+        **identity,
+        **describe(rollouts),
+        "sample": sample if sample is not None else {"agent_ref": {"name": "agent"}},
+        "num_rollouts": len(rollouts),
+        "expected_num_rollouts": expected,
+        "missing_num_rollouts": expected - len(rollouts),
+        "reward_profile_completion_pct": 100.0 * len(rollouts) / expected if expected else 100.0,
+        "rollout_infos": [_rollout_info(row, row.get(ROLLOUT, place)) for place, row in ordered],
+    }
+
+
+def describe(rows: Sequence[VerifiedRow]) -> dict[str, float]:
+    """mean, max, min, median and std of each field, named `<statistic>/<field>`."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in numbers(row).items():
+            columns.setdefault(name, []).append(value)
+    described: dict[str, float] = {}
+    for name, values in columns.items():
+        mean = sum(values) / len(values)
+        described |= {
+            f"mean/{name}": mean,
+            f"max/{name}": max(values),
+            f"min/{name}": min(values),
+            f"median/{name}": _median(values),
+        }
+        if len(values) > 1 or len(rows) == 1:
+            described[f"std/{name}"] = math.sqrt(
+                sum((value - mean) * (value - mean) for value in values) / max(1, len(values) - 1)
+            )
+    return {name: value for name, value in described.items() if math.isfinite(value)}
+
+
+def numbers(row: VerifiedRow) -> dict[str, float]:
+    """The fields of a rollout that statistics are made of. Bookkeeping (`_ng_…`) is none of them."""
+    parts: list[tuple[str, VerifiedRow]] = []  # of one name twice, the later counts
+    for name in _OWN_FIELDS:
+        if isinstance(own := row.get(name), Mapping):
+            parts.append(("" if name == "metrics" else f"{name}/", own))
+    parts += [("", row), ("", _usage(row))]
+    return {
+        f"{prefix}{name}": int(value) if isinstance(value, bool) else value
+        for prefix, fields in parts
+        for name, value in fields.items()
+        if isinstance(value, int | float) and not name.startswith("_ng_")
+    }
+
+
+def means(metrics: Metrics) -> Metrics:
+    """The `mean/…` among the metrics: what a person reads first unless an environment says otherwise."""
+    return {name: value for name, value in metrics.items() if name.startswith("mean/")}
+
+
+def light(row: VerifiedRow) -> Metrics:
+    """A rollout as it is sent to /aggregate_metrics: without conversation and captures, its token usage kept."""
+    heavy = ("response", "responses_create_params", "ng_agent_observations", "ng_model_call_capture", "ng_trajectory")
+    kept = {name: value for name, value in row.items() if name not in heavy and name != "_roundhouse"}
+    usage = _usage(row)
+    return {**kept, "response": {"usage": usage}} if usage else kept
+
+
+def expected_by_task(rows: Iterable[VerifiedRow]) -> Counter[Any]:
+    """How many rollouts of each task index were asked for."""
+    return Counter(row[TASK] for row in rows)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _usage(row: VerifiedRow) -> VerifiedRow:
+    response = row.get("response")
+    usage = response.get("usage") if isinstance(response, Mapping) else None
+    return usage if isinstance(usage, Mapping) else {}
+
+
+def _rollout_info(row: VerifiedRow, rollout_index: Any) -> Metrics:
+    task = row.get(TASK, row.get("task_id", ""))
+    indexes = {name: row[name] for name in (TASK, ROLLOUT) if name in row}
+    return {"rollout_id": f"{task}:{rollout_index}", **indexes, **numbers(row)}
+
 
 MOST_SHOWN = 10
 
@@ -163,7 +309,7 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
     """
     if not all(value in (0, 1) for value in values):
         return max(values[:k])
-    return group_statistics.pass_at_k(len(values), sum(map(bool, values)), k)
+    return records.pass_at_k(len(values), sum(map(bool, values)), k)
 
 
 def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:
@@ -217,10 +363,10 @@ def _spread_at(scores: Scores, name: str, k: int, runs: Sequence[float]) -> dict
     key = f"pass@1[avg-of-{k}]/{name}"
     spread = {}
     if k > 1 and len(first := runs[:k]) > 1:
-        deviation = _deviation(first)
+        deviation = _sample_deviation(first)
         spread[f"{key}/std_dev_across_runs"] = deviation
         spread[f"{key}/std_err_across_runs"] = deviation / math.sqrt(len(first))
-    within = [_deviation(values) for rollouts in scores if len(values := _of(rollouts[:k], name)) > 1]
+    within = [_sample_deviation(values) for rollouts in scores if len(values := _of(rollouts[:k], name)) > 1]
     if k > 1 and within:
         spread[f"{key}/avg_sample_std_dev"] = _mean(within)
     return spread
@@ -238,6 +384,6 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _sample_deviation(values: Sequence[float]) -> float:
     mean = _mean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

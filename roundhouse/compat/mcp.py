@@ -1,0 +1,489 @@
+"""Model Context Protocol (streamable HTTP): the tools of MCP servers in an environment, and an environment's tools over MCP.
+
+A connection to one MCP server, usable and closable from any task.
+
+Invariant: the SDK's client lives in one task from its opening to its end, as its cancel scopes demand; that task never outlives
+`close`. What a tool says is text for the policy, its errors too; a server that cannot be reached, does not answer in time, or
+says that its infrastructure failed, fails the attempt as infrastructure.
+
+    library = await McpConnection.open("library", "http://127.0.0.1:9100/mcp")
+    result = await library.call("mcp__library__define", {"word": "rail"})
+    await library.close()
+
+Names of MCP tools on trajectories, and the words that our MCP server and client share.
+
+Invariant: `mcp__<server>__<tool>` names one tool, since a server's name holds no double underscore; what has no such prefix
+passes unchanged.
+
+    bare("mcp__weather__get", None)      == "get"
+    bare("mcp__weather__get", "news")    == "mcp__weather__get"
+
+Tools of MCP servers (Model Context Protocol, streamable HTTP) beside those of an environment.
+
+Invariant: the policy sees an MCP tool as `mcp__<server>__<tool>`, and so does the record; the environment's verifier sees the
+bare name. There are two sources of such tools:
+
+    McpEnvironment    servers that the configuration names. All rollouts share a connection to each: tools that keep state for
+                      one rollout belong into an environment.
+    with_offered      a server that a resources server offers in its answer to /seed_session. The rollout has a connection of
+                      its own, whose headers say which session its calls work on; it is closed with the session.
+
+    async with McpEnvironment(environment, {"files": "http://127.0.0.1:9100/mcp"}) as environment:
+        rollouts = await collect(specs, policy, environment, config, sampling)
+
+The tools of an environment over MCP (streamable HTTP, stateless), each call in the session of the rollout it belongs to.
+
+Invariant: which session a call works on is told by its token alone, which only this process can sign; a call whose token is
+missing, altered or of another process reaches no session. Names with this server's prefix are taken off before a verdict, so
+that a rollout is judged alike over MCP and over plain routes.
+
+    /seed_session  ->  {"mcp": {"server_name": "calc", "url_path": "/mcp", "transport": "http",
+                                "headers": {"X-NeMo-Gym-Session-Token": "eyJ…"}}}
+    POST /mcp with that header: tools/list, tools/call
+
+A tool that fails is a result with `isError`, whose text is what the plain route would answer. A failure of the infrastructure,
+and a token that is none, are JSON-RPC errors with `data: {"failure": "infra"}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import anyio
+import httpx2
+import orjson
+from fastapi import FastAPI
+from itsdangerous import BadSignature, URLSafeSerializer
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
+from mcp.server.context import ServerRequestContext
+from mcp.server.lowlevel import Server
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.types import (
+    CONNECTION_CLOSED,
+    INTERNAL_ERROR,
+    INVALID_REQUEST,
+    REQUEST_TIMEOUT,
+    CallToolRequestParams,
+    CallToolResult,
+    ListToolsResult,
+    PaginatedRequestParams,
+    TextContent,
+)
+from mcp.types import Tool as McpTool
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from roundhouse.compat.nemo_gym.servers.endpoints import within
+from roundhouse.environments.base import NOT_FOUND, Restoration, Split, TaskRow, Tool, ToolResult, Verdict
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.rollout.agents import ToolLoop
+from roundhouse.rollout.protocol import (
+    EnvironmentSession,
+    EnvironmentUnavailable,
+    EnvironmentUnreachable,
+    SeedFailed,
+    ToolEnvironment,
+)
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 600.0
+"""Guard of last resort; `rollout.tool_timeout_seconds` is tighter."""
+OPEN_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+PAGES = 100
+"""Of a server's list of tools; one that has more would never end."""
+_LOST = (httpx2.HTTPError, OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
+
+
+class McpConnection:
+    """A server's tools, by the names that the policy sees."""
+
+    def __init__(self, server: str, url: str, headers: Mapping[str, str] | None = None) -> None:
+        """Use `open`."""
+        self.server = server
+        self.url = url
+        self._headers = dict(headers or {})
+        self._tools: dict[str, McpTool] = {}
+        self._client: Client | None = None
+        self._end = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, server: str, url: str, headers: Mapping[str, str] | None = None) -> Self:
+        """Connect and list the tools. `headers` go with every request.
+
+        Raises:
+            EnvironmentUnreachable: there is no server, or it does not speak MCP.
+        """
+        connection = cls(server, url, headers)
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        connection._life = asyncio.create_task(connection._live(opened))
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                await opened
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, Exception):
+                raise EnvironmentUnreachable(f"{url} cannot be used as an MCP server: {_cause(error)!r}.") from error
+            raise
+        return connection
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as function tools of the Responses API."""
+        return [
+            {
+                "type": "function",
+                "name": name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+                "strict": False,
+            }
+            for name, tool in self._tools.items()
+        ]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        """Call a tool by its full name.
+
+        Raises:
+            EnvironmentUnreachable, EnvironmentUnavailable
+        """
+        if name not in self._tools:
+            return NOT_FOUND
+        if not isinstance(arguments, dict):
+            return ToolResult(orjson.dumps({"error": "the arguments must be a JSON object"}).decode(), 422)
+        assert self._client is not None
+        try:
+            # The text of a tool's answer; structured content where there is no text
+            result = await self._client.call_tool(self._tools[name].name, arguments, CALL_SECONDS)
+            texts = [part.text for part in result.content if isinstance(part, TextContent)]
+            text = "\n".join(texts) if texts else orjson.dumps(result.structured_content).decode()
+            return ToolResult(text, 500 if result.is_error else 200, is_json=False)
+        except MCPError as error:
+            if error.data == FAILURE:
+                raise EnvironmentUnavailable(f"{name}: {self.url} answered: {error.message}") from error
+            if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+                raise EnvironmentUnreachable(f"{name}: {self.url} does not answer: {error.message}") from error
+            return ToolResult(orjson.dumps({"error": error.message}).decode(), 400)
+        except _LOST as error:
+            raise EnvironmentUnreachable(f"{name}: {self.url} cannot be reached: {error!r}") from error
+
+    async def close(self) -> None:
+        """End it; raises nothing."""
+        if self._life is None:
+            return
+        self._end.set()
+        if self._client is None:
+            self._life.cancel()
+        _, late = await asyncio.wait({self._life}, timeout=CLOSE_SECONDS)
+        for task in late:
+            task.cancel()
+
+    async def _live(self, opened: asyncio.Future[None]) -> None:
+        limit = httpx2.Timeout(CALL_SECONDS, connect=OPEN_SECONDS)
+        http = httpx2.AsyncClient(headers=self._headers, timeout=limit, verify=_certificates(), trust_env=False)
+        try:
+            async with http:
+                transport = streamable_http_client(self.url, http_client=http)
+                async with Client(transport, read_timeout_seconds=OPEN_SECONDS) as client:
+                    await self._list(client)
+                    self._client = client
+                    opened.set_result(None)
+                    await self._end.wait()
+        except Exception as error:  # noqa: BLE001 - the SDK's transports raise what they like, groups of it too
+            if opened.done():
+                log.warning("The connection to %s broke: %r", self.url, _cause(error))
+            else:
+                opened.set_exception(error)
+
+    async def _list(self, client: Client) -> None:
+        cursor: str | None = None
+        for _ in range(PAGES):
+            page = await client.list_tools(cursor=cursor)
+            self._tools |= {full(self.server, tool.name): tool for tool in page.tools}
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first single error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: they take longer to read than a call takes, and each rollout may have a connection."""
+    return httpx2.create_ssl_context()
+
+
+TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
+"""Signed: the rollout's session, in requests to /mcp."""
+FAILURE = {"failure": "infra"}
+"""In a JSON-RPC error of ours: the rollout cannot go on, and another attempt may help. Foreign servers never say it."""
+_PREFIX = "mcp__"
+
+
+def full(server: str, tool: str) -> str:
+    """The name that the policy sees."""
+    return f"{_PREFIX}{server}__{tool}"
+
+
+def bare(name: str, server: str | None = None) -> str:
+    """The tool's own name. With `server`, only that server's prefix counts."""
+    if server is not None:
+        return name.removeprefix(full(server, ""))
+    if not name.startswith(_PREFIX):
+        return name
+    _, found, tool = name.removeprefix(_PREFIX).partition("__")
+    return tool if found else name
+
+
+def bare_response(response: Mapping[str, Any], server: str | None = None) -> dict[str, Any]:
+    """A Responses object whose tool calls have their bare names."""
+    output = response.get("output")
+    if not isinstance(output, list):
+        return dict(response)
+    return {**response, "output": [_bare_item(item, server) for item in output]}
+
+
+def _bare_item(item: Any, server: str | None) -> Any:
+    if not isinstance(item, dict) or item.get("type") != "function_call" or not isinstance(item.get("name"), str):
+        return item
+    return {**item, "name": bare(item["name"], server)}
+
+
+class McpEnvironment:
+    """An environment whose policy may call the tools of MCP servers as well."""
+
+    restoration: Restoration = "none"
+    """The servers are shared by all rollouts, so that a call cannot be repeated for one."""
+
+    def __init__(self, environment: ToolEnvironment, servers: Mapping[str, str]) -> None:
+        """`servers`: URLs of their MCP endpoints, by the name that stands in the tools' names."""
+        self.name = environment.name
+        self._environment = environment
+        self._servers = servers
+        self._connections: list[McpConnection] = []
+
+    @property
+    def agent(self) -> ToolLoop:
+        return ToolLoop()
+
+    def compute_metrics(self, tasks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Those of the environment."""
+        compute = getattr(self._environment, "compute_metrics", None)
+        return {} if compute is None else compute(tasks)
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return self._environment.tasks(split)
+
+    async def seed_session(self, row: TaskRow) -> EnvironmentSession:
+        return _McpSession(await self._environment.seed_session(row), self._connections)
+
+    async def __aenter__(self) -> Self:
+        """Connect to the servers and list their tools.
+
+        Raises:
+            ConfigError: a server cannot be reached, or does not speak MCP.
+        """
+        await self._environment.__aenter__()
+        try:
+            for server, url in self._servers.items():
+                self._connections.append(await McpConnection.open(server, url))
+        except EnvironmentUnreachable as error:
+            await self.close()
+            raise ConfigError(
+                f"mcp_servers.{server} is {url}: {error} Is an MCP server with streamable HTTP running there?"
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        while self._connections:
+            await self._connections.pop().close()
+        await self._environment.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class _McpSession:
+    """A session of the environment, with MCP tools beside its own."""
+
+    def __init__(self, inner: EnvironmentSession, connections: Sequence[McpConnection]) -> None:
+        self._inner = inner
+        self._connections = connections
+        self.ordered = inner.ordered
+        self.tools = [*inner.tools, *(schema for each in connections for schema in each.schemas)]
+
+    @property
+    def needs_close(self) -> bool:
+        return self._inner.needs_close
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        return self._inner.answer
+
+    async def call_tool(self, name: str, arguments: Any) -> ToolResult:
+        for connection in self._connections:
+            if name in connection:
+                return await connection.call(name, arguments)
+        return await self._inner.call_tool(name, arguments)
+
+    async def verify(self, response: dict[str, Any]) -> Verdict:
+        return await self._inner.verify(bare_response(response))
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _OfferedSession(_McpSession):
+    """With a connection that is this session's own."""
+
+    needs_close = True
+
+    async def close(self) -> None:
+        for connection in self._connections:
+            await connection.close()
+        if self._inner.needs_close:
+            await self._inner.close()
+
+
+async def with_offered(session: EnvironmentSession, row: TaskRow, base_url: str, offer: Any) -> EnvironmentSession:
+    """`session` with the MCP tools of `offer` (`mcp` of an answer to /seed_session), but for those that `row` has already: they
+    have plain routes, which cost less.
+
+    Raises:
+        SeedFailed: the offer cannot be understood.
+        EnvironmentUnreachable: its server cannot be used.
+    """
+    server, url, headers = _read_offer(offer, base_url)
+    connection = await McpConnection.open(server, url, headers)
+    offered = _OfferedSession(session, [connection])
+    params = row.get("responses_create_params")
+    own = {tool.get("name") for tool in (params.get("tools") or [])} if isinstance(params, dict) else set()
+    offered.tools = [tool for tool in offered.tools if bare(tool["name"], server) not in own]
+    if not offered.tools:
+        await connection.close()
+        return session
+    return offered
+
+
+def _read_offer(offer: Any, base_url: str) -> tuple[str, str, dict[str, str]]:
+    """Server name, URL and headers."""
+    where = f"{base_url}/seed_session"
+    if not isinstance(offer, dict) or not isinstance(offer.get("server_name"), str):
+        raise SeedFailed(f"{where} offers MCP without a server_name: {offer!r}")
+    path, headers = offer.get("url_path"), offer.get("headers") or {}
+    if offer.get("transport") != "http" or not isinstance(path, str) or not path.startswith("/"):
+        raise SeedFailed(
+            f"{where} offers MCP by transport {offer.get('transport')!r} at {path!r}; what can be used is http at a path. "
+            "environment.session_mcp: false passes the offer over."
+        )
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        raise SeedFailed(f"{where} offers MCP with headers that are no texts: {headers!r}")
+    return offer["server_name"], base_url + path, headers
+
+
+PATH = "/mcp"
+_SALT = "roundhouse-mcp-session"
+
+CallTool = Callable[[str, str, Any], Awaitable[ToolResult]]
+"""From (session id, tool, arguments) to its result; raises `InfraError`."""
+
+
+class McpEndpoint:
+    """The MCP side of one environment server."""
+
+    def __init__(self, name: str, tools: Sequence[Tool], call: CallTool, request_seconds: float) -> None:
+        """`name`: the instance's, which stands in the tools' full names."""
+        self._name = name
+        self._tools = [
+            McpTool(name=each.name, description=each.description, input_schema=each.parameters) for each in tools
+        ]
+        self._call = call
+        self._seconds = request_seconds
+        self._signer = URLSafeSerializer(secrets.token_bytes(32), salt=_SALT)
+        self._server: Server[Any] = Server(name, on_list_tools=self._list_tools, on_call_tool=self._call_tool)
+        self._manager: StreamableHTTPSessionManager | None = None
+
+    def mount(self, app: FastAPI) -> None:
+        """Serve it at /mcp, before the routes that are there."""
+        app.router.routes.insert(0, Route(PATH, self, include_in_schema=False))
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """The server's life."""
+        self._manager = StreamableHTTPSessionManager(self._server, json_response=True, stateless=True)
+        async with self._manager.run():
+            yield
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._manager is not None
+        await self._manager.handle_request(scope, receive, send)
+
+    def offer(self, session_id: str) -> dict[str, Any]:
+        """What /seed_session tells the client of a session, under `mcp`."""
+        return {
+            "server_name": self._name,
+            "url_path": PATH,
+            "transport": "http",
+            "headers": {TOKEN_HEADER: self._signer.dumps({"sid": session_id})},
+        }
+
+    def judged(self, response: Mapping[str, Any]) -> dict[str, Any]:
+        """The response as the verifier gets it: tools under their bare names."""
+        return bare_response(response, self._name)
+
+    async def _list_tools(self, _: ServerRequestContext, __: PaginatedRequestParams | None) -> ListToolsResult:
+        return ListToolsResult(tools=self._tools)
+
+    async def _call_tool(self, context: ServerRequestContext, params: CallToolRequestParams) -> CallToolResult:
+        session_id = self._session_id(context)
+        arguments = params.arguments or {}
+        try:
+            work = self._call(session_id, params.name, arguments)
+            result = await within(self._seconds, work, f"{PATH} {params.name}")
+        except InfraError as error:
+            raise MCPError(INTERNAL_ERROR, repr(error), FAILURE) from error
+        return CallToolResult(content=[TextContent(type="text", text=result.text)], is_error=not result.ok)
+
+    def _session_id(self, context: ServerRequestContext) -> str:
+        """
+        Raises:
+            MCPError: the request has no token of ours.
+        """
+        token = "" if context.request is None else context.request.headers.get(TOKEN_HEADER, "")
+        if not token:
+            raise MCPError(
+                INVALID_REQUEST,
+                f"The header {TOKEN_HEADER} is missing: send the one that /seed_session gave for this rollout.",
+                FAILURE,
+            )
+        try:
+            session_id: str = self._signer.loads(token)["sid"]
+        except BadSignature as error:
+            raise MCPError(
+                INVALID_REQUEST,
+                f"The header {TOKEN_HEADER} holds no token of this server: it was altered, is another server's, or the "
+                "server was restarted. Seed a session and send its token.",
+                FAILURE,
+            ) from error
+        return session_id

@@ -1,0 +1,297 @@
+"""The servers of a resolved NeMo Gym configuration, from their start to their end.
+
+Invariants: what was started is ended, in order (agents, resources servers, models, then the head server), however the start or
+the run ends, and also when this process is killed; a server that ends by itself ends the whole with the end of its log; every
+waiting has a limit.
+
+    async with GymServers(resolution, commands, options) as servers:
+        await servers.start()
+        await servers.until(stop)
+
+`run` is the life of `roundhouse gym start`: SIGINT and SIGTERM end it in order, also while it is still starting; a second one
+does not cut the ending short. It returns after a signal, and raises InfraError if a server ended by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+
+from roundhouse.compat.nemo_gym.config.instances import Instance, ServerType, model_endpoints
+from roundhouse.compat.nemo_gym.config.resolve import LOOPBACK, Resolution, can_bind
+from roundhouse.compat.nemo_gym.servers import head as head_server
+from roundhouse.compat.nemo_gym.servers.commands import Command, install
+from roundhouse.compat.nemo_gym.servers.head import RunningServer, check
+from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
+from roundhouse.errors import InfraError
+from roundhouse.http.ports import HttpThread, describe_owner
+from roundhouse.infra.children import Children
+from roundhouse.infra.ray_cluster import start_cluster, with_token
+
+START_SECONDS = 300.0
+"""Time limit from the first process to the last server's first answer."""
+LOOK_SECONDS = 0.2
+
+_ENDING: tuple[ServerType, ...] = ("responses_api_agents", "resources_servers", "responses_api_models")
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """How servers are started."""
+
+    logs: Path
+    """Directory of their output."""
+    start_seconds: float = START_SECONDS
+    head_token: str | None = None
+    """Bearer token for the configuration with its secrets."""
+    install: bool = False
+    """Make foreign servers' virtual environments first."""
+    ray: bool = True
+    """Give foreign servers one Ray cluster to join. Without it, NeMo Gym's start one each."""
+    announce: Callable[[str], None] = field(default=lambda text: None)
+    """Told of every step, in a few words."""
+
+
+class GymServers:
+    """The head server and the processes of one configuration."""
+
+    def __init__(self, resolution: Resolution, commands: Sequence[Command], options: StartOptions) -> None:
+        self._resolution = resolution
+        self._commands = {command.instance.name: command for command in commands}
+        self._options = options
+        self._ready: set[str] = set()
+        self._foreign_environment: dict[str, str] = {}
+        self._started_at = time.time()
+        self._children: Children | None = None
+        self._head: HttpThread | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._children is not None:
+            order = [
+                [name for name, command in self._commands.items() if command.instance.type == server_type]
+                for server_type in _ENDING
+            ]
+            left = await self._children.close(order)
+            if left:
+                self._options.announce(f"processes {left} cannot be ended")
+        if self._head is not None:
+            await asyncio.to_thread(self._head.close)
+
+    @property
+    def head_url(self) -> str:
+        host, _ = self._resolution.head_address()
+        return f"http://{_reachable(host)}:{self._head.port if self._head else 0}"
+
+    def running(self) -> list[RunningServer]:
+        """What /server_instances tells."""
+        return [self._told(instance) for instance in self._resolution.instances]
+
+    async def start(self) -> None:
+        """Start everything; return when every server has answered once.
+
+        Raises:
+            InfraError: a port is taken, a process cannot be started or ended, or the time is over: names who is at fault.
+        """
+        host, port = self._resolution.head_address()
+        self._refuse_taken_ports()
+        app = head_server.build_app(self._resolution, self.running, self._options.head_token)
+        self._head = HttpThread(app, host, port)
+        self._options.announce(f"head server at {self.head_url}")
+        self._children = Children(self._options.logs)
+        await self._start_ray(self._children)
+        for command in self._commands.values():
+            name = command.instance.name
+            log = self._children.log(name)
+            log.unlink(missing_ok=True)
+            if self._options.install and command.venv is not None:
+                self._options.announce(f"{name}: installing into {command.venv}")
+                await install(command.directory, command.venv, self._resolution.tree, command.environment, log)
+            try:
+                environment = {**command.environment, **self._foreign_environment, CONFIG_DICT: self._resolution.yaml()}
+                self._children.start(name, command.arguments, command.directory, environment)
+            except OSError as error:
+                raise InfraError(f"{name} cannot be started ({' '.join(command.arguments)}): {error}") from error
+        self._options.announce(f"{len(self._commands)} processes started, logs in {self._options.logs}")
+        await self._until_ready()
+        await self._until_engines_answer()
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Return when `stop` is set.
+
+        Raises:
+            InfraError: a server ended by itself.
+        """
+        while not stop.is_set():
+            self._raise_ended()
+            try:
+                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
+            except TimeoutError:
+                continue
+
+    async def _start_ray(self, children: Children) -> None:
+        foreign = [command for command in self._commands.values() if command.instance.kind == "foreign"]
+        tree = self._resolution.tree
+        if not self._options.ray or not foreign or tree.get("ray_head_node_address"):
+            return
+        self._options.announce("starting the Ray cluster that foreign servers join")
+        first = foreign[0]
+        self._foreign_environment = with_token({})
+        tree["ray_head_node_address"] = await start_cluster(
+            children,
+            first.arguments[0],
+            {**first.environment, **self._foreign_environment},
+            self._options.logs,
+            self._options.start_seconds,
+        )
+
+    async def _until_ready(self) -> None:
+        deadline = time.monotonic() + self._options.start_seconds
+        waiting = {one.name: self._resolution.base_url(one) for one in self._resolution.instances}
+        async with aiohttp.ClientSession() as http:
+            while waiting:
+                self._raise_ended()
+                statuses = await asyncio.gather(
+                    *(check(url.replace("//0.0.0.0:", f"//{LOOPBACK}:", 1), http) for url in waiting.values())
+                )
+                for name, status in zip(list(waiting), statuses, strict=True):
+                    if status == "success":
+                        del waiting[name]
+                        self._ready.add(name)
+                        self._options.announce(
+                            f"{name} is ready ({len(self._ready)}/{len(self._resolution.instances)})"
+                        )
+                if waiting and time.monotonic() > deadline:
+                    raise InfraError(self._silent(waiting))
+                if waiting:
+                    await asyncio.sleep(LOOK_SECONDS)
+        self._raise_ended()
+
+    async def _until_engines_answer(self) -> None:
+        """Wait for the engines behind the model servers; those that stay silent are told, and may come later."""
+        seconds = float(self._resolution.tree["model_endpoint_readiness_timeout_seconds"])
+        silent = model_endpoints(self._resolution.instances) if seconds > 0 else {}
+        deadline, told = time.monotonic() + seconds, False
+        async with aiohttp.ClientSession() as http:
+            while silent:
+                self._raise_ended()
+                statuses = await asyncio.gather(*(check(url, http) for url in silent))
+                silent = {
+                    url: name
+                    for (url, name), status in zip(silent.items(), statuses, strict=True)
+                    if status != "success"
+                }
+                if not silent or time.monotonic() > deadline:
+                    break
+                if not told:
+                    self._options.announce(f"waiting up to {seconds:g} s for {_named(silent)}")
+                    told = True
+                await asyncio.sleep(LOOK_SECONDS)
+        if silent:
+            self._options.announce(f"no answer from {_named(silent)}; rollouts will fail until there is")
+
+    def _refuse_taken_ports(self) -> None:
+        for command in self._commands.values():
+            _, port = self._resolution.address(command.instance)
+            if not can_bind(port):
+                owner = describe_owner(port) or "another process"
+                raise InfraError(f"{command.instance.name}: port {port} is taken by {owner}.")
+
+    def _raise_ended(self) -> None:
+        texts = []
+        for child in self._children.ended() if self._children else []:
+            code = child.process.returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            texts.append(f"{child.name} {how}. The end of {child.log}:\n{child.tail()}")
+        if texts:
+            raise InfraError("\n".join(texts))
+
+    def _silent(self, waiting: Mapping[str, str]) -> str:
+        lines = [f"Not everything answered within {self._options.start_seconds:g} s (--start-seconds):"]
+        children = {child.name: child for child in self._children.all} if self._children else {}
+        for name, url in waiting.items():
+            child = children.get(name)
+            lines.append(
+                f"{name} at {url}: " + ("runs elsewhere" if child is None else f"log {child.log}\n{child.tail()}")
+            )
+        return "\n".join(lines)
+
+    def _told(self, instance: Instance) -> RunningServer:
+        command = self._commands.get(instance.name)
+        children = self._children.all if self._children else []
+        child = next((child for child in children if child.name == instance.name), None)
+        host, port = self._resolution.address(instance)
+        alive = child is None or child.process.poll() is None
+        return RunningServer(
+            config_path=instance.name,
+            dir_path=None if command is None else str(command.directory),
+            entrypoint=instance.fields.entrypoint
+            or (None if command is None else "-m roundhouse.compat.nemo_gym.servers.own_server"),
+            host=host,
+            name=instance.implementation,
+            pid=None if child is None else child.process.pid,
+            port=port,
+            process_name=instance.name,
+            server_type=instance.type,
+            start_time=self._started_at if child is None else child.started_at,
+            status=("success" if alive else "connection_error") if instance.name in self._ready else None,
+            url=self._resolution.base_url(instance),
+        )
+
+
+def _named(endpoints: Mapping[str, str]) -> str:
+    return ", ".join(f"{url} ({name})" for url, name in endpoints.items())
+
+
+def _reachable(host: str) -> str:
+    return LOOPBACK if host in ("0.0.0.0", "::", "") else host
+
+
+def run(
+    resolution: Resolution, commands: Sequence[Command], options: StartOptions, ready: Callable[[dict[str, Any]], None]
+) -> None:
+    """Start the servers and keep them until a signal.
+
+    Args:
+        ready: told once, when every server has answered.
+
+    Raises:
+        InfraError: a server could not be started, did not answer in time, or ended by itself.
+    """
+    asyncio.run(_run(resolution, commands, options, ready))
+
+
+async def _run(
+    resolution: Resolution, commands: Sequence[Command], options: StartOptions, ready: Callable[[dict[str, Any]], None]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(signum, stop.set)
+    async with GymServers(resolution, commands, options) as servers:
+        starting = asyncio.create_task(servers.start())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        else:
+            starting.result()
+            told = [
+                {"name": one.process_name, "type": one.server_type, "url": one.url, "pid": one.pid}
+                for one in servers.running()
+            ]
+            ready({"status": "ready", "head": servers.head_url, "pid": os.getpid(), "servers": told})
+            await servers.until(stop)
+        stopped.cancel()
+        options.announce("ending the servers")

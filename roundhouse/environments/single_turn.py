@@ -1,0 +1,458 @@
+"""Environments of one turn: no tool, one reply, judged by its text alone.
+
+Sort: put the given digits in order.
+
+Invariant: the reward is 1 exactly when the reply is the digits in ascending order, separated by single spaces, else 0.
+
+    Sort 4 1 6 2 9 3.  ->  1 2 3 4 6 9
+
+The digits of a problem all differ. The wrong demonstrations have two neighbours exchanged somewhere: training sharpens a
+skill that the warm start has mostly taught already.
+
+Countdown: reach a target by an expression over given numbers, each used at most once.
+
+Invariant: the reward is 1 exactly when the reply is an expression of + - * / and brackets over the given numbers, each used no
+more often than it is given, with the target as its exact value. It has two components: `form` (0.1) for such an expression
+whatever its value, `target` (0.9) for the value. Text is parsed, never executed, and division is exact.
+
+    Make 6 from 3 5 8.  ->  3+(8-5)   1.0
+                            8-5       0.1: well formed, but 3
+                            3+3       0.0: 3 is given once
+
+The target of a problem is the value of a drawn expression over all its numbers, so that a solution exists. A wrong
+demonstration is a well-formed expression with another value.
+
+Sudoku: fill in a 4x4 sudoku.
+
+Invariant: the reward is 1 exactly when the reply is a grid of four lines of four digits that keeps the given cells and has each
+of 1..4 once in every row, column and 2x2 box. It is the sum of its components: `form` (0.1) for a grid that keeps what is
+given, and, for such a grid alone, `rows`, `columns` and `boxes` (0.3 each, times the share of them that are right).
+
+    1.34        1234
+    34.2   ->   3412
+    2143        2143
+    432.        4321
+
+Every problem has exactly one solution. A wrong demonstration has two digits of one row exchanged.
+
+Instruction constraints: write a few words that satisfy checkable constraints.
+
+Invariant: the reward is 1 exactly when the reply satisfies every constraint of the prompt; otherwise it is the share that is
+satisfied, but at most one half, so that leaving one out never pays. `reward_components` has a part for each constraint and
+`all`. Each constraint is checked by a function of the reply's text alone.
+
+    Write words. Use 4 words. Include "moon". Sort the words.   ->   cat moon sky tree   1.0
+                                                                     moon cat tree sky   0.33 (not sorted)
+
+Constraints are drawn so that they can hold together, and a reference reply is made with them. A wrong demonstration breaks one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import permutations, product
+from typing import Any
+
+from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row
+from roundhouse.environments.generated import (
+    GeneratedEnvironment,
+    Message,
+    TaskList,
+    closing_text,
+    deal,
+    distinct,
+    says,
+    split_problems,
+    user,
+)
+
+
+class Sort(Environment):
+    """All ordered choices of `digits` different digits from 1..9; a held-out problem is one order, not one set."""
+
+    name = "sort"
+    restoration = "replay"
+
+    def __init__(self, digits: int = 6, heldout_fraction: float = 0.2) -> None:
+        self._problems = split_problems(permutations("123456789", digits), _task_id, heldout_fraction)
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return TaskList(
+            self._problems[split],
+            lambda digits: task_row(question(digits), task_id=_task_id(digits), answer=" ".join(sorted(digits))),
+        )
+
+    async def verify(self, session: None, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        return Verdict(reward=float(closing_text(response) == row["answer"]))
+
+    def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
+        """`good_fraction` of them are sorted, the rest have one pair of neighbours exchanged."""
+        rng = random.Random(seed)
+        demonstrations = []
+        for kind in deal({"right": good_fraction, "exchanged": 1 - good_fraction}, count, rng):
+            digits = rng.choice(self._problems[split])
+            reply = sorted(digits)
+            if kind == "exchanged":
+                at = rng.randrange(len(reply) - 1)
+                reply[at], reply[at + 1] = reply[at + 1], reply[at]
+            demonstrations.append([user(question(digits)), says(" ".join(reply))])
+        return demonstrations
+
+
+def question(digits: Sequence[str]) -> str:
+    return f"Sort {' '.join(digits)}."
+
+
+def _task_id(digits: Sequence[str]) -> str:
+    return f"sort/{''.join(digits)}"
+
+
+COUNTDOWN_FORM, TARGET = 0.1, 0.9
+LONGEST = 200
+"""Characters of a reply that are read; a longer one is no expression."""
+LARGEST = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Puzzle:
+    """`solution` uses each of `numbers` once and has the value `target`."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+
+class Countdown(GeneratedEnvironment[Puzzle]):
+    """Puzzles over `numbers` numbers of 1..`largest`, with targets in 1..99."""
+
+    name = "countdown"
+    restoration = "replay"
+
+    def __init__(
+        self, numbers: int = 3, largest: int = 12, problems: int = 4000, heldout_fraction: float = 0.2
+    ) -> None:
+        made = distinct(
+            lambda rng: draw_numbers(numbers, largest, rng), self.key, problems, f"countdown with {numbers} numbers"
+        )
+        super().__init__(made, heldout_fraction)
+
+    def key(self, problem: Puzzle) -> str:
+        return f"{'-'.join(map(str, problem.numbers))}/{problem.target}"
+
+    def row(self, problem: Puzzle) -> TaskRow:
+        prompt = f"Make {problem.target} from {' '.join(map(str, problem.numbers))}."
+        return self.task(problem, prompt, numbers=list(problem.numbers), target=problem.target)
+
+    async def verify(self, session: None, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        value = value_of(closing_text(response) or "", row["numbers"])
+        form, hit = COUNTDOWN_FORM * (value is not None), TARGET * (value == row["target"])
+        return Verdict(form + hit, {"form": form, "target": hit})
+
+    def demonstration(self, problem: Puzzle, right: bool, rng: random.Random) -> Iterator[Message]:
+        reply = problem.solution
+        while not right and value_of(reply, problem.numbers) == problem.target:
+            reply = _combined(problem.numbers, rng)
+        yield says(reply)
+
+
+def draw_numbers(numbers: int, largest: int, rng: random.Random) -> Puzzle:
+    """A puzzle with a solution that uses all its numbers."""
+    while True:
+        given = tuple(sorted(rng.randint(1, largest) for _ in range(numbers)))
+        solution = _combined(given, rng)
+        value = value_of(solution, given)
+        if value is not None and value.denominator == 1 and 1 <= value <= LARGEST:
+            return Puzzle(given, int(value), solution)
+
+
+def value_of(text: str, numbers: list[int] | tuple[int, ...]) -> Fraction | None:
+    """The exact value of an expression over `numbers`; None when `text` is no such expression or has no value."""
+    if len(text) > LONGEST:
+        return None
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        used: Counter[int] = Counter()
+        value = _value(tree, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return None
+    return value if used <= Counter(numbers) else None
+
+
+def _value(node: ast.expr, used: Counter[int]) -> Fraction:
+    """The value of a tree of the four operations; `used` counts its numbers.
+
+    Raises:
+        ValueError: anything else occurs in it.
+        ZeroDivisionError
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used[node.value] += 1
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError(f"{type(node).__name__} is no operation of the puzzle")
+    left, right = _value(node.left, used), _value(node.right, used)
+    match node.op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div():
+            return left / right
+    raise ValueError(f"{type(node.op).__name__} is no operation of the puzzle")
+
+
+def _combined(numbers: tuple[int, ...], rng: random.Random) -> str:
+    """A random expression over all the numbers."""
+    parts = [str(number) for number in numbers]
+    while len(parts) > 1:
+        left, right = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        joined = f"{left}{rng.choice('+-*/')}{right}"
+        parts.append(f"({joined})" if parts else joined)
+    return parts[0]
+
+
+SUDOKU_FORM, PART = 0.1, 0.3
+EMPTY = "."
+CELLS = range(16)
+ROWS = [[4 * row + column for column in range(4)] for row in range(4)]
+COLUMNS = [list(cells) for cells in zip(*ROWS, strict=True)]
+BOXES = [[8 * (box // 2) + 2 * (box % 2) + offset for offset in (0, 1, 4, 5)] for box in range(4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """16 cells in reading order: `given` has dots where `solution` is to be found."""
+
+    given: str
+    solution: str
+
+
+class Sudoku(GeneratedEnvironment[Grid]):
+    """Grids with `blanks` empty cells."""
+
+    name = "sudoku"
+    restoration = "replay"
+
+    def __init__(self, blanks: int = 5, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
+        made = distinct(lambda rng: draw_grid(blanks, rng), self.key, problems, f"sudoku with {blanks} blanks")
+        super().__init__(made, heldout_fraction)
+
+    def key(self, problem: Grid) -> str:
+        return problem.given
+
+    def row(self, problem: Grid) -> TaskRow:
+        return self.task(problem, f"Fill in:\n{_lines(problem.given)}", given=problem.given)
+
+    async def verify(self, session: None, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        parts = judge(closing_text(response) or "", row["given"])
+        return Verdict(math.fsum(parts.values()), parts)
+
+    def demonstration(self, problem: Grid, right: bool, rng: random.Random) -> Iterator[Message]:
+        cells = list(problem.solution)
+        if not right:
+            first, second = rng.sample(rng.choice(ROWS), 2)
+            cells[first], cells[second] = cells[second], cells[first]
+        yield says(_lines("".join(cells)))
+
+
+def judge(reply: str, given: str) -> dict[str, float]:
+    """The components of a reply's reward."""
+    lines = reply.strip().split("\n")
+    cells = "".join(lines)
+    shaped = len(lines) == 4 and all(len(line) == 4 for line in lines) and set(cells) <= set("1234")
+    if not shaped or any(told not in (EMPTY, cell) for told, cell in zip(given, cells, strict=True)):
+        return {"form": 0.0, "rows": 0.0, "columns": 0.0, "boxes": 0.0}
+    units = {"rows": ROWS, "columns": COLUMNS, "boxes": BOXES}
+    return {"form": SUDOKU_FORM} | {name: PART * _share(cells, each) for name, each in units.items()}
+
+
+def _share(cells: str, units: list[list[int]]) -> float:
+    return sum(len({cells[cell] for cell in unit}) == 4 for unit in units) / 4
+
+
+@functools.cache
+def solutions() -> tuple[str, ...]:
+    """All 288 solved grids."""
+    grids = [""]
+    for _ in range(4):
+        rows = ("".join(row) for row in permutations("1234"))
+        grids = [
+            grid + row
+            for grid, row in product(grids, rows)
+            if all(row[place % 4] != cell for place, cell in enumerate(grid))
+        ]
+    return tuple(grid for grid in grids if _share(grid, BOXES) == 1)
+
+
+def draw_grid(blanks: int, rng: random.Random) -> Grid:
+    """A solved grid with that many cells emptied, such that it stays the only solution."""
+    while True:
+        solution = rng.choice(solutions())
+        emptied = set(rng.sample(CELLS, blanks))
+        kept = [cell for cell in CELLS if cell not in emptied]
+        if sum(all(grid[cell] == solution[cell] for cell in kept) for grid in solutions()) == 1:
+            return Grid("".join(EMPTY if cell in emptied else solution[cell] for cell in CELLS), solution)
+
+
+def _lines(cells: str) -> str:
+    return "\n".join(cells[start : start + 4] for start in range(0, 16, 4))
+
+
+ALL, PARTS = 0.5, 0.5
+WORDS = [
+    "bird",
+    "boat",
+    "cat",
+    "cloud",
+    "dog",
+    "fish",
+    "fox",
+    "frog",
+    "hill",
+    "lake",
+    "leaf",
+    "moon",
+    "rain",
+    "road",
+    "rock",
+    "sky",
+    "snow",
+    "star",
+    "sun",
+    "tree",
+    "wind",
+    "wolf",
+]
+
+Constraint = tuple[str, str | int]
+"""A kind and its value, as it stands in the row."""
+
+TEXTS: dict[str, str] = {
+    "count": "Use {} words.",
+    "include": 'Include "{}".',
+    "forbid": 'Never use the letter "{}".',
+    "first": 'Begin with "{}".',
+    "last": 'End with "{}".',
+    "order": "Sort the words.",
+    "upper": "Use capital letters only.",
+    "comma": "Put a comma between the words.",
+    "json": 'Answer with a JSON object whose key "{}" has the list of words.',
+}
+
+CHECKS: dict[str, Callable[[str, list[str], Any], bool]] = {
+    "count": lambda reply, words, value: len(words) == value,
+    "include": lambda reply, words, value: value in words,
+    "forbid": lambda reply, words, value: bool(words) and not any(value in word for word in words),
+    "first": lambda reply, words, value: words[:1] == [value],
+    "last": lambda reply, words, value: words[-1:] == [value],
+    "order": lambda reply, words, value: len(words) > 1 and words == sorted(words),
+    "upper": lambda reply, words, value: bool(words) and reply == reply.upper(),
+    "comma": lambda reply, words, value: len(words) > 1 and ", ".join(words).lower() == reply.lower(),
+    "json": lambda reply, words, value: _json_words(reply, value) is not None,
+}
+"""From the reply, its words in lower case and the constraint's value to whether it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """Constraints that `words` satisfies, written as `reply` says."""
+
+    constraints: tuple[Constraint, ...]
+    words: tuple[str, ...]
+
+    @property
+    def reply(self) -> str:
+        return written(self.words, dict(self.constraints))
+
+
+class InstructionConstraints(GeneratedEnvironment[Brief]):
+    """Briefs of 1..`constraints` constraints."""
+
+    name = "instruction_constraints"
+    restoration = "replay"
+
+    def __init__(self, constraints: int = 3, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
+        made = distinct(
+            lambda rng: draw_brief(constraints, rng), self.key, problems, f"briefs of {constraints} constraints"
+        )
+        super().__init__(made, heldout_fraction)
+
+    def key(self, problem: Brief) -> str:
+        return " ".join(TEXTS[kind].format(value) for kind, value in problem.constraints)
+
+    def row(self, problem: Brief) -> TaskRow:
+        constraints = [list(constraint) for constraint in problem.constraints]
+        return self.task(problem, f"Write words. {self.key(problem)}", constraints=constraints)
+
+    async def verify(self, session: None, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        held = satisfied(closing_text(response) or "", [(kind, value) for kind, value in row["constraints"]])
+        parts = {kind: PARTS * kept / len(held) for kind, kept in held.items()}
+        parts["all"] = ALL * all(held.values())
+        return Verdict(sum(parts.values()), parts, {"satisfied": sum(held.values()) / len(held)})
+
+    def demonstration(self, problem: Brief, right: bool, rng: random.Random) -> Iterator[Message]:
+        reply = problem.reply
+        while not right and all(satisfied(reply, problem.constraints).values()):
+            words = rng.sample(WORDS, max(2, len(problem.words) + rng.randint(-1, 1)))
+            reply = written(tuple(words), dict(rng.sample(problem.constraints, len(problem.constraints) - 1)))
+        yield says(reply)
+
+
+def satisfied(reply: str, constraints: Any) -> dict[str, bool]:
+    """Which constraints a reply satisfies, by kind."""
+    value = dict(constraints)
+    words = _json_words(reply, value["json"]) if "json" in value else None
+    if words is None:
+        words = reply.lower().replace(",", " ").split()
+    return {kind: CHECKS[kind](reply, words, wanted) for kind, wanted in constraints}
+
+
+def draw_brief(constraints: int, rng: random.Random) -> Brief:
+    """Words, and constraints that hold for them. JSON keeps its own punctuation and case."""
+    words = tuple(rng.sample(WORDS, rng.randint(2, 5)))
+    kinds = rng.sample(sorted(TEXTS), rng.randint(1, constraints))
+    if "json" in kinds:
+        kinds = [kind for kind in kinds if kind not in ("comma", "upper")]
+    if "order" in kinds:
+        words = tuple(sorted(words))
+    unused = [letter for letter in "abcdefilmnorstw" if not any(letter in word for word in words)]
+    if not unused:
+        return draw_brief(constraints, rng)
+    value: dict[str, str | int] = {
+        "count": len(words),
+        "include": rng.choice(words),
+        "forbid": rng.choice(unused),
+        "first": words[0],
+        "last": words[-1],
+        "json": rng.choice(("words", "items", "list")),
+    }
+    return Brief(tuple((kind, value.get(kind, "")) for kind in kinds), words)
+
+
+def written(words: tuple[str, ...], constraints: dict[str, str | int]) -> str:
+    """The words in the form that the constraints ask for."""
+    if "json" in constraints:
+        return json.dumps({constraints["json"]: list(words)})
+    text = (", " if "comma" in constraints else " ").join(words)
+    return text.upper() if "upper" in constraints else text
+
+
+def _json_words(reply: str, key: str) -> list[str] | None:
+    """The words of a JSON object under its only key, in lower case; None when the reply is nothing of the kind."""
+    try:
+        told = json.loads(reply)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(told, dict) or list(told) != [key] or not isinstance(told[key], list):
+        return None
+    return [word.lower() for word in told[key]] if all(isinstance(word, str) for word in told[key]) else None
