@@ -1,6 +1,6 @@
 """A person's approval of a promotion, through Prefect: a suspended flow run with a form stands for each open question.
 
-Invariant: the question and its answer live in the store (`roundhouse.stages.approval`); what stands in Prefect is a view of
+Invariant: the question and its answer live in the store (`roundhouse.stages.promotion`); what stands in Prefect is a view of
 it with a form. One flow run is made for a question however often it is put, and one more, planned for the moment at which the
 time limit is over. A Prefect server that is away, or serves no deployments, takes nothing from the question: it is answered
 by `roundhouse runs approve` as well.
@@ -25,7 +25,14 @@ from pydantic import Field
 from flows._prefect.suspension import PAUSE_SECONDS
 from flows.controls import let_go_on
 from flows.forms import ApproveForm
-from roundhouse.stages.approval import ApprovalDecision, Question, answer, answer_to, open_questions, settle_expired
+from roundhouse.stages.promotion import (
+    ApprovalDecision,
+    PromotionQuestion,
+    answer,
+    answer_to,
+    open_questions,
+    settle_expired,
+)
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.tracking.mlflow import tell_mlflow
@@ -46,7 +53,7 @@ class Approval(RunInput):
     name: str = Field(default="", description="Who decides.")
 
 
-def put_to_prefect(run: Run, question: Question) -> bool:
+def put_to_prefect(run: Run, question: PromotionQuestion) -> bool:
     """Let the question stand in Prefect; whether it does."""
     settings = {"run_id": run.run_id, "store": Location(run.config.store).uri, "version": question.version}
     key = f"{run.uid}-{question.version}"

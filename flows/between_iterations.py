@@ -16,12 +16,11 @@ from pydantic import Field, create_model
 
 from flows._prefect.suspension import PAUSE_SECONDS, heed_suspension, is_deployed
 from flows.approval import WAITS, carry_out, put_to_prefect
+from roundhouse.activity import announce
 from roundhouse.errors import ConfigError
-from roundhouse.health.alerts import Alert
-from roundhouse.health.errors import Severity
-from roundhouse.progress import announce
-from roundhouse.stages.approval import Question, open_questions, settle_expired
-from roundhouse.stages.budget import budget_of, budget_reached, raise_budget, raises, used_up
+from roundhouse.health.errors import Alert, Severity
+from roundhouse.stages.cost import budget_of, budget_reached, raise_budget, raises, used_up
+from roundhouse.stages.promotion import PromotionQuestion, open_questions, settle_expired
 from roundhouse.stages.report import AlertWatch
 from roundhouse.store.run import Run
 from tasks.health import tell
@@ -75,7 +74,7 @@ def _ask_for_approval(run: Run, k: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _open_after_settling(run: Run) -> list[Question]:
+def _open_after_settling(run: Run) -> list[PromotionQuestion]:
     """Put all open questions, once each, and answer those whose time is over; what is still open."""
     if not run.config.evaluation.approval.required:
         return []

@@ -11,21 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect import tags as tagging
 from prefect.client.orchestration import get_client
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runtime import flow_run
 
-from flows import approval
-from flows import collect as collecting
-from flows import evaluate as evaluating
+from flows import approval, on_demand
 from flows._prefect.reruns import is_first_start
 from flows._prefect.scheduled_time import scheduled_time
 from flows._prefect.suspension import lasting_suspensions
-from flows.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, TrainForm, TrainOfflineForm
+from flows.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, ReplayForm, TrainForm, TrainOfflineForm
 from flows.prefect_log import reports_to_prefect
-from flows.train_offline import training_flow
+from flows.train import training_flow
 from roundhouse.config.models import ResumeConfig, RunConfig
 from roundhouse.infra.services import services_of
 from roundhouse.stages.fork import fork_run
@@ -75,7 +73,7 @@ def collect(settings: CollectForm) -> Reference:
     """Collect rollouts of a checkpoint into a dataset of its own, without training. With a schedule: every night, say."""
     config = settings.resolve(_state())
     with _labelled(f"run:{config.run_id}", f"dataset:{settings.name}"), services_of(config):
-        return collecting.collect.fn(
+        return on_demand.collect.fn(
             config,
             settings.name,
             version=settings.version,
@@ -91,7 +89,17 @@ def evaluate(settings: EvaluateForm) -> Reference:
     """Evaluate a checkpoint of a run on its held-out tasks."""
     config = settings.resolve(_state())
     with _labelled(f"run:{config.run_id}"), services_of(config):
-        return evaluating.evaluate.fn(config, settings.version)
+        return on_demand.evaluate.fn(config, settings.version)
+
+
+@flow(name="replay", flow_run_name="replay {settings.run_id} from {settings.first}", **DURABLE)
+def replay(settings: ReplayForm) -> dict[str, Any]:
+    """Run recorded stages again, with what you change, into replays/ of the store, and compare them with the original.
+
+    Retry resumes after the last complete stage. The result is the comparison: what differs, first where and why.
+    """
+    with _labelled(f"run:{settings.run_id}"):
+        return settings.replay(get_run_logger().info).as_json()
 
 
 def _approve_name() -> str:
@@ -106,7 +114,7 @@ def approve(settings: ApproveForm) -> dict[str, Any]:
     return approval.decide(load_run(settings.store, settings.run_id), settings)
 
 
-DEPLOYED = (train, train_offline, collect, evaluate, fork, approve)
+DEPLOYED = (train, train_offline, collect, evaluate, fork, replay, approve)
 DESK = ("approve",)
 """Deployments that a person waits for and that need no engine: they do not queue behind a run."""
 

@@ -19,6 +19,10 @@ from pydantic.json_schema import SkipJsonSchema
 from roundhouse.config.loading import apply_override, load_config, parse_config
 from roundhouse.config.models import LocalInfra, RunConfig
 from roundhouse.errors import ConfigError
+from roundhouse.replay import replay
+from roundhouse.replay.comparison import Comparison
+from roundhouse.replay.drift import DriftGate
+from roundhouse.replay.stages import Say
 from roundhouse.stages.fork import fork_config, offline_config
 from roundhouse.store.run import load_run
 
@@ -305,6 +309,45 @@ class ForkForm(RunForm):
     def resolve(self, state: str | None = None) -> RunConfig:
         """The fork's configuration."""
         return _at(fork_config(self.store, self.run_id, self.new_run_id, self.at, self.changes()), state)
+
+
+class ReplayForm(RunForm):
+    """Recorded stages of a run, run again and compared; nothing is generated."""
+
+    KEYS: ClassVar[dict[str, str]] = {"learning_rate": "train.optimizer.learning_rate", "seed": "seed"}
+
+    first: Count
+    """First iteration."""
+    last: Count | SkipJsonSchema[None] = _optional("Last iteration. Empty: the first alone.")
+    stages: list[Literal["validate", "train"]] = Field(
+        default=["validate", "train"], min_length=1, description="What runs again; the rest is read as it was recorded."
+    )
+    rollouts: DatasetName | SkipJsonSchema[None] = _optional(
+        "Dataset with new verdicts (roundhouse rescore) instead of the recorded rollouts."
+    )
+    learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's. Empty: as it was.")
+    seed: Seed | SkipJsonSchema[None] = _optional("Of shuffling. Empty: as it was.")
+    name: DatasetName | SkipJsonSchema[None] = _optional("Of the replay. Empty: it follows from all of the above.")
+    drift_gate: bool = True
+    """Stop where the recorded rollouts are no longer the policy's own."""
+
+    def replay(self, say: Say = lambda line: None) -> Comparison:
+        """Run it.
+
+        Raises:
+            StoreError, ConfigError: as `roundhouse.replay.replay`.
+        """
+        return replay(
+            self.store,
+            self.run_id,
+            range(self.first, (self.last or self.first) + 1),
+            self.stages,
+            overrides=self.changes(),
+            inputs={} if self.rollouts is None else {"rollouts": self.rollouts},
+            name=self.name,
+            gate=DriftGate() if self.drift_gate else None,
+            say=say,
+        )
 
 
 def _at(config: RunConfig, state: str | None) -> RunConfig:

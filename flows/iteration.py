@@ -1,21 +1,43 @@
-"""One iteration: from version k-1 to version k."""
+"""One iteration: from version k-1 to version k, and what a run does when it has failed.
+
+Synchronous, asynchronous and offline runs share this flow; they differ in where the sequences come from (`Source`).
+"""
 
 from __future__ import annotations
 
-from prefect import flow
+import contextvars
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Protocol
 
-from flows._prefect.tuning import OpaqueConfig, untagged_tasks
+from prefect import Flow, flow
+
+from flows._prefect.reruns import pin_subflow_index
+from flows._prefect.tuning import OpaqueConfig, tagged, untagged_tasks
+from roundhouse.activity import announce
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
+from roundhouse.health.errors import Severity
+from roundhouse.health.policy import Course, Past, Step, after_failure, code_of, kind_of
+from roundhouse.stages.checkpoint import skip_after, skipped_in_a_row
+from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import open_run
-from tasks.checkpoint import checkpoint
-from tasks.collect import collect
-from tasks.evaluate import evaluate, promote
-from tasks.refit import refit
+from roundhouse.store.run import Run, open_run
+from tasks.health import reporter_of
 from tasks.report import report_iteration
-from tasks.train import train_step
-from tasks.validate import validate
+from tasks.stages import (
+    checkpoint,
+    collect,
+    evaluate,
+    promote,
+    refit,
+    skip_iteration,
+    train_step,
+    validate,
+    validate_batch,
+)
 
 
 @flow(
@@ -23,19 +45,18 @@ from tasks.validate import validate
 )
 def iteration(config: OpaqueConfig, k: int) -> Reference:
     """Refit, collect, validate, train, checkpoint, and every N iterations evaluate."""
-    run = open_run(config)
+    run, source = open_run(config), _source.get()
     base = run.checkpoint(k - 1).reference()
     if base is None:
         raise StoreError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
 
     with untagged_tasks():
-        weights = refit(run, k, base)
-        rollouts = collect(run, k, weights)
-        sequences = validate(run, k, rollouts)
-        update = train_step(run, k, sequences, base)
-        published = checkpoint(run, update)
+        with source.sequences(run, k, base) as sequences:
+            update = train_step(run, k, sequences, base)
+            published = checkpoint(run, update)
         if is_evaluated(config, k):
-            evaluate(run, published)
+            with source.evaluation(k):
+                evaluate(run, published)
             promote(run, k)
         report_iteration(run, k)
     return published
@@ -44,4 +65,110 @@ def iteration(config: OpaqueConfig, k: int) -> Reference:
 def is_evaluated(config: RunConfig, k: int) -> bool:
     """Whether version k is evaluated: the last, and others every `evaluation.every`; none where that is null."""
     every = config.evaluation.every
-    return every is not None and (k == config.iterations or (every > 0 and k % every == 0))
+    if every is None or not has_engine(config):
+        return False
+    return k == config.iterations or (every > 0 and k % every == 0)
+
+
+def has_engine(config: RunConfig) -> bool:
+    """Whether a run needs an engine at all: an offline run only to evaluate."""
+    return config.offline is None or config.offline.evaluate
+
+
+class Source(Protocol):
+    """Where the iterations of a run get their sequences from."""
+
+    def sequences(self, run: Run, k: int, base: Reference) -> AbstractContextManager[Reference]:
+        """The validated sequences of iteration k, for the time of its training and checkpoint."""
+        ...
+
+    def evaluation(self, k: int) -> AbstractContextManager[None]:
+        """The block evaluates version k: the engine keeps it."""
+        ...
+
+
+class Synchronous:
+    """Collect with the version that the iteration trains from (`asynchrony.staleness` 0)."""
+
+    @contextmanager
+    def sequences(self, run: Run, k: int, base: Reference) -> Iterator[Reference]:
+        weights = refit(run, k, base)
+        rollouts = collect(run, k, weights)
+        yield validate(run, k, rollouts)
+
+    def evaluation(self, k: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Offline(Synchronous):
+    """A batch of the collected datasets."""
+
+    @contextmanager
+    def sequences(self, run: Run, k: int, base: Reference) -> Iterator[Reference]:
+        yield validate_batch(run, k)
+
+
+@contextmanager
+def source_of(run: Run) -> Iterator[None]:
+    """The iterations in the block get their sequences as the run's configuration says."""
+    if run.config.offline is not None:
+        found: AbstractContextManager[Source] = nullcontext(Offline())
+    elif run.config.asynchrony.staleness == 0:
+        found = nullcontext(Synchronous())
+    else:
+        from flows.generation import generation_loop
+
+        found = generation_loop(run)
+    with found as source, iterating_on(source):
+        yield
+
+
+@contextmanager
+def iterating_on(source: Source) -> Iterator[None]:
+    """The iterations in the block get their sequences from this source."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+_source: contextvars.ContextVar[Source] = contextvars.ContextVar("source")
+
+TRY = 1_000_000
+"""Between the places of two tries of one iteration: more iterations than any run has."""
+
+
+def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteration) -> Reference:
+    """Iteration k, by its sub-flow, under `failures.policy`: a failure stops the run, is waited out, or skipped on record. The
+    decision is `roundhouse.health.policy`'s. Failed tries stay in Prefect as failed sub-flows."""
+    config = run.config
+    past = Past(skipped_in_a_row(run, k))
+    while True:
+        pin_subflow_index(by, k + past.waits * TRY)
+        try:
+            return tagged(by, f"run:{run.run_id}", f"iteration:{k}")(config, k)
+        except Exception as error:
+            refuse_lost(run.location)  # what failed may have failed since another process drives the run
+            course = after_failure(error, config.failures, past)
+            _report(run, k, error, course)
+            if course.step is Step.STOP:
+                raise
+            if course.step is Step.SKIP:
+                published = skip_iteration(run, k, skip_after(error, course.reason))
+                report_iteration(run, k)
+                return published
+        time.sleep(course.seconds)
+        past = replace(past, waits=past.waits + 1, waited_seconds=past.waited_seconds + course.seconds)
+
+
+def _report(run: Run, k: int, error: Exception, course: Course) -> None:
+    wait = f", {course.seconds:.0f} s" if course.step is Step.WAIT else ""
+    reporter_of(run).report_error(
+        "train",
+        f"iteration {k}",
+        f"Iteration {k} failed ({code_of(error)}): {course.step}{wait}, since {course.reason}.",
+        Severity.ERROR if course.step is Step.STOP else Severity.WARNING,
+        {"code": code_of(error), "kind": kind_of(error).value, "step": course.step.value},
+    )
+    announce("recovery", iteration=k, step=course.step.value, code=code_of(error), seconds=course.seconds)

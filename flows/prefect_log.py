@@ -17,9 +17,9 @@ from prefect.logging import get_run_logger
 from rich.console import Console
 from rich.text import Text
 
+from roundhouse.activity import logger as progress
 from roundhouse.console import RunView
 from roundhouse.errors import RoundhouseError
-from roundhouse.progress import logger as progress
 from roundhouse.store.manifest import Reference
 from roundhouse.store.stage import read_manifest
 

@@ -22,8 +22,7 @@ from uuid import UUID
 import httpx
 
 from roundhouse.errors import InfraError
-from roundhouse.http.http_thread import HttpThread
-from roundhouse.http.ports import LOOPBACK
+from roundhouse.http.ports import LOOPBACK, HttpThread
 from roundhouse.infra.services import Services, status
 
 log = logging.getLogger(__name__)

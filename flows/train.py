@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from prefect import flow
+from prefect import Flow, flow
 
 from flows._prefect.reruns import is_first_start
 from flows._prefect.signals import redeliver_lost_signals
 from flows._prefect.tuning import OpaqueConfig, forget_results, untagged_tasks, without_heartbeats
 from flows.between_iterations import after_last_iteration, before_iteration
-from flows.iteration import iteration
-from flows.overlap import generation_loop, overlapped_iteration
+from flows.iteration import carry_out, has_engine, source_of
 from flows.prefect_log import reports_to_prefect
-from flows.recovery import carry_out
+from roundhouse.config.models import RunConfig
+from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end
 from roundhouse.store.lease import driving
+from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from tasks.evaluate import evaluate, promote
 from tasks.health import heartbeat
-from tasks.policy import starting_policy
-from tasks.refit import start_engine
 from tasks.report import finish_run, finished_summary, report_iteration, tracked
+from tasks.stages import evaluate, prepare_offline, promote, start_engine, starting_policy
 
 
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
@@ -33,32 +33,64 @@ def train(config: OpaqueConfig) -> dict[str, Any]:
     run = open_run(config, first_start=is_first_start())
     if (summary := finished_summary(run)) is not None:
         return summary
+    with _driven(run):
+        if not run.is_reported(config.iterations):
+            start_engine(run)  # it loads while MLflow is imported and the starting policy made
+        return _iterate(run, starting_policy(run))
+
+
+@flow(
+    name="train-offline", flow_run_name="train-offline {config.run_id}", persist_result=True, result_serializer="json"
+)
+def train_offline(config: OpaqueConfig) -> dict[str, Any]:
+    """Train a policy from collected datasets; only evaluation needs an engine. Started again, it goes on as `train` does."""
+    run = with_iterations(open_run(config, first_start=is_first_start()))
+    if (summary := finished_summary(run)) is not None:
+        return summary
+    with _driven(run):
+        start = starting_policy(run)
+        prepare_offline(run, start)
+        if has_engine(run.config) and not run.is_reported(run.config.iterations):
+            start_engine(run)
+        return _iterate(run, start)
+
+
+def training_flow(config: RunConfig) -> Flow[[RunConfig], dict[str, Any]]:
+    """The flow that trains a run of this configuration."""
+    return train if config.offline is None else train_offline
+
+
+@contextmanager
+def _driven(run: Run) -> Iterator[None]:
+    """What holds for the time of a training run: this process alone drives it, and shows how it is doing."""
     with (
         driving(run.location),
         untagged_tasks(),
         without_heartbeats(),
         redeliver_lost_signals(),
-        reports_to_prefect(config.iterations),
+        reports_to_prefect(run.config.iterations),
         tracked(run),
         heartbeat(run),
         awake_at_end(run),
     ):
-        if not run.is_reported(config.iterations):
-            start_engine(run)  # it loads while MLflow is imported and the starting policy made
-        start = starting_policy(run)
-        if not run.is_reported(run.first_version):
-            if config.evaluation.before_training:
-                evaluate(run, start)
-                promote(run, run.first_version)
-            report_iteration(run, run.first_version)
-        overlapped = config.asynchrony.staleness > 0
-        with generation_loop(run) if overlapped else nullcontext():
-            for k in range(next_iteration(run), config.iterations + 1):
-                before_iteration(run, k)
-                carry_out(run, k, by=overlapped_iteration if overlapped else iteration)
-                forget_results()
-        after_last_iteration(run)
-        return finish_run(run)
+        yield
+
+
+def _iterate(run: Run, start: Reference) -> dict[str, Any]:
+    """Evaluate the starting policy, make the iterations that are missing, and finish the run."""
+    config = run.config
+    if not run.is_reported(run.first_version):
+        if has_engine(config) and config.evaluation.before_training:
+            evaluate(run, start)
+            promote(run, run.first_version)
+        report_iteration(run, run.first_version)
+    with source_of(run):
+        for k in range(next_iteration(run), config.iterations + 1):
+            before_iteration(run, k)
+            carry_out(run, k)
+            forget_results()
+    after_last_iteration(run)
+    return finish_run(run)
 
 
 def next_iteration(run: Run) -> int:

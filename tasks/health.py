@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
-from roundhouse.health.alerts import Alert
-from roundhouse.health.errors import ErrorInfo, ErrorReporter, Health, Severity
+from roundhouse.activity import announce
+from roundhouse.health.errors import Alert, ErrorInfo, ErrorReporter, Health, Severity
 from roundhouse.health.heartbeat import Beat, Heartbeat
-from roundhouse.progress import announce
 from roundhouse.store.run import Run
 
 GAUGE_SECONDS = 60.0

@@ -18,17 +18,16 @@ from prefect.artifacts import (
 )
 from prefect.exceptions import Pause
 
-from roundhouse.progress import announce
+from roundhouse.activity import announce
 from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.stages.iteration_page import iteration_page
+from roundhouse.stages.report import iteration_page
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.tracking.mlflow import PLOT
-from roundhouse.tracking.plot import plot_run
-from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
+from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker, plot_run
 from roundhouse.trajectories.records import as_markdown
 from tasks.options import STAGE
 

@@ -25,9 +25,8 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from roundhouse.http.asgi import ClientGone, read_body
+from roundhouse.http.asgi import ClientGone, SameOrigin, read_body
 from roundhouse.http.ports import LOOPBACK
-from roundhouse.http.same_origin import SameOrigin
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

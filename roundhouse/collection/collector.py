@@ -1,7 +1,15 @@
-"""How a stage collects rollouts of one policy version: the interface, the collector in this process, and the metrics.
+"""How a stage collects rollouts of one policy version: in this process, or in shards by several workers; and the metrics.
 
 Invariant: when `collect` returns, each rollout that was asked for is in the store with its turns, and `commit` makes exactly
-these the stage's datasets. The collector over several workers is `roundhouse.collection.sharded_collector`.
+these the stage's datasets, once each, whoever collected them.
+
+Each worker collects its shard of the plan as one process would all of it. A shard that has left its report is not collected
+again, by this attempt or a later one, unless rollouts of it failed; one that was lost resumes with what it had written. When
+`collect` returns or raises, no worker is left at work.
+
+    plan ── split ──┬── s0001of0003  report there ─────────────────┐
+                    ├── s0002of0003  worker ── lost ── worker ── report ── adopt files, add ledgers ── one manifest
+                    └── s0003of0003  worker ── report ─────────────┘
 
 Denominators of the metrics: `reward/*` over rewarded rollouts (failed ones have none); `rollout/*` over rollouts that made at
 least one model call; rates over all requested ones.
@@ -9,27 +17,45 @@ least one model call; rates over all requested ones.
 
 from __future__ import annotations
 
+import contextvars
+import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
 
+from roundhouse.activity import ACTIVITY, announce
 from roundhouse.collection.parts import Parts
+from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
+from roundhouse.collection.shards import Shard, finished_in, shares, split
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
-from roundhouse.errors import TooFewRollouts
+from roundhouse.config.rollout import InProcessCollection
+from roundhouse.errors import InfraError, TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.health.watchdog import run_interruptible
-from roundhouse.progress import announce
+from roundhouse.health.watchdog import Interrupted, run_interruptible
+from roundhouse.launch.base import Launcher, Program, Stopped
+from roundhouse.retry import Backoff
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout, Status
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (finished, planned)."""
+
+
+LOOK_SECONDS = 0.2
+"""How often progress is told, and an interruption noticed."""
+FIRST_PAUSE_SECONDS = 1.0
+"""Before a lost worker is started again; twice as long each time after."""
 
 
 @dataclass(frozen=True)
@@ -45,37 +71,6 @@ class Collected:
         generated = sum(len(turn.generation_token_ids) for rollout in self.rollouts for turn in rollout.turns)
         rates = {"rollout/tokens_per_second": generated / self.window_seconds} if self.window_seconds > 0 else {}
         return rollout_metrics(self.rollouts) | {"time/rollouts": self.window_seconds} | rates
-
-
-class RolloutCollector(Protocol):
-    """Of one attempt at a stage."""
-
-    def collect(
-        self,
-        specs: Sequence[RolloutSpec],
-        sampling: Sampling,
-        engine_url: str,
-        progress: Progress | None = None,
-        *,
-        on_policy: bool = True,
-    ) -> Collected:
-        """Collect what is missing of `specs`; called again for another round. `on_policy` as for `gym.collector.collect`."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """How it went: interrupted rollouts, shards."""
-        ...
-
-    def commit(
-        self,
-        *,
-        inputs: dict[str, Reference],
-        counts: dict[str, int],
-        metrics: dict[str, float],
-        details: dict[str, Any],
-    ) -> Reference:
-        """Make the stage complete with all that was collected."""
-        ...
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -143,12 +138,13 @@ def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 class InProcessCollector:
-    """A `RolloutCollector` by this process alone."""
+    """Of one attempt at a stage: by this process alone."""
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         self._config = config
         self._parts = parts
         self.commit = parts.commit
+        """Make the stage complete with all that was collected."""
 
     def collect(
         self,
@@ -159,9 +155,11 @@ class InProcessCollector:
         *,
         on_policy: bool = True,
     ) -> Collected:
+        """Collect what is missing of `specs`; again for another round. `on_policy` as for `rollout.collector.collect`."""
         return collect_into(self._parts, specs, self._config, sampling, engine_url, progress, on_policy=on_policy)
 
     def metrics(self) -> dict[str, float]:
+        """How it went: interrupted rollouts; with workers, their shards."""
         return self._parts.journal.resumptions.metrics()
 
 
@@ -177,7 +175,7 @@ def collect_into(
     engine_version: int | None = None,
 ) -> Collected:
     """Collect what is missing of `specs`, so that all of them are in the parts of the newest attempt; `on_policy` as for
-    `gym.collector.collect`. `engine_version` is the one that the engine holds, where it is not that of the parts."""
+    `rollout.collector.collect`. `engine_version` is the one that the engine holds, where it is not that of the parts."""
     kept = parts.keep(specs)
     missing = [spec for spec in specs if spec.rollout_id not in kept]
     finished = len(kept)
@@ -229,3 +227,144 @@ def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, eng
         f"{config.max_failed_fraction} allows. The first: {first.failure_code}: {first.failure_detail} (engine: {engine_url}). "
         "What finished is kept; the next attempt generates only the rest."
     )
+
+
+class ShardedCollector:
+    """The same by the workers of `rollout.distribution`."""
+
+    def __init__(self, run: Run, stage: Stage, policy_version: int) -> None:
+        self._run = run
+        self._sharded = ShardedAttempt(run, stage, policy_version)
+        self._rounds = 0
+        self.metrics, self.commit = self._sharded.metrics, self._sharded.commit
+
+    def collect(
+        self,
+        specs: Sequence[RolloutSpec],
+        sampling: Sampling,
+        engine_url: str,
+        progress: Progress | None = None,
+        *,
+        on_policy: bool = True,
+    ) -> Collected:
+        self._rounds += 1
+        sharded = self._sharded
+        shards = split(specs, sharded.distribution.shards)
+        concurrency = self._run.config.rollout.concurrency
+        limits = [None] * len(shards) if concurrency is None else shares(concurrency, len(shards))
+        tasks = [
+            sharded.task(shard, sampling, engine_url, limit, on_policy=on_policy, round_number=self._rounds)
+            for shard, limit in zip(shards, limits, strict=True)
+        ]
+        before = [sharded.left_before(shard, task) for shard, task in zip(shards, tasks, strict=True)]
+        found = {outcome.label: outcome for outcome in before if outcome is not None}
+        missing = [(shard, task) for shard, task in zip(shards, tasks, strict=True) if shard.label not in found]
+        if missing:
+            kept = sum(len(outcome.rollouts) for outcome in found.values())
+            with sharded.open_launcher([task for _, task in missing]) as launcher:
+                work = _Work(launcher, sharded.distribution.restarts, kept, len(specs), progress, sharded.outcome)
+                found |= {outcome.label: outcome for outcome in work.carry_out(missing)}
+                sharded.lost += work.lost
+            sharded.spend(launcher.metrics())
+        outcomes = [found[shard.label] for shard in shards]
+        sharded.take(outcomes)
+        seconds = max((outcome.report.seconds for outcome in outcomes if outcome.fresh), default=0.0)
+        return Collected([rollout for outcome in outcomes for rollout in outcome.rollouts], seconds)
+
+
+class _Work:
+    """The tasks of one round, each in a thread that waits for its worker."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        restarts: int,
+        before: int,
+        planned: int,
+        progress: Progress | None,
+        outcome: Callable[[Shard, Program], ShardOutcome],
+    ) -> None:
+        self.lost = 0
+        """Workers that were."""
+        self._launcher = launcher
+        self._restarts = restarts
+        self._before = before
+        self._planned = planned
+        self._progress = progress
+        self._outcome = outcome
+        self._finished: dict[str, int] = {}
+        self._told = 0
+        self._stopped = threading.Event()
+
+    def carry_out(self, tasks: Sequence[tuple[Shard, Program]]) -> list[ShardOutcome]:
+        """The outcomes, in order; the first error ends the other workers, and what they had finished stays."""
+        # not a `with`: it would wait for ever for a thread that hangs. The interpreter's end waits for them, though.
+        pool = ThreadPoolExecutor(len(tasks), thread_name_prefix="shard")
+        futures = [pool.submit(contextvars.copy_context().run, self._collect, shard, task) for shard, task in tasks]
+        pool.shutdown(wait=False)
+        try:
+            while (left := wait(futures, LOOK_SECONDS, FIRST_EXCEPTION).not_done) and not any(map(_error, futures)):
+                self._tell()
+            if not left:
+                self._tell()
+                return [future.result() for future in futures]
+        finally:
+            self._stopped.set()
+            self._until_ended(futures)
+        errors = [error for future in futures if (error := _error(future)) is not None]
+        # Not that of a worker that was told to end, and rather one that repeating cannot help.
+        raise min(errors, key=lambda error: (isinstance(error, Stopped), isinstance(error, InfraError)))
+
+    def _collect(self, shard: Shard, task: Program) -> ShardOutcome:
+        """Have one worker after another work on a shard, until it is whole or may not be tried again."""
+        again = 0
+        while True:
+            try:
+                with ACTIVITY.track("collect", "shard", task.label) as token:
+                    self._launcher.run(task, partial(self._heard, task.label, token), self._stopped)
+                    outcome = self._outcome(shard, task)
+                self._finished[task.label] = len(outcome.rollouts)  # what it said last may not have been heard
+                return outcome
+            except InfraError as error:
+                if again >= self._restarts or self._stopped.is_set():
+                    raise
+                log.warning("%s was lost and is collected on: %s", task.label, error)
+                self.lost += 1
+            again += 1
+            self._stopped.wait(Backoff(FIRST_PAUSE_SECONDS).pause(again))
+
+    def _heard(self, label: str, token: str, line: str) -> None:
+        """A worker said something, in whatever thread."""
+        ACTIVITY.advance(token)
+        if (finished := finished_in(line)) is not None:
+            self._finished[label] = finished
+        else:
+            log.info("%s: %s", label, line)
+
+    def _tell(self) -> None:
+        finished = sum(list(self._finished.values()))
+        if self._progress is not None and finished != self._told:
+            self._told = finished
+            self._progress(self._before + finished, self._planned)
+
+    def _until_ended(self, futures: Sequence[Future[ShardOutcome]]) -> None:
+        """Wait for the workers to end, so that no Job or process outlives the stage. To interrupt it again changes nothing."""
+        deadline = time.monotonic() + self._launcher.ending_seconds
+        while time.monotonic() < deadline:
+            try:
+                if not wait(futures, LOOK_SECONDS).not_done:
+                    return
+            except Interrupted:
+                continue
+        log.error("%d workers have not ended in time.", sum(not future.done() for future in futures))
+
+
+def _error(future: Future[ShardOutcome]) -> BaseException | None:
+    return future.exception() if future.done() else None
+
+
+def open_collector(run: Run, stage: Stage, policy_version: int) -> InProcessCollector | ShardedCollector:
+    """A new attempt at a stage, by the collector that `rollout.distribution` names."""
+    if isinstance(run.config.rollout.distribution, InProcessCollection):
+        return InProcessCollector(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
+    return ShardedCollector(run, stage, policy_version)

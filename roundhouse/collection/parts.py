@@ -26,7 +26,7 @@ from roundhouse.collection.shards import Shard
 from roundhouse.errors import StoreError
 from roundhouse.rollout.journal import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.recorded_calls import JOURNAL
+from roundhouse.rollout.replay import JOURNAL
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.stage import Attempt, Stage, read_part

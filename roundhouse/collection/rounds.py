@@ -19,9 +19,7 @@ from roundhouse.config.models import RolloutConfig
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import TooFewSequences
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, sample_tasks
-from roundhouse.trajectories.group_statistics import groups_with_spread
-from roundhouse.trajectories.records import Rollout
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.records import Rollout, derive_seed, groups_with_spread
 
 
 @dataclass(frozen=True, slots=True)

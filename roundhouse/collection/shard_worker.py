@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import resource
 import signal
 import sys
@@ -21,27 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from roundhouse.activity import ACTIVITY
+from roundhouse.activity import logger as announcements
 from roundhouse.collection.collector import collect_into
 from roundhouse.collection.parts import Parts
-from roundhouse.collection.shards import REPORT, ShardReport, ShardSpec
+from roundhouse.collection.shards import ShardReport, ShardSpec
 from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
-from roundhouse.health.taxonomy import typed
-from roundhouse.progress import logger as announcements
+from roundhouse.health.policy import typed
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage
-from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
+from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
 from roundhouse.trajectories.ledger import Ledger
 
 TELL_SECONDS = 1.0
-_LINE = re.compile(r"s\d{4,}of\d{4,}: (\d+) of \d+ rollouts")
 
 Say = Callable[[str], None]
-
-
-def finished_in(line: str) -> int | None:
-    """How many rollouts are finished, where a line tells that."""
-    found = _LINE.fullmatch(line)
-    return None if found is None else int(found[1])
 
 
 def carry_out(path: str, say: Say) -> int:

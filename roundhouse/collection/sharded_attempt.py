@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,22 +23,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from roundhouse.collection.shard_workers import ShardTask
-from roundhouse.collection.shards import REPORT, Shard, ShardReport, ShardSpec, planned_groups
-from roundhouse.config.distribution import InProcessCollection, Shards
+from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished_in, planned_groups
 from roundhouse.config.models import Sampling
+from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
 from roundhouse.errors import InfraError, StoreError
+from roundhouse.launch.base import Launcher, Program, open_launcher
 from roundhouse.rollout.journal import ResumptionCounts
 from roundhouse.rollout.plan import reorder
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import WRITERS, Stage, read_entry
+from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.ledger import Ledger, LedgerError
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table
 
 log = logging.getLogger(__name__)
+
+WORKER = "roundhouse.collection.shard_worker"
+_FLEETING = {"attempt", "provenance", "oldest_version", "began_on"}
+"""Of a spec, what a worker may differ in and still do the same; the oldest version follows from configuration and iteration."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class ShardedAttempt:
         *,
         on_policy: bool = True,
         round_number: int = 1,
-    ) -> ShardTask:
+    ) -> Program:
         """What a worker of this shard is given. Another attempt finds what was left for the same shard."""
         config, provenance = self.run.config, self._attempt.provenance
         depends = f"{self.run.uid} {provenance.policy_version} {sampling} {on_policy} {shard.digest()}"
@@ -106,9 +112,41 @@ class ShardedAttempt:
             groups=planned_groups(shard),
             place=place.uri,
         )
-        return ShardTask(spec, shard.label, _digest(place))
+        after = _digest(place)
+        # Which attempt asks for it makes no difference, nor which version of the code, nor which weights the engine holds by
+        # then: what one has begun, another continues, as with a report that one has left.
+        tree = spec.model_dump(mode="json", exclude=_FLEETING) | {"after": after}
+        return Program(
+            what=f"Shard {shard.label}",
+            module=WORKER,
+            spec=spec,
+            place=place,
+            place_field="place",
+            stage="collect",
+            timeout_seconds=self.distribution.timeout_seconds,
+            timeout_key="rollout.distribution.timeout_seconds",
+            iteration=spec.iteration,
+            kind=spec.kind,
+            stage_uri=spec.stage,
+            label=shard.label,
+            digest=hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32],
+            after=after,
+            is_progress=lambda line: finished_in(line) is not None,
+        )
 
-    def left_before(self, shard: Shard, task: ShardTask, is_settled: bool = False) -> ShardOutcome | None:
+    def open_launcher(self, programs: Sequence[Program]) -> Launcher:
+        """What starts the workers of these programs; what the stage began and does not want any more is ended."""
+        distribution = self.distribution
+        name = distribution.launcher if isinstance(distribution, ProcessShards) else "kubernetes"
+        launcher = open_launcher(name, "rollout.distribution.launcher", self.run)
+        try:
+            launcher.expect(programs)
+        except BaseException:
+            launcher.close()
+            raise
+        return launcher
+
+    def left_before(self, shard: Shard, task: Program, is_settled: bool = False) -> ShardOutcome | None:
         """What a worker of an earlier attempt left whole; with failed rollouts only where nothing is to be made any more."""
         if not task.after or (report := _read_report(task.place)) is None:
             return None
@@ -142,7 +180,7 @@ class ShardedAttempt:
         )
         return ShardOutcome(shard.label, report, summaries_from_tables(rollouts, turns), fresh=False)
 
-    def outcome(self, shard: Shard, task: ShardTask) -> ShardOutcome:
+    def outcome(self, shard: Shard, task: Program) -> ShardOutcome:
         """What a worker left.
 
         Raises:
@@ -164,7 +202,7 @@ class ShardedAttempt:
         self._outcomes += outcomes
 
     def spend(self, cost: Mapping[str, float]) -> None:
-        """Count what workers cost whoever waits for them (`Workers.metrics`)."""
+        """Count what workers cost whoever waits for them (`Launcher.metrics`)."""
         for name, value in cost.items():
             self._cost[name] = self._cost.get(name, 0.0) + value
 

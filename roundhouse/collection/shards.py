@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
@@ -19,11 +19,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.models import RunConfig, Sampling
+from roundhouse.launch.base import Program
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.store.manifest import FileEntry, Provenance
 from roundhouse.trajectories.ledger import Ledger
 
 _LABEL = re.compile(r"-(?P<label>s\d{4,}of(?P<count>\d{4,}))-")
+
+
+_PROGRESS = re.compile(r"s\d{4,}of\d{4,}: (\d+) of \d+ rollouts")
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,6 @@ def shares(whole: int, count: int) -> list[int]:
     [3, 2, 2]
     """
     return [max(1, whole // count + (index < whole % count)) for index in range(count)]
-
-
-SPEC, REPORT = "spec.json", "report.json"
 
 
 class PlannedGroup(BaseModel):
@@ -143,6 +144,17 @@ class ShardReport(BaseModel):
     cpu_seconds: float
     """Of the worker, its start included."""
     max_rss_mib: float
+
+
+def finished_in(line: str) -> int | None:
+    """How many rollouts are finished, where a worker's line says that."""
+    found = _PROGRESS.fullmatch(line)
+    return None if found is None else int(found[1])
+
+
+def begun_on(program: Program, version: int) -> Program:
+    """The same worker, begun when the engine holds this version."""
+    return replace(program, spec=program.spec.model_copy(update={"began_on": version}))
 
 
 def planned_groups(shard: Shard) -> list[PlannedGroup]:

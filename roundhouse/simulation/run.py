@@ -1,31 +1,43 @@
-"""A run in virtual time: an event queue around the real controller and the real pool.
+"""A run in virtual time: an event queue around the real controller with its pool.
 
-Invariant: the controller hears nothing but the events that a real run would tell it, and what is trained on comes out of the
-pool with the versions that the simulated engine recorded, not those that the controller foresaw; a batch over the bound, or one
+Invariant: the controller hears nothing but the events that a real run would tell it, and what is trained on is judged by the
+versions that the simulated engine recorded, not those that the controller foresaw; a batch over the bound, or one
 that is not whole, ends the simulation with an error. Time passes only between events; nothing sleeps.
+
+A simulated replica generates nothing and takes as long as one that does: all rollouts in its slots advance alike, one unit of
+work in `step + step_per_rollout * running` seconds, and not at all while it is paused. So one clock of attained work serves
+them all, and the rollout with the least left ends next.
+
+    step 0.01, per rollout 0.001: with 10 rollouts a token takes 0.02 s, with 100 of them 0.11 s
+
+Random numbers are drawn in blocks; each purpose has a stream of its own, so that one does not shift another.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.events import Continue, Event
-from roundhouse.collection.pool import Put, Trajectory, TrajectoryPool
-from roundhouse.collection.rollouts import Key
-from roundhouse.config.simulation import Scenario
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.events import Continue, Event
+from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.config.simulation import (
+    Constant,
+    Distribution,
+    EngineScenario,
+    LogNormal,
+    RecordedIterations,
+    RolloutDistribution,
+    Scenario,
+)
 from roundhouse.errors import DataError
-from roundhouse.simulation.chance import draw_rollouts, stream, uniform
-from roundhouse.simulation.engine import SimulatedReplica, Slot
-from roundhouse.trajectories.records import Rollout, Status, Turn
 
 Happening = Callable[..., list[str] | None]
 """Lets something happen; returns the replicas that are to be looked at again, None when it did not happen after all."""
@@ -88,12 +100,8 @@ class Simulation:
         engine = scenario.engine
         names = [f"replica-{number:04d}" for number in range(engine.replicas)]
         self.controller = Controller(self.terms, names)
-        self.pool = TrajectoryPool(
-            ("group_id",),
-            scenario.group_size,
-            batch_size=scenario.groups * scenario.group_size,
-            staleness=scenario.asynchrony.staleness,
-        )
+        self._finished: dict[Key, int] = {}
+        """Untrained rollouts, with the oldest version that the simulated engine recorded for them."""
         self.replicas = {name: SimulatedReplica(name, engine) for name in names}
         lengths, refit, train, faults, losses = np.random.default_rng(scenario.seed).spawn(5)
         self._lengths = draw_rollouts(
@@ -119,7 +127,7 @@ class Simulation:
         """Simulate until the last version is in the store.
 
         Raises:
-            DataError: the controller and the pool broke a promise. It is a defect of theirs.
+            DataError: the controller broke a promise. It is a defect of it.
         """
         for name in self.replicas:
             self._foresee_loss(name)
@@ -141,9 +149,10 @@ class Simulation:
         key, slot = replica.end(self.now)
         if next(self._faults) < self.scenario.faults.rollout:
             self._fail(key, slot)
-        elif (answer := self.pool.put(self._trajectory(key, slot))).word is not Put.SUCCESS:
-            raise DataError(f"Rollout {key} of versions {slot.versions} was refused by the pool: {answer.reason}.")
+        elif key in self._finished:
+            raise DataError(f"Rollout {key} has finished twice.")
         else:
+            self._finished[key] = min(slot.versions)
             self._tell(happened.RolloutFinished(*key, slot.attempt))
         return [name]
 
@@ -205,7 +214,7 @@ class Simulation:
             self._later(self.scenario.evaluation_seconds, self._on_evaluated, validate.version)
         for name in changed:
             self._start_transfer(name)
-        for name in dict.fromkeys([*changed, *self._hungry]) if self.controller.rollouts.again else changed:
+        for name in dict.fromkeys([*changed, *self._hungry]) if self.controller.pool.again else changed:
             self._fill(name)
 
     def _start_training(self) -> None:
@@ -223,15 +232,15 @@ class Simulation:
 
     def _check_batch(self, iteration: int, groups: tuple[int, ...]) -> None:
         scenario = self.scenario
-        batch = self.pool.take((position // scenario.groups + 1, str(position)) for position in groups)
-        ages = Counter(iteration - 1 - min(trajectory.versions) for trajectory in batch.trajectories)
+        keys = [(position, sample) for position in groups for sample in range(scenario.group_size)]
+        ages = Counter(iteration - 1 - self._finished.pop(key) for key in keys if key in self._finished)
         if ages and not 0 <= min(ages) <= max(ages) <= scenario.asynchrony.staleness:
             raise DataError(
                 f"Iteration {iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
             )
-        failed = sum(len(self.controller.rollouts.groups[position].failed) for position in groups)
-        if len(batch) + failed != len(groups) * scenario.group_size:
-            raise DataError(f"The batch of iteration {iteration} has {len(batch)} rollouts and {failed} failed ones.")
+        failed = sum(len(self.controller.pool.groups[position].failed) for position in groups)
+        if ages.total() + failed != len(keys):
+            raise DataError(f"The batch of iteration {iteration} has {ages.total()} rollouts and {failed} failed ones.")
         self.outcome.ages += ages
 
     def _start_transfer(self, name: str) -> None:
@@ -267,11 +276,6 @@ class Simulation:
         if (hours := self.scenario.faults.replica_hours) is not None:
             self._later(float(self._losses.exponential(3600 * hours)), self._on_lost, name)
 
-    def _trajectory(self, key: Key, slot: Slot) -> Trajectory:
-        turns = [Turn(n, n - 1 if n else None, [], 0, "", [], [], v, "stop", 0.0) for n, v in enumerate(slot.versions)]
-        rollout = Rollout(str(key[0]), key[1], {}, "simulated", Status.COMPLETED, slot.attempt, reward=0.0, turns=turns)
-        return Trajectory(rollout, key[0] // self.scenario.groups + 1)
-
     def _tell(self, event: Event) -> None:
         self.controller.apply(event)
         if self._keep_journal:
@@ -298,3 +302,132 @@ class Simulation:
 def simulate(scenario: Scenario, *, keep_journal: bool = False) -> SimulationResult:
     """The outcome of a scenario."""
     return Simulation(scenario, keep_journal=keep_journal).run()
+
+
+@dataclass(slots=True)
+class Slot:
+    """A running rollout."""
+
+    attempt: int
+    versions: list[int]
+    """Policy versions that generated, oldest first: what the engine would report with the tokens."""
+    began: float
+    """Seconds since the run began."""
+
+
+@dataclass(slots=True)
+class SimulatedReplica:
+    """See the module's docstring."""
+
+    name: str
+    scenario: EngineScenario
+    version: int | None = None
+    paused: bool = False
+    life: int = 0
+    """Changes whenever what was foreseen about it is void."""
+    slots: dict[Key, Slot] = field(default_factory=dict)
+    busy_seconds: float = 0.0
+    """Slot-seconds in which a rollout ran."""
+    paused_seconds: float = 0.0
+    """Slot-seconds in which a rollout was held by a transfer."""
+    _clock: float = 0.0
+    """When `_work` was brought up to date."""
+    _work: float = 0.0
+    """Units that a rollout has got which is here since the beginning."""
+    _ends: list[tuple[float, Key, int]] = field(default_factory=list)
+    """(work at its end, rollout, attempt), a heap."""
+
+    @property
+    def free(self) -> int:
+        return self.scenario.slots - len(self.slots)
+
+    def begin(self, now: float, key: Key, attempt: int, work: float) -> None:
+        self._advance(now)
+        version = [self.version] if self.version is not None and not self.paused else []
+        self.slots[key] = Slot(attempt, version, now)
+        heapq.heappush(self._ends, (self._work + self.scenario.prefill_work + work, key, attempt))
+
+    def next_end(self, now: float) -> float | None:
+        """When the next rollout ends if nothing changes."""
+        if self.paused or not self._ends:
+            return None
+        self._advance(now)
+        return now + max(0.0, self._ends[0][0] - self._work) * self._step()
+
+    def end(self, now: float) -> tuple[Key, Slot]:
+        """The rollout that ends now."""
+        self._advance(now)
+        _, key, _ = heapq.heappop(self._ends)
+        return key, self.slots.pop(key)
+
+    def pause(self, now: float) -> None:
+        self._advance(now)
+        self.paused = True
+
+    def resume(self, now: float, version: int) -> None:
+        """Go on with other weights."""
+        self._advance(now)
+        self.paused, self.version = False, version
+        for slot in self.slots.values():
+            slot.versions.append(version)
+
+    def clear(self, now: float) -> float:
+        """Lose weights and rollouts; return the slot-seconds that these had taken."""
+        self._advance(now)
+        lost = sum(now - slot.began for slot in self.slots.values())
+        self.slots.clear()
+        self._ends.clear()
+        self.paused, self.version, self.life = False, None, self.life + 1
+        return lost
+
+    def _step(self) -> float:
+        return self.scenario.step_seconds + self.scenario.step_seconds_per_rollout * len(self.slots)
+
+    def _advance(self, now: float) -> None:
+        passed, running = now - self._clock, len(self.slots)
+        if passed > 0 and running:
+            if self.paused:
+                self.paused_seconds += passed * running
+            else:
+                self.busy_seconds += passed * running
+                self._work += passed / self._step()
+        self._clock = now
+
+
+_BLOCK = 4096
+
+
+def draw(distribution: Distribution, generator: np.random.Generator, count: int) -> np.ndarray:
+    """`count` values."""
+    if isinstance(distribution, Constant):
+        return np.full(count, distribution.value)
+    if isinstance(distribution, LogNormal):
+        values = distribution.median * np.exp(distribution.sigma * generator.standard_normal(count))
+        return values if distribution.limit is None else np.minimum(values, distribution.limit)
+    return generator.choice(np.asarray(distribution.values), count)
+
+
+def draw_rollouts(
+    distribution: RolloutDistribution, generator: np.random.Generator, iterations: int, count: int
+) -> np.ndarray:
+    """`count` values for each of `iterations`, one after the other."""
+    if not isinstance(distribution, RecordedIterations):
+        return draw(distribution, generator, iterations * count)
+    drawn = []
+    for chosen in generator.integers(len(distribution.iterations), size=iterations):
+        values = np.asarray(distribution.iterations[chosen])
+        # as many as were recorded are exactly those, in another order
+        drawn.append(generator.choice(values, count, replace=count > len(values)))
+    return np.concatenate(drawn)
+
+
+def stream(distribution: Distribution, generator: np.random.Generator) -> Iterator[float]:
+    """Values without end."""
+    while True:
+        yield from draw(distribution, generator, _BLOCK).tolist()
+
+
+def uniform(generator: np.random.Generator) -> Iterator[float]:
+    """Numbers in [0, 1) without end."""
+    while True:
+        yield from generator.random(_BLOCK).tolist()

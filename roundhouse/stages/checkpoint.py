@@ -6,43 +6,59 @@
 
 Invariants: a directory without a manifest is not a checkpoint, and retention takes the manifest away before any file. Every
 attempt writes into a directory of its own, so what is published is written once.
+
+Skip: an iteration that cannot be trained on becomes a version that is the one before, on record. A skipped iteration leaves
+what any iteration leaves: a train stage, a published version, a report. Its version has the files of the version before, byte
+for byte, and its train stage says why. So the next iteration, a restart, an evaluation and a fork need to know nothing of it,
+and nobody can take it for a step that was made.
 """
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from roundhouse.errors import DataError, StoreError
-from roundhouse.stages.approval import questioned_versions
-from roundhouse.store.directories import upload_model
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, ModelFiles, Reference, sha256
-from roundhouse.store.promoted import promoted_version
-from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
-from roundhouse.weight_sync.checkpoint import WEIGHTS_DIGEST
-from roundhouse.weight_sync.tensor_files import TensorFile, digest_of_tensors, tensor_digests
+from roundhouse.health.policy import code_of, kind_of
+from roundhouse.stages.promotion import questioned_versions
+from roundhouse.store.directories import take_over, upload_model
+from roundhouse.store.location import NotFound
+from roundhouse.store.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    ModelFiles,
+    Reference,
+    fault_of,
+    is_as_written,
+)
+from roundhouse.store.run import SKIPPED, Run, Skip, promoted_version, skip_of
+from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
+from roundhouse.weight_sync.tensor_files import digest_of
 
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""
 
 
-def publish_starting_policy(run: Run, directory: Path, details: dict[str, object]) -> Reference:
-    """Commit version 0 from a local Hugging Face directory."""
+def publish_starting_policy(run: Run, directory: Path, details: dict[str, object], *, move: bool = False) -> Reference:
+    """Commit version 0 from a local Hugging Face directory, whose files are given up with `move`."""
     stage = run.checkpoint(0)
     attempt = run.begin(stage, policy_version=0)
-    written = upload_model(stage.location, attempt.name, directory)
+    digest = _weights_digest(directory)
+    written = upload_model(stage.location, attempt.name, directory, move=move)
     for entry in written.files:
         attempt.adopt(entry)
-    digest = _WeightsDigest()
-    for path in directory.glob("*.safetensors"):
-        digest.add(path)
-    reference = attempt.commit(details=details | digest.details(), directory=written.directory)
+    reference = attempt.commit(details=details | digest, directory=written.directory)
     run.point_to(reference)
     return reference
 
 
 def publish(run: Run, update: Reference) -> Reference:
     """Publish the version that a train stage wrote: check its files, commit the manifest, move the pointer.
+
+    A file with the stamp that it had when its digest was taken is not read again. The digest of the tensors is what the
+    trainer took as it wrote them; of a checkpoint without one, they are read once.
 
     Raises:
         StoreError: the files are not those that the train stage recorded.
@@ -53,20 +69,21 @@ def publish(run: Run, update: Reference) -> Reference:
     if (done := stage.reference()) is not None:
         return done
     attempt = run.begin(stage, policy_version=version)
-    digest = _WeightsDigest()
     written = written_by(manifest)
-    for name, entry in written.by_name().items():
-        data = stage.location.read(entry.path)
-        if sha256(data) != entry.sha256:
+    for entry in written.files:
+        try:
+            same = is_as_written(stage.location, entry) or fault_of(stage.location, entry) is None
+        except NotFound:
+            same = False
+        if not same:
             raise StoreError(
                 f"{stage.location.uri}/{entry.path} is not what the train stage of iteration {version} wrote. "
                 f"Delete {update.uri}/{MANIFEST} to train the iteration again."
             )
         attempt.adopt(entry)
-        if is_weights(name):
-            digest.add(Path(name), data)
+    digest = _recorded_weights_digest(run, version, written)
     reference = attempt.commit(
-        inputs={"train": update}, metrics=manifest.metrics, details=digest.details(), directory=written.directory
+        inputs={"train": update}, metrics=manifest.metrics, details=digest, directory=written.directory
     )
     run.point_to(reference)
     return reference
@@ -77,6 +94,7 @@ def written_by(train: Manifest) -> ModelFiles:
     return ModelFiles(
         directory=train.details.get("checkpoint_directory", ""),
         files=[FileEntry.model_validate(raw) for raw in train.details["checkpoint_files"]],
+        weights_digest=train.details.get(WEIGHTS_DIGEST),
     )
 
 
@@ -85,6 +103,7 @@ def recorded(written: ModelFiles) -> dict[str, object]:
     return {
         "checkpoint_directory": written.directory,
         "checkpoint_files": [entry.model_dump() for entry in written.files],
+        WEIGHTS_DIGEST: written.weights_digest,
     }
 
 
@@ -113,18 +132,58 @@ def retain(run: Run, newest: int) -> list[int]:
     return deleted
 
 
-class _WeightsDigest:
-    """Of a checkpoint's tensors, one file in memory at a time."""
+def _recorded_weights_digest(run: Run, version: int, written: ModelFiles) -> dict[str, object]:
+    """What the trainer said of its tensors; else they are read, which of a bucket means to fetch them once."""
+    if written.weights_digest is not None:
+        return {WEIGHTS_DIGEST: written.weights_digest}
+    location = run.checkpoint(version).location
+    place = location / written.directory if written.directory else location
+    if place.is_local:
+        return _weights_digest(place.local_path)
+    with tempfile.TemporaryDirectory() as directory:
+        place.download([name for name in written.by_name() if is_weights(name)], Path(directory))
+        return _weights_digest(Path(directory))
 
-    def __init__(self) -> None:
-        self._digests: dict[str, str] = {}
-        self._whole = True
 
-    def add(self, path: Path, content: bytes | None = None) -> None:
-        try:
-            self._digests |= tensor_digests([TensorFile(path, content)])
-        except DataError:
-            self._whole = False  # no safetensors file: the engine will refuse it in its own words
+def _weights_digest(directory: Path) -> dict[str, object]:
+    """Of the directory's tensors; nothing where a file is no safetensors file, which the engine refuses in its own words."""
+    try:
+        return {WEIGHTS_DIGEST: digest_of(directory)}
+    except DataError:
+        return {}
 
-    def details(self) -> dict[str, object]:
-        return {WEIGHTS_DIGEST: digest_of_tensors(self._digests)} if self._whole else {}
+
+def skip_after(error: BaseException, reason: str) -> Skip:
+    """The record of an iteration that is skipped because of this error."""
+    return Skip(code_of(error), kind_of(error).value, str(error)[:4000], reason)
+
+
+def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
+    """Publish version `iteration` as a copy of the one before; one that was trained already is published as it is.
+
+    Raises:
+        StoreError: the version before is not complete.
+    """
+    stage = run.stage(iteration, StageKind.TRAIN)
+    update = stage.reference()
+    if update is None:
+        base = run.checkpoint(iteration - 1).reference()
+        assert base is not None, "an iteration begins with the checkpoint of the version before"
+        attempt = run.begin(stage, policy_version=base.policy_version)
+        copied = take_over(base, run.checkpoint(iteration).location, attempt.name)
+        update = attempt.commit(
+            inputs={"base": base},
+            counts={"sequences": 0},
+            metrics={"train/skipped": 1.0, "time/compute": 0.0},
+            details=recorded(copied)
+            | {SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")}},
+        )
+    return publish(run, update)
+
+
+def skipped_in_a_row(run: Run, before: int) -> int:
+    """How many iterations right before this one were skipped."""
+    count = 0
+    while before - count - 1 > run.first_version and skip_of(run, before - count - 1) is not None:
+        count += 1
+    return count

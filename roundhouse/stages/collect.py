@@ -7,9 +7,8 @@ again where the environment can be restored (`roundhouse.rollout.replay`); where
 
 from __future__ import annotations
 
-from roundhouse.collection.collector import Collected, Progress, refuse_many_failures
+from roundhouse.collection.collector import Collected, Progress, open_collector, refuse_many_failures
 from roundhouse.collection.rounds import sample_rounds
-from roundhouse.collection.sharded_collector import open_collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.datasets import TaskDraw, dataset_stage

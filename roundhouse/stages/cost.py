@@ -1,4 +1,4 @@
-"""What an iteration and a run cost, and what of it was wasted, by reason.
+"""What an iteration and a run cost, and what of it was wasted, by reason; and what a run may use.
 
 Invariant: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. Every generated token
 of an iteration's training rollouts is either trained on or wasted for exactly one reason, told by the stage that knows it:
@@ -9,19 +9,29 @@ of an iteration's training rollouts is either trained on or wasted for exactly o
     quarantined   validation refused its rollout                                        validate
     omitted       its group was too small, or more was collected than was wanted        validate
     untrained     the algorithm gave its sequences no weight: a group without spread    train
+
+Budget:
+
+    <store>/runs/<run>/budget/0001.json     the first raise: which limits, to what, by whom, with what comment
+
+A raise is written once and never changed. The budget is the configuration's with all raises: of each limit the largest value
+counts, so it is the same after any restart, on any machine, whichever way it was raised.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.models import RunConfig
-from roundhouse.config.train_service import ProcessService
-from roundhouse.store.manifest import Manifest
-from roundhouse.store.metric_names import current_names
+from roundhouse.config.training import ProcessService
+from roundhouse.errors import ConfigError, RoundhouseError
+from roundhouse.store.location import AlreadyExists, NotFound
+from roundhouse.store.manifest import Manifest, current_names
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
@@ -126,3 +136,90 @@ def _gpu_seconds(config: RunConfig, manifests: Mapping[str, Manifest], seconds: 
     in_stage = 0.0 if train is None else train.finished_at - train.started_at
     held = in_stage if isinstance(config.train.service, ProcessService) else seconds
     return engine * seconds + config.cost.trainer_gpus * held
+
+
+PLACE = "budget"
+
+
+class BudgetReached(RoundhouseError):
+    """The run has used what it may; nothing failed."""
+
+
+class Raise(BaseModel):
+    """A person's word on the budget."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    limits: dict[str, float]
+    """New values, by the names of `cost.budget`."""
+    comment: str = ""
+    by: str = ""
+    at: float
+    """Seconds since the epoch."""
+
+
+def raises(run: Run) -> list[Raise]:
+    """All raises, oldest first."""
+    place, found = run.location / PLACE, list[Raise]()
+    while True:  # by number, since a bucket may list late
+        try:
+            found.append(Raise.model_validate_json(place.read(f"{len(found) + 1:04d}.json")))
+        except NotFound:
+            return found
+
+
+def budget_of(run: Run) -> dict[str, float]:
+    """The limits that count now, by name; those that nobody set are not there."""
+    limits: dict[str, float] = run.config.cost.budget.model_dump(exclude_none=True)
+    for raised in raises(run) if limits else []:
+        limits = {name: max(limit, raised.limits.get(name, limit)) for name, limit in limits.items()}
+    return limits
+
+
+def raise_budget(run: Run, limits: Mapping[str, float], comment: str = "", by: str = "") -> Raise:
+    """Allow the run more. A limit that the configuration at hand does not set may be set where the run is at work.
+
+    Raises:
+        ConfigError: no limit of a budget, or a value that does not raise it.
+    """
+    present = budget_of(run)
+    for name, value in limits.items():
+        if name not in BUDGETED:
+            raise ConfigError(f"budget {name} is no limit; those are {', '.join(BUDGETED)}.")
+        if not value > present.get(name, 0.0):
+            raise ConfigError(
+                f"budget {name}={value:g} does not raise the limit of {present.get(name, 0.0):g}. Give more."
+            )
+    raised = Raise(limits=dict(limits), comment=comment, by=by, at=time.time())
+    place, number = run.location / PLACE, len(raises(run)) + 1
+    while True:
+        try:
+            place.create(f"{number:04d}.json", (raised.model_dump_json(indent=1) + "\n").encode())
+            return raised
+        except AlreadyExists:
+            number += 1
+
+
+def over_budget(limits: Mapping[str, float], totals: Mapping[str, float]) -> list[str]:
+    """What of the budget is used up, one line each with the key to raise, and by how much it is exceeded."""
+    lines = []
+    for name, limit in limits.items():
+        if (used := totals[name]) >= limit:
+            beyond = f", {used - limit:.4g} too much" if used > limit else ""
+            lines.append(f"{used:.6g} of cost.budget.{name}={limit:g} are used{beyond}")
+    return lines
+
+
+def used_up(run: Run, iteration: int) -> list[str]:
+    """What keeps iteration `iteration` from beginning, one line each; none where the budget lasts."""
+    if not run.config.cost.budget.model_dump(exclude_none=True):
+        return []
+    return over_budget(budget_of(run), run_totals(run, iteration - 1))
+
+
+def budget_reached(run: Run, iteration: int, lines: list[str]) -> BudgetReached:
+    """The error that ends a run which waits for a person."""
+    return BudgetReached(
+        f"Run {run.run_id} rests before iteration {iteration}: {'; '.join(lines)}. Raise it, and it goes on: "
+        f"`roundhouse runs resume {run.run_id} --budget <limit>=<more>`."
+    )

@@ -1,42 +1,54 @@
 """Evaluate: held-out tasks, answered by one policy version.
 
-Iteration k's evaluation is of version k, the one its training made; iteration 0's is of the starting policy.
+Iteration k's evaluation is of version k, the one its training made; iteration 0's is of the starting policy. Each of
+`evaluation.sets` is a stage of its own beside it, `evaluate-<name>`, with metrics `evaluation/<name>/…`.
+
+Estimates and their intervals are pure functions of rewards. Tasks are independent and the rollouts of one task are one cluster,
+so every interval is over tasks; the same rewards always give the same interval.
+
+    {"a": [1, 0], "b": [1, 1]}     mean 0.75     pass@1 0.75     pass@2 1.0
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from roundhouse.collection.collector import deviation, mean, refuse_many_failures, rollout_metrics
-from roundhouse.collection.sharded_collector import open_collector
+import numpy as np
+
+from roundhouse.collection.collector import deviation, mean, open_collector, refuse_many_failures, rollout_metrics
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import Progress
-from roundhouse.stages.estimates import mean_interval, mean_pass_at_k, reported_ks, task_means
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Rollout, pass_at_k
 
 EVALUATION_SEED = 7
 """Evaluations of all versions draw with the same seeds, so that their difference is the policy's."""
 
 
-def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress | None = None) -> Reference:
-    """Evaluate a policy version that the engine has been refitted to.
+def evaluate_version(
+    run: Run, version: int, engine_url: str, progress: Progress | None = None, name: str | None = None
+) -> Reference:
+    """Evaluate a policy version that the engine has been refitted to; with `name`, on that one of `evaluation.sets`.
 
     Raises:
         ConfigError: the environment has no held-out task.
         TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed; the next attempt makes these again.
     """
-    config = run.config
-    stage = run.stage(version, StageKind.EVALUATE)
+    stage = run.stage(version, stage_of(name))
     if (done := stage.reference()) is not None:
         return done
+    if name is not None:
+        run = dataclasses.replace(run, config=with_set(run.config, name))
+    config = run.config
     checkpoint = run.checkpoint(version).reference()
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
     if not rows:
@@ -50,9 +62,28 @@ def evaluate_version(run: Run, version: int, engine_url: str, progress: Progress
     return collection.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
-        metrics=evaluation_metrics(collected.rollouts, config.evaluation.success_threshold),
+        metrics=evaluation_metrics(collected.rollouts, config.evaluation.success_threshold, name),
         details={"failures": ledger.failures},
     )
+
+
+def stage_of(name: str | None) -> str:
+    """The stage of an evaluation: `evaluate`, or `evaluate-<name>` of one of `evaluation.sets`."""
+    return StageKind.EVALUATE if name is None else f"{StageKind.EVALUATE}-{name}"
+
+
+def set_of(stage: str) -> str | None:
+    """The name in `evaluation.sets` whose stage this is; None of all other stages."""
+    name = stage.removeprefix(stage_of(""))
+    return None if name == stage else name
+
+
+def with_set(config: RunConfig, name: str) -> RunConfig:
+    """The configuration as one of `evaluation.sets` changes it."""
+    given = {key: value for key, value in config.evaluation.sets[name] if value is not None}
+    environment = given.pop("environment", config.environment)
+    evaluation = config.evaluation.model_copy(update=given)
+    return config.model_copy(update={"environment": environment, "evaluation": evaluation})
 
 
 def no_heldout_task(config: RunConfig) -> ConfigError:
@@ -66,25 +97,28 @@ def no_heldout_task(config: RunConfig) -> ConfigError:
     )
 
 
-def evaluation_metrics(rollouts: Sequence[Rollout], success_threshold: float = 1.0) -> dict[str, float]:
+def evaluation_metrics(
+    rollouts: Sequence[Rollout], success_threshold: float = 1.0, name: str | None = None
+) -> dict[str, float]:
     """Mean held-out reward with its standard error and 95 % interval, pass@k, and the rollouts' own metrics.
 
-    Tasks are independent and the samples of one task are one cluster (`roundhouse.stages.estimates`).
+    Tasks are independent and the samples of one task are one cluster (`roundhouse.stages.evaluate`).
     """
     rewards = rewards_by_task(rollouts)
-    metrics = {f"evaluation/{name}": value for name, value in rollout_metrics(rollouts).items()}
-    if not rewards:
-        return metrics
-    means = list(task_means(rewards).values())
-    interval = mean_interval(means)
-    return metrics | {
-        "evaluation/reward/mean": mean(means),
-        "evaluation/reward/stderr": deviation(means) / math.sqrt(len(means)),
-        "evaluation/reward/low": interval.low,
-        "evaluation/reward/high": interval.high,
-        "evaluation/tasks": float(len(means)),
-        **{f"evaluation/pass_at_{k}": mean_pass_at_k(rewards, k, success_threshold) for k in reported_ks(rewards)},
-    }
+    metrics = rollout_metrics(rollouts)
+    if rewards:
+        means = list(task_means(rewards).values())
+        interval = mean_interval(means)
+        metrics |= {
+            "reward/mean": mean(means),
+            "reward/stderr": deviation(means) / math.sqrt(len(means)),
+            "reward/low": interval.low,
+            "reward/high": interval.high,
+            "tasks": float(len(means)),
+            **{f"pass_at_{k}": mean_pass_at_k(rewards, k, success_threshold) for k in reported_ks(rewards)},
+        }
+    prefix = "evaluation" if name is None else f"evaluation/{name}"
+    return {f"{prefix}/{metric}": value for metric, value in metrics.items()}
 
 
 def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
@@ -94,3 +128,73 @@ def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         if rollout.reward is not None:
             found.setdefault(rollout.group_id, []).append(rollout.reward)
     return found
+
+
+RESAMPLES = 2000
+"""Bootstrap samples: the ends of a 95 % interval then move by about a tenth of the standard error from seed to seed."""
+
+ROUNDING = 1e-9
+"""A reward that misses the threshold by less reaches it: 0.7 + 0.2 + 0.1 is not quite 1."""
+
+Rewards = Mapping[str, Sequence[float]]
+"""Rewards of a task's rollouts, by task. Failed rollouts have none and are not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and the interval that holds the true value with the confidence asked for."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean_pass_at_k(rewards: Rewards, k: int, threshold: float = 1.0) -> float:
+    """Mean of `pass_at_k` over the tasks that have k rollouts; a rollout passes when its reward is at least the threshold."""
+    enough = [task for task in rewards.values() if len(task) >= k]
+    if not enough:
+        raise ValueError(f"pass@{k}: no task has {k} rollouts with a reward")
+    least = threshold - ROUNDING * max(1.0, abs(threshold))
+    return math.fsum(pass_at_k(len(task), sum(reward >= least for reward in task), k) for task in enough) / len(enough)
+
+
+def reported_ks(rewards: Rewards) -> list[int]:
+    """Powers of two up to the rollouts that every task has."""
+    fewest = min((len(task) for task in rewards.values()), default=0)
+    return [2**power for power in range(fewest.bit_length()) if 2**power <= fewest]
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of one value a task, with its percentile bootstrap interval over tasks (Efron 1979).
+
+    A value that is the same for every task gives an interval of no width, which says nothing of tasks not seen: with n
+    tasks that all passed, up to about 3 / n may still fail.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if len(data) == 0:
+        raise ValueError("an interval needs at least one task")
+    draws = np.random.default_rng(0).integers(0, len(data), (RESAMPLES, len(data)))
+    means = data[draws].mean(axis=1)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(data.mean()), float(low), float(high))
+
+
+def task_means(rewards: Rewards) -> dict[str, float]:
+    """Mean reward of each task."""
+    return {task: math.fsum(values) / len(values) for task, values in rewards.items() if values}
+
+
+def paired_difference(candidate: Rewards, incumbent: Rewards, confidence: float = 0.95) -> Interval:
+    """How much better the candidate is, over the tasks that both have rewards for.
+
+    Both answered the same tasks, so the difference is taken task by task: what makes a task hard cancels.
+
+    Raises:
+        ValueError: they have no task in common.
+    """
+    ours, theirs = task_means(candidate), task_means(incumbent)
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        raise ValueError("the two evaluations have no task in common")
+    return mean_interval([ours[task] - theirs[task] for task in common], confidence)

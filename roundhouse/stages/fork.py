@@ -13,8 +13,7 @@ from roundhouse.config.loading import apply_override, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.policy import starting_policy
-from roundhouse.store.promoted import version_named
-from roundhouse.store.run import Run, load_run, no_such_version, open_run, run_exists
+from roundhouse.store.run import Run, load_run, no_such_version, open_run, run_exists, version_named
 
 
 def fork_config(

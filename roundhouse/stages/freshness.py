@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from roundhouse.config.algorithms import PolicyGradient
 from roundhouse.config.models import RunConfig
-from roundhouse.config.objectives import PolicyGradient
-from roundhouse.config.offline import OfflineConfig
+from roundhouse.config.rollout import OfflineConfig
 from roundhouse.errors import DataError
-from roundhouse.trajectories.sequences import computed_log_probs
+from roundhouse.trajectories.schemas import computed_log_probs
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,12 @@ such as `nightly@all` is resolved once, by that stage. It is committed only when
 
     iterations/000012/offline      the datasets, their groups, how fresh they are       the run starts from version 12
     iterations/000013/validate     a batch of them, as sequences                        instead of refit, collect, validate
+
+Which groups of which dataset iteration k trains on (`batch_at`) depends on the datasets' groups, the batch size, the seed and k
+alone, so a run that was killed goes on with exactly the batch that it was at. An epoch has every group once; a batch has groups
+of one dataset version, so that all of it was sampled by one policy; batches of a version differ in size by at most one group.
+
+    versions a (5 groups), b (2), size 2      epoch 1:  a[3 0] b[1 0] a[2] a[4 1]      epoch 2: another order
 """
 
 from __future__ import annotations
@@ -14,19 +20,18 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from roundhouse.activity import announce
 from roundhouse.config.models import RunConfig
-from roundhouse.config.offline import NAMED, OfflineConfig
+from roundhouse.config.rollout import NAMED, OfflineConfig
 from roundhouse.errors import ConfigError, DataError, StoreError
-from roundhouse.progress import announce
 from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
-from roundhouse.stages.offline_batches import OfflineBatch, batch_at, batches_of_an_epoch
 from roundhouse.stages.policy import vocabulary_size
 from roundhouse.stages.validate import rows_of_groups, validate_groups
 from roundhouse.store.location import Location, NotFound
@@ -35,10 +40,9 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.ledger import prove_counted
-from roundhouse.trajectories.proofs import CollectionLimits
+from roundhouse.trajectories.records import derive_seed
 from roundhouse.trajectories.schemas import rollouts_from_tables
-from roundhouse.trajectories.tokens import derive_seed
-from roundhouse.trajectories.validation import validate
+from roundhouse.trajectories.validation import CollectionLimits, validate
 
 GROUPS = pa.schema([("dataset", pa.int32()), ("group_id", pa.string())])
 """The stage's dataset `groups`."""
@@ -321,3 +325,51 @@ def _batch_size(config: RunConfig) -> int:
 def _section(config: RunConfig) -> OfflineConfig:
     assert config.offline is not None, "an offline run has the section"
     return config.offline
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineBatch:
+    """What one iteration trains on."""
+
+    epoch: int
+    """From 1."""
+    number: int
+    """In the epoch, from 1."""
+    dataset: int
+    """Index of the dataset version."""
+    groups: tuple[str, ...]
+
+
+def batches_of_an_epoch(sizes: Sequence[int], size: int) -> int:
+    """How many batches an epoch has.
+
+    Args:
+        sizes: groups of each dataset version.
+        size: groups of a batch, at most.
+    """
+    return sum(-(-groups // size) for groups in sizes)
+
+
+def batch_at(groups: Sequence[Sequence[str]], size: int, seed: int, position: int) -> OfflineBatch:
+    """The batch at this position of the run, from 0.
+
+    Args:
+        groups: ids of each dataset version, in a fixed order.
+    """
+    count = batches_of_an_epoch([len(own) for own in groups], size)
+    epoch, number = divmod(position, count)
+    dataset, own = _epoch(groups, size, seed, epoch)[number]
+    return OfflineBatch(epoch + 1, number + 1, dataset, own)
+
+
+def _epoch(groups: Sequence[Sequence[str]], size: int, seed: int, epoch: int) -> list[tuple[int, tuple[str, ...]]]:
+    shuffle = random.Random(derive_seed(seed, "offline epoch", epoch))
+    batches = []
+    for index, own in enumerate(groups):
+        order = list(own)
+        shuffle.shuffle(order)
+        count = -(-len(order) // size)
+        bounds = [round(part * len(order) / count) for part in range(count + 1)] if count else []
+        batches += [(index, tuple(order[bounds[part] : bounds[part + 1]])) for part in range(count)]
+    shuffle.shuffle(batches)
+    return batches

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.activity import announce
+from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.progress import announce
+from roundhouse.policy.bundled import bundled_file
+from roundhouse.policy.gguf import gguf_file
 from roundhouse.stages.checkpoint import publish_starting_policy
-from roundhouse.store.directories import local_directory, plain_directory
-from roundhouse.store.lineage import adopt_checkpoints
+from roundhouse.store import lease
+from roundhouse.store.directories import local_directory, plain_directory, scratch_beside
+from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location, sha256
 from roundhouse.store.run import Run
@@ -31,12 +35,20 @@ def starting_policy(run: Run) -> Reference:
     if (done := run.checkpoint(0).reference()) is not None:
         return done
     policy = run.config.policy
-    with tempfile.TemporaryDirectory() as directory:
-        if isinstance(policy, PretrainedPolicy):
-            details = _fetch(policy, Path(directory))
+    with scratch_beside(run.checkpoint(0).location) as scratch:
+        made = scratch
+        if isinstance(policy, WarmStartPolicy):
+            details = _warm_start(run, policy, made)
+        elif isinstance(policy, BundledPolicy):
+            made, details = _converted(run, bundled_file(policy.name))
         else:
-            details = _warm_start(run, policy, Path(directory))
-        return publish_starting_policy(run, Path(directory), details)
+            details = _fetch(policy, made)
+            if (file := gguf_file(made)) is not None:
+                made, converted = _converted(run, file)
+                details |= converted
+            else:
+                _check(made, str(details["source"]))
+        return publish_starting_policy(run, made, details, move=made == scratch)
 
 
 def vocabulary_size(run: Run) -> int:
@@ -83,14 +95,38 @@ def engine_files(run: Run) -> Path:
 
 def _write_untrained(run: Run, directory: Path) -> None:
     policy = run.config.policy
-    if isinstance(policy, PretrainedPolicy):
-        source = model_location(Location(policy.path))
-        names = [name for name in source.tree() if "/" not in name and not name.endswith(".safetensors")]
-        source.download(names, directory)
+    if not isinstance(policy, WarmStartPolicy):
+        _copy_engine_files(run, policy, directory)
         return
     from roundhouse.policy.warm_start import write_engine_files
 
     write_engine_files(policy, load_any(run.config.environment), _policy_seed(run, policy), directory)
+
+
+def _copy_engine_files(run: Run, policy: PretrainedPolicy | BundledPolicy, directory: Path) -> None:
+    """A pretrained model without its weights; one in a GGUF file is converted first."""
+    with tempfile.TemporaryDirectory() as fetched:
+        if isinstance(policy, BundledPolicy):
+            source = Location(str(_converted(run, bundled_file(policy.name))[0]))
+        else:
+            source = model_location(Location(policy.path))
+            if names := [name for name in source.names() if name.endswith(".gguf")]:
+                source.download(names, Path(fetched))
+                file = gguf_file(Path(fetched))
+                assert file is not None
+                source = Location(str(_converted(run, file)[0]))
+        names = [name for name in source.tree() if "/" not in name and not name.endswith(".safetensors")]
+        source.download(names, directory)
+
+
+def _converted(run: Run, file: Path) -> tuple[Path, dict[str, object]]:
+    from roundhouse.policy.gguf import converted
+
+    def on_progress(text: str) -> None:
+        announce("conversion", text=text)
+
+    directory, report = converted(file, checkpoint_cache(run.config) / "converted", on_progress)
+    return directory, {"converted": report}
 
 
 def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
@@ -103,18 +139,22 @@ def checkpoint_cache(config: RunConfig) -> Path:
 
 
 def _fetch(policy: PretrainedPolicy, directory: Path) -> dict[str, object]:
-    from roundhouse.policy.model_directory import check_model_directory
-
     source = model_location(Location(policy.path))
     names = source.tree()
     if not names:
         raise ConfigError(f"policy.path: {source.uri} holds no files. Give a Hugging Face model directory.")
     source.download([name for name in names if "/" not in name], directory)
+    return {"source": source.uri}
+
+
+def _check(directory: Path, source: str) -> None:
+    """Refuse a copy in the words of its original."""
+    from roundhouse.policy.model_directory import check_model_directory
+
     try:
         check_model_directory(directory)
-    except ConfigError as error:  # of a copy; the reader knows the original
-        raise ConfigError(str(error).replace(str(directory), source.uri.removeprefix("file://"))) from None
-    return {"source": source.uri}
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(directory), source.removeprefix("file://"))) from None
 
 
 def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str, object]:
@@ -162,3 +202,22 @@ def reference_directory(run: Run, cache: Path) -> Path | None:
     if isinstance(origin, Reference):
         return local_directory(origin, cache)
     return None if origin is None else plain_directory(Location(origin), cache)
+
+
+def delete_run(run: Run) -> None:
+    """Delete a run.
+
+    Invariant: nothing is deleted while another process drives the run. `run.json` goes last, so that a deletion that was
+    interrupted leaves a run that is listed, and can be deleted again. Nothing outside of the run's directory needs it: a fork
+    owns its checkpoints, a dataset its rows. What points to it is the engine's copy of its tokenizer on this machine, which
+    goes too.
+
+    Raises:
+        RunDriven: a process drives it.
+    """
+    lease.take(run.location)
+    for name in run.location.tree():
+        if name != IDENTITY and not name.startswith(f"{lease.DIRECTORY}/"):
+            run.location.delete_object(name)
+    run.location.delete_tree()
+    shutil.rmtree(checkpoint_cache(run.config) / f"engine-{run.uid}", ignore_errors=True)

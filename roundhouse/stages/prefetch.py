@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from roundhouse.collection.asynchronous.overlap import StepBatch
+from roundhouse.collection.asynchronous.plan import Plan, generated_in
+from roundhouse.collection.asynchronous.resumption import oldest_version
+from roundhouse.collection.asynchronous.runner import Progress, RolloutRunner
 from roundhouse.collection.collector import Collected, refuse_many_failures
-from roundhouse.collection.overlap import StepBatch
 from roundhouse.collection.parts import written_rollouts
-from roundhouse.collection.plan import Plan, generated_in
-from roundhouse.collection.resumption import oldest_version
-from roundhouse.collection.runner import Progress, RolloutRunner
 from roundhouse.errors import StoreError
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.cpu_accounting import attribute_to_this_stage

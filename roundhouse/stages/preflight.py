@@ -7,20 +7,27 @@ with the key or option at fault; what only a service can know is left to it.
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
-from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
-from roundhouse.config.models import PretrainedPolicy, RunConfig
-from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
-from roundhouse.environments import class_of
+from roundhouse.config.environments import AgentEnvironment, CustomEnvironment, RemoteEnvironment, WorkerEnvironment
+from roundhouse.config.models import BundledPolicy, LocalInfra, RunConfig, WarmStartPolicy
+from roundhouse.cpu import computes_bfloat16
+from roundhouse.environments import class_of, first_task
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.infra.checks.machine import available_memory
+from roundhouse.policy.bundled import BUNDLED, bundled_file
+from roundhouse.policy.chat_template import refuse_unfit_template, template_in
+from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.policy.warm_start import refuse_without_demonstrations
 from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.responses import chat_tools
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST, model_location
-from roundhouse.store.promoted import version_named
-from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids
+from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 
 
 def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
@@ -38,6 +45,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is no directory"
             raise ConfigError(f"store is {directory}, but {there} {why}. Set store to a place that can be written to.")
+    _refuse_slow_bfloat16(config)
+    task = first_task(config.environment)
     evaluation, offline = config.evaluation, config.offline
     evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
     if not _has_tasks(config, remote) and evaluates:
@@ -46,11 +55,28 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
     if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
         return  # it has what it begins with
     if config.resume.path is None:
-        _starting_policy(config, remote)
+        _starting_policy(config, remote, task)
     if config.offline is not None and reachable:
         from roundhouse.stages.offline import find_datasets
 
         find_datasets(config.store, config.offline.datasets)
+
+
+def _refuse_slow_bfloat16(config: RunConfig) -> None:
+    """A processor without instructions for bfloat16 converts every number: about three times slower than float32."""
+    if not isinstance(config.infra, LocalInfra) or computes_bfloat16():
+        return
+    generation, train = config.generation, config.train
+    on_cpu = {
+        "generation.dtype": generation.engine_url is None and generation.gpus_per_replica == 0 and generation.dtype,
+        "train.dtype": train.device == "cpu" and train.dtype,
+    }
+    for key, dtype in on_cpu.items():
+        if dtype == "bfloat16":
+            raise ConfigError(
+                f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower than "
+                f"float32. Set {key} to float32."
+            )
 
 
 def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:
@@ -94,12 +120,45 @@ def _has_tasks(config: RunConfig, remote: bool) -> bool:
     return rows[1] is not None
 
 
-def _starting_policy(config: RunConfig, remote: bool) -> None:
-    if not isinstance(config.policy, PretrainedPolicy):
+def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> None:
+    policy = config.policy
+    if isinstance(policy, WarmStartPolicy):
         refuse_without_demonstrations(class_of(config.environment))
         return
-    source = model_location(Location(config.policy.path))
+    tools = chat_tools((task or {}).get("responses_create_params", {}).get("tools") or [])
+    if isinstance(policy, BundledPolicy):
+        file = bundled_file(policy.name)
+        check_gguf(file)
+        refuse_small_memory(config, BUNDLED[policy.name].memory_gib)
+        refuse_unfit_template(template_of(file), tools)
+        return
+    source = model_location(Location(policy.path))
     if source.is_local:
-        check_model_directory(source.local_path)
-    elif remote and not source.exists("config.json"):
+        _model_directory(source.local_path, tools)
+    elif remote and not source.exists("config.json") and not any(name.endswith(".gguf") for name in source.names()):
         raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
+
+
+def _model_directory(directory: Path, tools: list[dict[str, Any]]) -> None:
+    if (file := gguf_file(directory)) is None:
+        check_model_directory(directory)
+        refuse_unfit_template(template_in(directory), tools)
+    else:
+        check_gguf(file)
+        refuse_unfit_template(template_of(file), tools)
+
+
+def refuse_small_memory(config: RunConfig, needed_gib: float) -> None:
+    """Refuse a model that this machine has no room for, where engine and trainer are on it.
+
+    Raises:
+        ConfigError: less memory is free.
+    """
+    if not isinstance(config.infra, LocalInfra) or config.generation.engine_url is not None:
+        return
+    free = available_memory() / 2**30
+    if free < needed_gib:
+        raise ConfigError(
+            f"policy.name is {getattr(config.policy, 'name', None)}: its run takes about {needed_gib:g} GiB of memory, and "
+            f"{free:.1f} GiB are free. End other programs, or start from a small policy (policy.kind warm_start)."
+        )

@@ -17,22 +17,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roundhouse.activity import ACTIVITY
-from roundhouse.config.colocation import engine_sleeps, reservation, served_generation
+from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
+from roundhouse.config.placement import engine_sleeps, reservation, served_generation
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
-from roundhouse.generation.deployment import ServeEndpoint
-from roundhouse.generation.engine_services import EngineService, ProcessEngine, RayServeEngine
+from roundhouse.generation.deployment import EngineService, ProcessEngine, RayServeEngine, ServeEndpoint
 from roundhouse.infra.services import state_directory, status
-from roundhouse.progress import announce
 from roundhouse.stages.policy import checkpoint_cache, engine_files
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.weight_sync.base import RunCheckpoint, WeightTransport, load_transport
 from roundhouse.weight_sync.cache import NodeCache
-from roundhouse.weight_sync.checkpoint import WEIGHTS_DIGEST
+from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.proof import proof_of, require_agreement
 from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport
 

@@ -5,22 +5,31 @@ Invariant: every number here comes from a manifest; an unfinished run gives the 
 Overhead is what Roundhouse itself adds to an iteration: its wall time outside the window in which rollouts run (engine,
 environment and our agent loop together), outside the trainer's computation, and outside evaluation. In an overlapped run
 rollouts run beside the rest, and what counts instead of their window is how long training waited for them.
+
+`iteration_page` is an iteration on one page of Markdown, for a workflow's UI: what the manifests say, plus a few rollouts from
+the first part of each dataset; its size and cost do not grow with the number of rollouts.
 """
 
 from __future__ import annotations
 
+import io
 import statistics
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from roundhouse.health.alerts import MISMATCH, REMEMBERED, WATCHED, Alert, Metrics, new_alerts
+import pyarrow.parquet as pq
+
+from roundhouse.health.errors import MISMATCH, REMEMBERED, WATCHED, Alert, Metrics, new_alerts
 from roundhouse.stages.cost import iteration_cost, run_totals, totals_after
+from roundhouse.stages.evaluate import set_of, stage_of
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import StageKind, read_file, read_manifest
+from roundhouse.trajectories.records import Rollout, conversation_lines
+from roundhouse.trajectories.schemas import rollouts_from_tables
 
 STAGES: tuple[str, ...] = tuple(kind for kind in StageKind if kind is not StageKind.GENERATE)
 BESIDE_TRAINING = (StageKind.REFIT, StageKind.COLLECT)
@@ -82,12 +91,13 @@ def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, f
         StageKind.TRAIN: _metric(manifests, StageKind.TRAIN, "time/compute"),
     }
     metrics: dict[str, float] = {"time/iteration": wall}
-    stages = [kind for kind in manifests if kind not in (StageKind.EVALUATE, StageKind.PROMOTE, StageKind.REPORT)]
+    evaluating = [
+        kind for kind in manifests if kind in (StageKind.EVALUATE, StageKind.PROMOTE) or set_of(kind) is not None
+    ]
+    stages = [kind for kind in manifests if kind not in evaluating and kind != StageKind.REPORT]
     for kind in stages:
         metrics[f"overhead/{kind}"] = max(0.0, stage_seconds(manifests[kind]) - productive.get(kind, 0.0))
-    evaluation = sum(
-        stage_seconds(manifests[kind]) for kind in (StageKind.EVALUATE, StageKind.PROMOTE) if kind in manifests
-    )
+    evaluation = sum(stage_seconds(manifests[kind]) for kind in evaluating)
     total = wall - sum(productive.values()) - evaluation
     metrics["overhead/orchestration"] = total - sum(metrics[f"overhead/{kind}"] for kind in stages)
     metrics["overhead/total"] = total
@@ -95,9 +105,12 @@ def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, f
 
 
 def iteration_manifests(run: Run, iteration: int) -> dict[str, Manifest]:
-    """Manifests of the iteration's complete stages, the checkpoint among them, by stage."""
+    """Manifests of the iteration's complete stages, the checkpoint among them, by stage; last those of kinds that are not among
+    `StageKind`."""
     found = {}
-    for kind in STAGES:
+    sets = [stage_of(name) for name in run.config.evaluation.sets]
+    others = set((run.location / f"iterations/{iteration:06d}").names()) - {*StageKind, *sets}
+    for kind in (*STAGES, *sets, *sorted(others)):
         reference = _reference(run, iteration, kind)
         if reference is not None:
             found[kind] = read_manifest(reference)
@@ -137,9 +150,7 @@ def summarize(run: Run) -> dict[str, Any]:
     newest = first if latest is None else latest.policy_version
     by_iteration = {k: iteration_manifests(run, k) for k in range(first, newest + 1)}
     evaluations = {
-        k: _evaluation(k, manifests[StageKind.EVALUATE])
-        for k, manifests in by_iteration.items()
-        if StageKind.EVALUATE in manifests
+        k: _evaluation(k, manifests) for k, manifests in by_iteration.items() if StageKind.EVALUATE in manifests
     }
     trained = [k for k, manifests in by_iteration.items() if StageKind.TRAIN in manifests]
     finished = max((m.finished_at for manifests in by_iteration.values() for m in manifests.values()), default=None)
@@ -151,6 +162,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "iterations": first + len(trained),
         "iterations_wanted": run.config.iterations,
         "environment": run.config.environment.kind,
+        "converted_from": _policy_details(run).get("converted", {}).get("source"),
         "evaluation": {
             "before": evaluations.get(first),
             "after": evaluations[max(evaluations)] if len(evaluations) > 1 else None,
@@ -191,14 +203,20 @@ def _metric(manifests: dict[str, Manifest], kind: str, name: str) -> float:
     return manifests[kind].metrics.get(name, 0.0) if kind in manifests else 0.0
 
 
-def _evaluation(version: int, manifest: Manifest) -> dict[str, Any]:
+def _evaluation(version: int, manifests: dict[str, Manifest]) -> dict[str, Any]:
+    manifest = manifests[StageKind.EVALUATE]
     own = {_in_summary(name): value for name, value in manifest.metrics.items()}
-    return {"version": version, **own, "ledger": {name: manifest.counts.get(name, 0) for name in LEDGER}}
+    ledger = {name: manifest.counts.get(name, 0) for name in LEDGER}
+    sets = {}
+    for kind, found in manifests.items():
+        if (name := set_of(kind)) is not None:
+            sets[name] = {_in_summary(metric, f"evaluation/{name}/"): value for metric, value in found.metrics.items()}
+    return {"version": version, **own, "ledger": ledger} | ({"sets": sets} if sets else {})
 
 
-def _in_summary(metric: str) -> str:
+def _in_summary(metric: str, prefix: str = "evaluation/") -> str:
     """The summary calls the mean over tasks and its interval `reward_mean`, `reward_low`, …, as it always has."""
-    name = metric.removeprefix("evaluation/")
+    name = metric.removeprefix(prefix)
     return name.replace("/", "_") if name in ("reward/mean", "reward/stderr", "reward/low", "reward/high") else name
 
 
@@ -208,12 +226,18 @@ def _start_seconds(run: Run, iterations: Iterable[dict[str, Manifest]]) -> dict[
     began = min(
         (m.started_at for ms in iterations for kind, m in ms.items() if kind != StageKind.CHECKPOINT), default=None
     )
-    policy = run.checkpoint(0).reference() if run.parent is None else None
-    made = {} if policy is None else read_manifest(policy).details.get("warm_start", {})
+    details = _policy_details(run)
+    made = details.get("warm_start") or details.get("converted") or {}
     return {
         "total": 0.0 if began is None else round(max(0.0, began - run.created_at), 3),
         "starting_policy": 0.0 if made.get("reused") else round(made.get("seconds", 0.0), 3),
     }
+
+
+def _policy_details(run: Run) -> dict[str, Any]:
+    """What was recorded when the starting policy was made; nothing of a fork's."""
+    policy = run.checkpoint(0).reference() if run.parent is None else None
+    return {} if policy is None else read_manifest(policy).details
 
 
 def _stage_totals(iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
@@ -277,3 +301,89 @@ def watched_metrics(run: Run, iteration: int) -> dict[str, float]:
             metrics = read_manifest(reference).metrics
             found |= {name: metrics[name] for name in judged if name in metrics}
     return found
+
+
+LONGEST_CELL = 400
+"""Characters of a conversation in the table."""
+
+
+def iteration_page(run: Run, iteration: int, manifests: Mapping[str, Manifest], samples: int = 8) -> str:
+    """Outcome, stages, quarantine and sample rollouts of an iteration."""
+    parts = [f"# {run.run_id}: iteration {iteration}", _headline(manifests)]
+    if StageKind.VALIDATE in manifests:
+        counts = [(name, manifests[StageKind.VALIDATE].counts.get(name, 0)) for name in LEDGER]
+        parts.append(_table(["", *(name for name, _ in counts)], [["rollouts", *(str(count) for _, count in counts)]]))
+    parts.append(_stages(manifests))
+    if StageKind.VALIDATE in manifests:
+        parts.append(_quarantine(manifests[StageKind.VALIDATE]))
+    collected = run.stage(iteration, StageKind.COLLECT).reference() if StageKind.COLLECT in manifests else None
+    if collected is not None:
+        parts.append(_samples(first_rollouts(collected, manifests[StageKind.COLLECT], samples)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def first_rollouts(reference: Reference, manifest: Manifest, count: int) -> list[Rollout]:
+    """The first rollouts of a complete stage with their turns, from its first part alone."""
+    tables = []
+    for dataset in ("rollouts", "turns"):
+        entry = next(entry for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
+        tables.append(pq.read_table(io.BytesIO(read_file(reference, entry))))
+    return rollouts_from_tables(tables[0].slice(0, count), tables[1])
+
+
+def _headline(manifests: Mapping[str, Manifest]) -> str:
+    found = {name: value for manifest in manifests.values() for name, value in manifest.metrics.items()}
+    shown = {
+        "reward": found.get("reward/mean"),
+        "held-out reward": found.get("evaluation/reward/mean"),
+        "tokens not learnt from": found.get("waste/token_fraction"),
+        "engine against trainer": found.get("train/token_mult_prob_error"),
+        "clip fraction": found.get("train/clip_fraction"),
+    }
+    return " · ".join(f"{name} **{value:.4g}**" for name, value in shown.items() if value is not None)
+
+
+def _stages(manifests: Mapping[str, Manifest]) -> str:
+    rows = [
+        [
+            kind,
+            f"{stage_seconds(manifest):.2f}",
+            f"{manifest.resources.get('cpu_seconds', 0.0):.2f}",
+            f"{sum(entry.size for entry in manifest.files) / 2**20:.2f}",
+            str(manifest.attempt),
+        ]
+        for kind, manifest in manifests.items()
+    ]
+    return _table(["stage", "seconds", "CPU seconds", "MiB written", "attempts"], rows)
+
+
+def _quarantine(validated: Manifest) -> str:
+    reasons: Mapping[str, int] = validated.details.get("reasons", {})
+    failures: Mapping[str, int] = validated.details.get("failures", {})
+    rows = [[f"failed: {code}", str(count)] for code, count in failures.items()]
+    rows += [[reason, str(count)] for reason, count in reasons.items()]
+    return _table(["not trained on", "rollouts"], rows) if rows else ""
+
+
+def _samples(rollouts: Sequence[Rollout]) -> str:
+    rows = [
+        [
+            rollout.rollout_id,
+            rollout.status.value,
+            "" if rollout.reward is None else f"{rollout.reward:g}",
+            str(len(rollout.turns)),
+            " · ".join(conversation_lines(rollout.items))[:LONGEST_CELL],
+        ]
+        for rollout in rollouts
+    ]
+    return _table(["rollout", "status", "reward", "turns", "conversation"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """A policy writes what it likes: nothing of it may end a cell or be read as HTML."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -11,8 +11,12 @@ step. With `kind: process` each step is a process that begins from the store; on
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +24,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
-from roundhouse.activity import ACTIVITY
-from roundhouse.config.colocation import engine_sleeps
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.train_service import ProcessService, ResidentService
+from roundhouse.config.placement import engine_sleeps
+from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.errors import DataError
+from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import TRAINER, is_weights
 from roundhouse.stages.checkpoint import recorded as written_files
 from roundhouse.stages.cost import untrained_tokens
@@ -38,25 +42,28 @@ from roundhouse.stages.freshness import (
     staleness_metrics,
 )
 from roundhouse.stages.policy import reference_directory, reference_origin
-from roundhouse.stages.recomputed import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
-from roundhouse.store.directories import local_directory, upload_model
+from roundhouse.stages.validate import mismatched, refuse_mismatched, tolerance_of
+from roundhouse.store.directories import local_directory, scratch_beside, upload_model
+from roundhouse.store.location import Location
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_trainable
-from roundhouse.trajectories.sequences import tolerances
+from roundhouse.trajectories.schemas import tolerances
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
     from roundhouse.training.batch import TrainingSequences
-    from roundhouse.training.service.one_shot import TrainStepResult
+    from roundhouse.training.service.one_shot import StepSpec, TrainStepResult
     from roundhouse.training.trainer import Trainer
     from roundhouse.weight_sync.replica_state import ReplicaReport
 
 Say = Callable[[str], None]
+
+STEP = "roundhouse.training.service.one_shot"
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +77,7 @@ def train_iteration(
     """Train version `iteration` from `base` (version `iteration - 1`) on the validated sequences.
 
     Args:
-        say: given the log of a step that runs as a Job, line by line.
+        say: given the log of a step that runs elsewhere than on this machine, line by line.
     """
     stage = run.stage(iteration, StageKind.TRAIN)
     if (done := stage.reference()) is not None:
@@ -119,7 +126,7 @@ def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
 
 
 def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa.Table, base: Reference) -> None:
-    """Hold the recorded log-probabilities against the weights of `base` (`roundhouse.stages.recomputed`).
+    """Hold the recorded log-probabilities against the weights of `base` (`roundhouse.stages.validate`).
 
     Raises:
         DataError: too many differ; the weights that this step made are given up.
@@ -209,9 +216,10 @@ def _in_service(
     try:
         judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))
         report = trainer.step(batch, iteration, judged)
-        with tempfile.TemporaryDirectory() as directory:
-            trainer.save(Path(directory))
-            written = upload_model(run.checkpoint(iteration).location, attempt, Path(directory))
+        place = run.checkpoint(iteration).location
+        with scratch_beside(place) as directory:
+            trainer.save(directory)
+            written = upload_model(place, attempt, directory, move=True)
     except BaseException:
         trainer.close()
         raise
@@ -230,37 +238,62 @@ def _in_service(
 def _in_process(
     run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, say: Say, attempt: str
 ) -> tuple[TrainStepResult, pa.Table]:
-    """The step by a process that reads from the store and writes to it: a child of this one, or a Job's."""
-    from roundhouse.stages.train_job import run_in_job
-    from roundhouse.stages.train_process import run_in_process
-    from roundhouse.training.service.one_shot import StepSpec
+    """The step by a program that reads from the store and writes to it: a process of this machine, or a Job."""
+    from roundhouse.training.service.one_shot import StepSpec, read_result
 
-    config = run.config
-    assert isinstance(config.train.service, ProcessService)
-    spec = StepSpec(
-        iteration=iteration,
-        seed=config.seed,
-        temperature=config.generation.sampling.temperature,
-        train=config.train,
-        sequences=sequences,
-        base=base,
-        reference=reference_origin(run),
-        checkpoint=run.checkpoint(iteration).location.uri,
-        attempt=attempt,
-        recompute_tolerance=tolerance_of(config),
-        report="",
-        cache=str(cache),
+    config, began = run.config, time.monotonic()
+    service = config.train.service
+    assert isinstance(service, ProcessService)
+    name = service.launcher or ("kubernetes" if isinstance(config.infra, KubernetesInfra) else "subprocess")
+    with open_launcher(name, "train.service.launcher", run) as launcher, tempfile.TemporaryDirectory() as scratch:
+        spec = StepSpec(
+            iteration=iteration,
+            seed=config.seed,
+            temperature=config.generation.sampling.temperature,
+            train=config.train,
+            sequences=sequences,
+            base=base,
+            reference=reference_origin(run),
+            checkpoint=run.checkpoint(iteration).location.uri,
+            attempt=attempt,
+            recompute_tolerance=tolerance_of(config),
+            report="",
+            **launcher.caches(cache),  # type: ignore[arg-type]
+        )
+        jobs = run.stage(iteration, StageKind.TRAIN).location / "jobs"
+        place, said = (Location(Path(scratch).as_uri()), logger.debug) if launcher.same_machine else (jobs, say)
+        result, columns = read_result(launcher.run(step_program(spec, service, place), said, threading.Event()))
+    figures = launcher.metrics()
+    if figures:
+        # pods, images, imports and the cluster itself; negative for a Job that was found finished
+        figures["kubernetes_seconds"] = time.monotonic() - began - result.seconds["total"]
+    return result.model_copy(update={"metrics": result.metrics | figures}), columns
+
+
+def step_program(spec: StepSpec, service: ProcessService, place: Location) -> Program:
+    """The step as a program, which is found again by all that it depends on."""
+    fleeting = ("attempt", "report", "cache", "node_cache", "node_cache_bytes")
+    tree = spec.model_dump(mode="json", exclude={**dict.fromkeys(fleeting, True), "train": {"service": True}})
+    # sorted: a reference that was read back has its counts in another order than one that was just committed
+    depends = json.dumps(tree, sort_keys=True)
+    return Program(
+        what="The training step",
+        module=STEP,
+        spec=spec,
+        place=place,
+        place_field="report",
+        stage="train",
+        timeout_seconds=service.timeout_seconds,
+        timeout_key="train.service.timeout_seconds",
+        ranks=service.processes,
+        iteration=spec.iteration,
+        digest=hashlib.sha256(depends.encode()).hexdigest()[:32],
     )
-    if isinstance(config.infra, KubernetesInfra):
-        patience = config.train.service.timeout_seconds
-        with ACTIVITY.track("train", "job", where=f"namespace {config.infra.namespace}", patience=patience):
-            return run_in_job(run, spec, config.infra, config.train.service, say)
-    return run_in_process(spec, config.train.service)
 
 
 def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
     """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it."""
-    from roundhouse.training.service.verbs import open_service
+    from roundhouse.launch.train_service import open_service
     from roundhouse.training.trainer import Trainer
 
     key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))

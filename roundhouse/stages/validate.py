@@ -1,30 +1,33 @@
 """Validate: from rollouts to training sequences and a quarantine (`roundhouse.trajectories.validation`).
 
-Invariant: what is judged is what lies in the store. The proofs themselves are pure; here stand the facts that they are
-held against: the plan's limits, the counts written down beside the turns, and the policy's tokenizer.
+Invariant: what is judged is what lies in the store. The proofs themselves are pure; this stage provides the facts that they are
+held against: the plan's limits, the counts recorded beside the turns, and the policy's tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from roundhouse.config.models import RunConfig
-from roundhouse.errors import DataError, TooFewSequences
+from roundhouse.config.models import RunConfig, ValidationConfig
+from roundhouse.errors import ConfigError, DataError, TooFewSequences
+from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
+from roundhouse.rollout.responses import assistant_items
 from roundhouse.stages.cost import rollout_waste
 from roundhouse.stages.policy import engine_files
-from roundhouse.stages.text_proof import DecodedText
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_counted
-from roundhouse.trajectories.proofs import CollectionLimits, Recorded
-from roundhouse.trajectories.records import Rollout
-from roundhouse.trajectories.schemas import rollouts_from_tables
-from roundhouse.trajectories.validation import Validated, validate
+from roundhouse.trajectories.records import Refusal, Rollout, Turn
+from roundhouse.trajectories.schemas import FEWEST_TOKENS, computed_log_probs, rollouts_from_tables
+from roundhouse.trajectories.validation import CollectionLimits, Recorded, Validated, validate
 
 NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
 """Reasons of rollouts that dynamic sampling put aside. Nothing is wrong with them: they do not count as refused."""
@@ -207,3 +210,224 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
 def _filtered(result: Validated) -> int:
     """Rollouts that nothing is wrong with, which are not wanted."""
     return sum(result.reasons.get(reason, 0) for reason in (NO_SPREAD, SURPLUS))
+
+
+Said = tuple[str, Any]
+"""One thing that a policy said: ("message", text), ("reasoning", [texts]) or ("call", (name, arguments))."""
+
+
+class DecodedText:
+    """The proof that text and tokens agree: what the policy is said to have said is what its token IDs decode to.
+
+    Invariant: text is compared exactly, and tool calls by name and parsed arguments; a rollout is refused only when its record
+    contradicts its tokens. Its model calls are read from the tokens as the engine read them
+    (`roundhouse.generation.chat.message_of`), and its recorded items by their order, so no id or position is trusted.
+
+        tokens  [.. 41, 7, 2]  ->  "The answer is 17."   ->  message(The answer is 17.)
+        record  message(The answer is 18.)                   refused: text_mismatch
+
+    It reads the files with `tokenizers` alone: validation needs no torch and no transformers.
+
+    Args:
+        hermes: tool calls are written in Hermes' notation, the one that can be read here. Without it, rollouts with tool
+            calls are not judged.
+
+    Raises:
+        ConfigError: the directory has no tokenizer.json.
+    """
+
+    def __init__(self, directory: Path, *, hermes: bool = True) -> None:
+        from tokenizers import Tokenizer
+
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{directory} has no tokenizer.json, so text cannot be proved. Set validation.check_text to false."
+            )
+        self._tokenizer = Tokenizer.from_file(str(file))
+        named = [name for name in _special_names(directory) if self._tokenizer.token_to_id(name) is not None]
+        self._tokenizer.add_special_tokens(named)
+        self._stops = _stop_ids(self._tokenizer, directory)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._hermes = hermes
+
+    def prove(self, rollout: Rollout) -> bool:
+        """See `TextProof`.
+
+        Raises:
+            Refusal: `text_mismatch`.
+        """
+        recorded = list(_recorded(rollout))
+        # Where no call is on record, none was offered or none was parsed: the text stands as it is.
+        called = any(kind == "call" for kind, _ in recorded)
+        if called and not self._hermes:
+            return False
+        place = 0
+        for turn in rollout.turns:
+            for said in self._said(turn, called=called):
+                found = recorded[place] if place < len(recorded) else None
+                if found != said:
+                    raise Refusal(
+                        "text_mismatch", f"the tokens say {_short(said)}, the record {_short(found)}", turn.turn
+                    )
+                place += 1
+        if place < len(recorded):
+            raise Refusal("text_mismatch", f"no token says {_short(recorded[place])}")
+        return True
+
+    def _said(self, turn: Turn, *, called: bool) -> list[Said]:
+        ids = turn.generation_token_ids
+        if ids[-1] in self._stops:
+            ids = ids[:-1]
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        message: dict[str, Any] = {"content": text}
+        calls: list[dict[str, Any]] = []
+        if called and TOOL_CALL_START in text:
+            message["content"], calls = parse_hermes(text, [])
+        if calls:
+            message["tool_calls"] = calls
+        elif not self._special.isdisjoint(ids):
+            message["content"] = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return list(_told(assistant_items(message, "")))
+
+
+def _recorded(rollout: Rollout) -> Iterable[Said]:
+    """What the record says the policy said: its items behind those that the task gave."""
+    given = rollout.task.get("responses_create_params", {}).get("input", [])
+    return _told(rollout.items[1 if isinstance(given, str) else len(given) :])
+
+
+def _told(items: list[dict[str, Any]]) -> Iterable[Said]:
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            yield "reasoning", [part["text"] for part in item.get("summary", [])]
+        elif kind == "function_call":
+            yield "call", (item["name"], _arguments(item["arguments"]))
+        elif kind == "message" and item.get("role") == "assistant":
+            content = item.get("content") or ""
+            yield "message", content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _arguments(text: str) -> str:
+    """In one spelling, also of what equals nothing (NaN)."""
+    try:
+        return json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
+    except ValueError:
+        return text
+
+
+def _short(said: Said | None) -> str:
+    return "nothing" if said is None else f"{said[0]} {said[1]!r}"[:200]
+
+
+def _special_names(directory: Path) -> set[str]:
+    """Tokens that tokenizer_config.json makes special, as transformers does when it loads the tokenizer."""
+    config = _json(directory / "tokenizer_config.json")
+    listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    tokens = [config.get(f"{role}_token") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    tokens += listed if isinstance(listed, list) else list(listed.values())
+    return {str(token["content"] if isinstance(token, dict) else token) for token in tokens if token}
+
+
+def _stop_ids(tokenizer: Any, directory: Path) -> frozenset[int]:
+    """IDs that end an answer, as `roundhouse.generation.chat.stop_token_ids` finds them."""
+    ids: set[int] = set()
+    token = _json(directory / "tokenizer_config.json").get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is not None and (known := tokenizer.token_to_id(name)) is not None:
+        ids.add(known)
+    ends = _json(directory / "generation_config.json").get("eos_token_id")
+    ids.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return frozenset(ids)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return found
+
+
+MISMATCHED = pa.schema(
+    [
+        ("sequence_id", pa.string()),
+        ("rollout_id", pa.string()),
+        ("group_id", pa.string()),
+        ("tokens", pa.int32()),  # that were compared
+        ("mean_difference", pa.float64()),  # of the absolute difference, nats a token
+        ("largest_difference", pa.float64()),
+        ("largest_at", pa.int32()),  # position in the sequence
+    ]
+)
+"""One row a sequence that the weights do not bear out."""
+
+
+def mismatched(sequences: pa.Table, columns: pa.Table, *, policy_version: int, tolerance: float) -> pa.Table:
+    """The proof of log-probabilities: the weights that the iteration was collected with say what the engine recorded.
+
+    Invariant: what weights have learnt from was generated, as recorded, by the version before. The train stage computes these
+    log-probabilities anyway, for every token that it trains on, before the first update; so the proof covers all of them, costs
+    no pass over the model, and works over every train service. A sequence that the weights do not bear out has weight 0 in
+    every term of the loss (`loss.borne_out`) and stands in the dataset `mismatched`; above a share of them the weights become
+    no version.
+
+    It catches what no single row shows: log-probabilities that were swapped, shifted or made up, answers of other weights under
+    the wanted version's number, and tokens that were changed where no later prompt repeats them.
+
+    Args:
+        sequences: the validate stage's dataset.
+        columns: the train stage's, one row a sequence in the same order.
+        policy_version: of the weights that `trainer_logprobs` were computed with; sequences of other versions are not judged.
+        tolerance: nats.
+    """
+    trainer = columns.column("trainer_logprobs").combine_chunks()
+    recorded = sequences.column("gen_logprobs").combine_chunks()
+    rows = []
+    for index in np.flatnonzero(sequences.column("policy_version").to_numpy() == policy_version).tolist():
+        if not trainer[index].is_valid:
+            continue
+        old, computed = computed_log_probs(trainer[index])
+        difference = np.where(computed, np.abs(old - recorded[index].values.to_numpy()), 0).astype(np.float64)
+        count = int(computed.sum())
+        # A comparison that NaN fails.
+        if not difference.sum() <= tolerance * max(count, FEWEST_TOKENS):
+            rows.append(
+                {
+                    **{
+                        name: sequences.column(name)[index].as_py()
+                        for name in ("sequence_id", "rollout_id", "group_id")
+                    },
+                    "tokens": count,
+                    "mean_difference": float(difference.sum() / count),
+                    "largest_difference": float(difference.max()),
+                    "largest_at": int(difference.argmax()),
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=MISMATCHED)
+
+
+def tolerance_of(config: RunConfig) -> float | None:
+    """`validation.recompute_tolerance`, or None where engine and trainer compute different distributions by design, and where
+    the rollouts are another run's, whose version numbers say nothing of these weights."""
+    sampling = config.generation.sampling
+    if config.offline is not None or sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k is not None:
+        return None
+    return config.validation.recompute_tolerance
+
+
+def refuse_mismatched(found: pa.Table, judged: int, config: ValidationConfig, where: str) -> None:
+    """
+    Raises:
+        DataError: they are more than `validation.max_mismatched_fraction` of the sequences that were judged.
+    """
+    if found.num_rows <= config.max_mismatched_fraction * judged:
+        return
+    worst = max(found.to_pylist(), key=lambda row: row["mean_difference"])
+    raise DataError(
+        f"{found.num_rows} of {judged} sequences have log-probabilities that the recorded weights do not give; the worst is "
+        f"{worst['sequence_id']} with a mean difference of {worst['mean_difference']:.3g} nats "
+        f"(validation.recompute_tolerance={config.recompute_tolerance:g}). So many "
+        f"(validation.max_mismatched_fraction={config.max_mismatched_fraction:g}) make no version. If all differ, the engine "
+        " holds other weights or computes them otherwise: look at train/logprob_abs_diff_mean of earlier iterations and "
+        f"at the refit; if few do, their rows are damaged. The evidence is in {where} (dataset mismatched)."
+    )

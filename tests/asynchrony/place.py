@@ -15,7 +15,7 @@ import httpx
 import yaml
 
 from roundhouse.config.environments import CalculatorEnvironment
-from roundhouse.config.policies import WarmStartPolicy
+from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy

@@ -8,12 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller, replay
-from roundhouse.collection.controller_journal import restore, snapshot, state_from_json
-from roundhouse.collection.events import Block, Continue, Hold, Train, Transfer, event_from_json, event_to_json
-from roundhouse.config.asynchrony import Asynchrony
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.asynchronous.controller import Controller, replay
+from roundhouse.collection.asynchronous.controller_journal import restore, snapshot, state_from_json
+from roundhouse.collection.asynchronous.events import (
+    Block,
+    Continue,
+    Hold,
+    Train,
+    Transfer,
+    event_from_json,
+    event_to_json,
+)
+from roundhouse.config.rollout import Asynchrony
 from roundhouse.errors import ConfigError, DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
 
@@ -133,6 +141,16 @@ def test_a_window_passes_over_a_slow_group_and_takes_it_before_it_is_too_old():
     assert train(controller) == (0,)
 
 
+def test_a_step_that_waits_for_all_that_has_begun_passes_over_no_slow_group():
+    limits = terms("windowed", 2, groups=1, iterations=4, window=2, ready="loaded_batch_finished")
+    controller = serving(limits, "a", "b")
+    controller.apply(happened.RolloutStarted(0, 0, 1, "b"))
+    roll_out(controller, "a")
+    assert controller.training() is None, "group 0 has begun and is not complete"
+    controller.apply(happened.RolloutFinished(0, 0, 1))
+    assert train(controller) == (0,)
+
+
 def test_an_evaluation_holds_the_weights_and_a_step_does_not_overtake_it():
     controller = serving(terms("batch-async", 2, iterations=4, every=1), "a")
     controller.apply(happened.ValidationStarted(0))
@@ -207,6 +225,7 @@ def test_a_state_of_another_schema_is_refused():
         ({"mode": "sync", "staleness": 1}, r"staleness is 1, but mode sync.*Set staleness to 0"),
         ({"mode": "batch-async", "window": 2, "staleness": 3}, "window is 2, but mode is batch-async"),
         ({"mode": "windowed", "window": 2, "staleness": 1}, "window is 2 and staleness 1"),
+        ({"mode": "batch-async", "staleness": 1, "ready": "loaded_batch_finished"}, "ready is loaded_batch_finished"),
         ({"mode": "fully-async", "staleness": 1, "refit": "drain"}, "refit is drain"),
     ],
 )
@@ -248,7 +267,7 @@ class AnyOrder(RuleBasedStateMachine):
     def tell(self, event) -> None:
         line = event_to_json(event)
         assert event_from_json(line) == event
-        batch, version = self.controller.batch or self.controller.rollouts.oldest(), self.controller.version
+        batch, version = self.controller.batch or self.controller.pool.oldest(), self.controller.version
         self.controller.apply(event)
         self.journal.append(line)
         if self.controller.version > version:
@@ -293,7 +312,7 @@ def finish_plan(controller: Controller, slots: int, names: str) -> None:
     """Whatever came before, a world without faults ends with every group trained."""
     for _ in range(2000):
         if controller.finished:
-            assert controller.rollouts.head == controller.terms.total
+            assert controller.pool.head == controller.terms.total
             return
         events = [*forward(controller, slots), *lost_and_found(controller, names)]
         assert events, "a deadlock"

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from roundhouse.collection import controller_journal as journal_module
-from roundhouse.collection import events as happened
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal, snapshot
+from roundhouse.collection.asynchronous import controller_journal as journal_module
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal, snapshot
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import Location
 from tests.asynchrony.world import forward, terms
@@ -32,7 +32,7 @@ def test_a_new_process_finds_the_controller_as_the_old_one_left_it(store_uri, ke
     run_on(first, journal, 60, keep_every)
     second = ControllerJournal(place).load(plan, "ab")
     assert snapshot(second) == snapshot(first)
-    assert first.rollouts.cursor > 4
+    assert first.pool.cursor > 4
     assert len([name for name in place.names() if name.startswith("state-")]) == (2 if keep_every else 0)
     run_on(second, again := ControllerJournal(place), 10)
     assert len(list(again.events())) == 70

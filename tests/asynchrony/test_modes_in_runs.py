@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.dispatch import ENGINE
-from roundhouse.collection.events import Block
-from roundhouse.collection.plan import Plan, bound_of
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.dispatch import ENGINE
+from roundhouse.collection.asynchronous.events import Block
+from roundhouse.collection.asynchronous.plan import Plan, bound_of
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.store.run import Run
-from roundhouse.store.skipped import skip_of
+from roundhouse.store.run import Run, skip_of
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import Rollout, Status

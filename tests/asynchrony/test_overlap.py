@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.dispatch import ENGINE
-from roundhouse.collection.overlap import Overlap
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.dispatch import ENGINE
+from roundhouse.collection.asynchronous.overlap import Overlap
 from roundhouse.errors import TooFewRollouts
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.store.run import Run
@@ -54,7 +54,8 @@ def test_a_step_is_not_begun_on_chosen_groups_of_which_too_many_rollouts_failed(
             overlap.dispatch.tell(happened.RolloutStarted(*key, 1, ENGINE))
             overlap.dispatch.tell(happened.RolloutFailed(*key, 1, "timeout", final=True))
         failed[position] = [failed_rollout(overlap.plan.spec(key)) for key in overlap.plan.samples(position)]
-    monkeypatch.setattr(overlap.runner, "at_hand", lambda groups: {group: failed[group] for group in groups})
+    made = [rollout for rollouts in failed.values() for rollout in rollouts]
+    monkeypatch.setattr(overlap.runner, "outlines", lambda groups: made)
     assert overlap.collected(1) is None
     with pytest.raises(TooFewRollouts, match="4 of 4 rollouts failed"), overlap.training(1):
         pytest.fail("it has begun")

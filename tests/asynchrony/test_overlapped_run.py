@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.plan import Plan
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.errors import EXIT_CODES, InfraError
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run

@@ -7,11 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from roundhouse.cli.simulation import app
+from roundhouse.cli.training import app
 from roundhouse.config.loading import parse_config
 from roundhouse.config.simulation import parse_scenario
 from roundhouse.errors import StoreError
-from roundhouse.simulation.recorded import recorded_iterations, recorded_scenario
+from roundhouse.simulation.comparison import recorded_iterations, recorded_scenario
 from roundhouse.simulation.run import simulate
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
@@ -66,7 +66,7 @@ def test_a_failed_rollout_is_counted_and_is_no_duration(tmp_path):
 def test_the_command_takes_a_run_and_overrides(tmp_path):
     recorded_run(tmp_path)
     options = ["--from-run", "r", "--store", str(tmp_path), "--mode", "batch-async", "--staleness", "1", "--json"]
-    result = CliRunner().invoke(app, [*options, "--set", "iterations=30"])
+    result = CliRunner().invoke(app, ["simulate", *options, "--set", "iterations=30"])
     assert result.exit_code == 0, result.output
     sync, ahead = json.loads(result.stdout)
     assert ahead["speedup"] > 1.2

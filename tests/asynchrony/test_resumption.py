@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.dispatch import ENGINE
-from roundhouse.collection.plan import Plan, bound_of, generated_in
-from roundhouse.collection.resumption import PLACE, resume
-from roundhouse.collection.rollouts import Key
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.dispatch import ENGINE
+from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
+from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.asynchronous.resumption import PLACE, resume
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.stages.skip import skip_iteration
-from roundhouse.store.run import Run, open_run
-from roundhouse.store.skipped import Skip
+from roundhouse.stages.checkpoint import skip_iteration
+from roundhouse.store.run import Run, Skip, open_run
 from roundhouse.store.stage import Attempt
 from roundhouse.trajectories.records import Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
@@ -91,7 +90,7 @@ class World:
     def write(self, key: Key) -> None:
         """A rollout's outcome, in a part of its own."""
         spec, iteration = self.plan.spec(key), self.plan.iteration_of(key[0])
-        version = self.controller.rollouts.running[key].version
+        version = self.controller.pool.running[key].version
         if iteration not in self.attempts:
             self.attempts[iteration] = self.run.begin(generated_in(self.run, iteration), policy_version=version)
         turns = [Turn(0, None, [1], 1, "d", [2], [-0.1], version, "stop", 0.1)]
@@ -123,15 +122,13 @@ def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_p
         for _ in range(data.draw(st.integers(0, 60), label="steps")):
             if events := list(forward(world.controller, 3)):
                 world.tell(data.draw(st.sampled_from(events)))
-        for key in data.draw(
-            st.sets(st.sampled_from(sorted(world.controller.rollouts.running) or [None])), label="untold"
-        ):
+        for key in data.draw(st.sets(st.sampled_from(sorted(world.controller.pool.running) or [None])), label="untold"):
             if key is not None:
                 world.write(key)
         told = data.draw(st.integers(world.durable, len(world.events)), label="written down")
         journal.append(world.events[:told])
         version = run.latest_checkpoint().policy_version
-        rollouts = world.controller.rollouts
+        pool = world.controller.pool
         open_keys = sorted(
             key for key in world.on_disk if not world.has_committed(key) and not world.controller.has_decided(key[0])
         )
@@ -142,11 +139,11 @@ def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_p
         resumed = resume(run, plan).controller
 
         assert resumed.version == version
-        assert not resumed.rollouts.running
-        expected = {key: oldest for key, oldest in world.on_disk.items() if not rollouts.has_left(key[0])}
+        assert not resumed.pool.running
+        expected = {key: oldest for key, oldest in world.on_disk.items() if not pool.has_left(key[0])}
         found = {
             (position, sample): oldest
-            for position, group in resumed.rollouts.groups.items()
+            for position, group in resumed.pool.groups.items()
             for sample, oldest in group.versions.items()
         }
         assert found == expected
@@ -160,7 +157,7 @@ def test_a_skipped_iteration_that_the_controller_never_heard_of_is_taken_in(tmp_
     skip_iteration(run, 1, Skip("too_few_rollouts", "infra", "…", "…"))
     resumed = resume(run, Plan(run.config)).controller
     assert resumed.version == 1
-    assert resumed.rollouts.next() == (2, 0)
+    assert resumed.pool.next() == (2, 0)
     check(resumed)
 
 

@@ -14,28 +14,30 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection import running_shard, shard_runner
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.dispatch import ENGINE
-from roundhouse.collection.plan import Plan, bound_of
-from roundhouse.collection.resumption import PLACE, resume
-from roundhouse.collection.shard_runner import ShardRunner
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous import shard_runner
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.dispatch import ENGINE
+from roundhouse.collection.asynchronous.plan import Plan, bound_of
+from roundhouse.collection.asynchronous.resumption import PLACE, resume
+from roundhouse.collection.asynchronous.shard_runner import ShardRunner
 from roundhouse.collection.shard_worker import carry_out
-from roundhouse.collection.shard_workers import ShardTask
-from roundhouse.collection.shards import REPORT
+from roundhouse.collection.sharded_attempt import ShardedAttempt
+from roundhouse.collection.shards import ShardSpec
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
-from roundhouse.launch.child_process import Stopped
+from roundhouse.launch.base import Launcher, Program, Stopped
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.prefetch import prefetch_rollouts
+from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
 from roundhouse.tracking.catalogue import meaning_of
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.training.service.job_entry import REPORT
+from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.world import check
 from tests.stages.test_distributed import is_alive, until, workers
 from tests.stages.test_interrupted_collect import CALLS, GROUP, GuessedAnswer, GuessingEngine, recorded_seeds
@@ -198,7 +200,7 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
     os.kill(lost, signal.SIGKILL)
     until(lambda: workers().get("s0002of0002") not in (None, lost), PATIENCE)
     with lane.dispatch:
-        running = {lane.controller.rollouts.running[key].version for key in lane.controller.rollouts.running}
+        running = {lane.controller.pool.running[key].version for key in lane.controller.pool.running}
     assert running == {1}, "its rollouts were admitted again, on what the engine holds now"
     again = workers()["s0002of0002"]
     lane.runner.stop()
@@ -209,7 +211,7 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
     engine.silent, engine.version = (), 0
     engine.go_on.set()
     lane = Lane(run, engine)
-    assert lane.controller.rollouts.complete_of == {1: TASKS // SHARDS}, "the whole shard's groups are there"
+    assert lane.controller.pool.complete_of == {1: TASKS // SHARDS}, "the whole shard's groups are there"
     lane.transfer(1)
     manifest = read_manifest(Collecting(lane, 2).result())
     lane.runner.stop()
@@ -248,27 +250,19 @@ class Threads:
     unreported: set[tuple[int, str]] = field(default_factory=set)
     """Those whose workers write all and leave no report until then."""
 
-    def of(self, run: Run, tasks: list[ShardTask]) -> ThreadWorkers:
-        return ThreadWorkers(self)
+    def of(self, attempt: ShardedAttempt, programs: list[Program]) -> ThreadLauncher:
+        return ThreadLauncher(self)
 
 
-class ThreadWorkers:
+class ThreadLauncher(Launcher):
     ending_seconds = PATIENCE
 
     def __init__(self, threads: Threads) -> None:
         self.threads = threads
 
-    def __enter__(self) -> ThreadWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def run(self, task: ShardTask, said: Callable[[str], None], stopped: threading.Event) -> None:
+    def run(self, task: Program, said: Callable[[str], None], stopped: threading.Event) -> Location:
         spec = task.spec
+        assert isinstance(spec, ShardSpec)
         self.threads.began.append((spec.iteration, task.label, spec.began_on, spec.config.rollout.concurrency))
         if self.threads.losses[task.label]:
             self.threads.losses[task.label] -= 1
@@ -276,18 +270,19 @@ class ThreadWorkers:
         which = spec.iteration, task.label
         if which not in self.threads.held:
             task.prepare()
-            assert carry_out(task.spec_uri, said) == 0
+            assert carry_out(f"{task.place.uri}/spec.json", said) == 0
         if which in self.threads.held | self.threads.unreported:
             task.place.delete(REPORT)
             assert stopped.wait(PATIENCE)
             raise Stopped
+        return task.place
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     threads = Threads()
-    monkeypatch.setattr(shard_runner, "workers_of", threads.of)
-    monkeypatch.setattr(running_shard, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(ShardedAttempt, "open_launcher", lambda attempt, programs: threads.of(attempt, programs))
+    monkeypatch.setattr(shard_runner, "FIRST_PAUSE_SECONDS", 0.01)
     return threads
 
 
@@ -325,7 +320,7 @@ def test_a_shard_that_loses_too_many_workers_fails_its_stage_and_the_next_attemp
     lane.transfer(0)
     with pytest.raises(InfraError, match="its node is gone"):
         Collecting(lane, 1).result()
-    assert lane.controller.rollouts.running == {}
+    assert lane.controller.pool.running == {}
     Collecting(lane, 1).result()
     lane.runner.stop()
     assert Counter(label for _, label, *_ in threads.began)["s0001of0002"] == 3
@@ -370,7 +365,7 @@ def test_a_shard_admitted_while_weights_are_on_their_way_begins_when_they_are_th
     lane.train(1)
     lane.dispatch.tell(happened.TransferStarted(ENGINE, 1))
     ahead = Collecting(lane, 2)
-    until(lambda: len(lane.controller.rollouts.running) == TASKS * GROUP)
+    until(lambda: len(lane.controller.pool.running) == TASKS * GROUP)
     assert len(threads.began) == SHARDS, "admitted, and waiting for weights"
     engine.version = 1
     lane.dispatch.tell(happened.TransferFinished(ENGINE, 1))

@@ -5,14 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from roundhouse.cli.simulation import app
-from roundhouse.collection.controller import replay
+from roundhouse.cli.training import app
+from roundhouse.collection.asynchronous.controller import replay
 from roundhouse.config.simulation import EngineScenario, Scenario, parse_scenario
 from roundhouse.errors import ConfigError
-from roundhouse.simulation.comparison import compare, variants
-from roundhouse.simulation.engine import SimulatedReplica
-from roundhouse.simulation.recorded import makespan
-from roundhouse.simulation.run import Simulation, simulate
+from roundhouse.simulation.comparison import compare, makespan, variants
+from roundhouse.simulation.run import SimulatedReplica, Simulation, simulate
 
 FAULTS = {"rollout": 0.05, "transfer": 0.1, "training": 0.1, "replica_hours": 2.0, "replica_return_seconds": 300}
 
@@ -156,13 +154,15 @@ def test_the_command_compares_and_writes_json(tmp_path):
     file = tmp_path / "scenario.yaml"
     file.write_text("iterations: 5\ngroups: 4\nengine: {slots: 4}\n")
     options = ["--config", str(file), "--mode", "batch-async", "--mode", "fully-async", "--staleness", "1", "--json"]
-    result = CliRunner().invoke(app, [*options, "--replicas", "2", "--replicas", "4", "--set", "group_size=2"])
+    result = CliRunner().invoke(
+        app, ["simulate", *options, "--replicas", "2", "--replicas", "4", "--set", "group_size=2"]
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert [(row["mode"], row["replicas"]) for row in rows] == [
         (mode, replicas) for replicas in (2, 4) for mode in ("sync", "batch-async", "fully-async")
     ]
     assert sum(rows[1]["ages"].values()) == pytest.approx(1)
-    table = CliRunner().invoke(app, options[:-1])
+    table = CliRunner().invoke(app, ["simulate", *options[:-1]])
     assert table.exit_code == 0
     assert "share of rollouts" in table.stdout

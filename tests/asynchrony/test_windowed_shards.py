@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.overlap import StepBatch
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.overlap import StepBatch
+from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.parts import written_rollouts
-from roundhouse.collection.plan import Plan
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.prefetch import collect_chosen
@@ -18,7 +18,7 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.test_rolling_shards import (
     TASKS,
     Collecting,
@@ -87,7 +87,7 @@ def test_a_step_passes_over_a_slow_shard_and_a_run_that_goes_on_trains_on_each_g
     assert details(first)["groups"] == [0, 1, 4, 5], "the shard with 2 and 3 is passed over"
     assert read_manifest(first).metrics["time/rollouts"] > 0
     assert first.counts["failed"] == 1
-    until(lambda: 7 in lane.controller.rollouts.complete)
+    until(lambda: 7 in lane.controller.pool.complete)
     assert ahead[0].found == ahead[1].found == [], "a step is yet to be decided on for some of their groups"
     lane.runner.stop()
     assert all(stage.was_ended() for stage in ahead)
@@ -125,7 +125,7 @@ def test_a_skipped_step_takes_the_oldest_groups_along_and_what_was_made_of_them_
     lane = Lane(run, engine)
     lane.transfer(0)
     first = Collecting(lane, 1)
-    until(lambda: {0, 1} <= set(lane.controller.rollouts.complete))
+    until(lambda: {0, 1} <= set(lane.controller.pool.complete))
     groups = (0, 1) if unfinished == "held" else (0, 1, 2, 3)
     place = run.stage(1, "generate").location
     until(lambda: {rollout.rollout_id for rollout in written_rollouts(place)} == ids(lane, groups))

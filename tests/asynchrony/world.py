@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import restore, snapshot
-from roundhouse.collection.events import Block, Continue, Event
-from roundhouse.config.asynchrony import Asynchrony
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import restore, snapshot
+from roundhouse.collection.asynchronous.events import Block, Continue, Event
+from roundhouse.config.rollout import Asynchrony
 
 
 def terms(
@@ -40,7 +40,7 @@ def forward(controller: Controller, slots: int) -> Iterator[Event]:
             yield happened.RolloutStarted(answer.position, answer.sample, answer.attempt, name)
         if place.incoming is None:  # its engine is paused otherwise
             for key in place.running:
-                yield happened.RolloutFinished(*key, controller.rollouts.attempt_of(key))
+                yield happened.RolloutFinished(*key, controller.pool.attempt_of(key))
 
 
 def faults(controller: Controller) -> Iterator[Event]:
@@ -53,11 +53,11 @@ def faults(controller: Controller) -> Iterator[Event]:
         if place.incoming is not None:
             yield happened.TransferFailed(name, "checksum")
         for key in place.running:
-            attempt = controller.rollouts.attempt_of(key)
+            attempt = controller.pool.attempt_of(key)
             yield happened.RolloutFailed(*key, attempt, "timeout")
             yield happened.RolloutFailed(*key, attempt, "bad row", True)
         yield happened.ReplicaLost(name, "preempted")
-    for position, group in controller.rollouts.groups.items():
+    for position, group in controller.pool.groups.items():
         for sample in group.versions:
             if controller.batch is None or position not in controller.batch:
                 yield happened.RolloutEvicted(position, sample, "capacity")
@@ -68,10 +68,10 @@ def crashes(controller: Controller) -> Iterator[happened.Restarted]:
     """The process dies and comes back: the engine kept its weights, lost them, or the last facts were not told of."""
     kept = tuple((name, place.version) for name, place in controller.replicas.items())
     lost = tuple((name, None) for name in controller.replicas)
-    untold = tuple((*key, running.version) for key, running in controller.rollouts.running.items())
+    untold = tuple((*key, running.version) for key, running in controller.pool.running.items())
     yield happened.Restarted(controller.version, (), kept)
     yield happened.Restarted(controller.version, untold, lost)
-    yield happened.Restarted(controller.version, (), lost, tuple(controller.rollouts.running))
+    yield happened.Restarted(controller.version, (), lost, tuple(controller.pool.running))
     if controller.in_training:
         yield happened.Restarted(controller.version + 1, (), kept)
 
@@ -84,12 +84,12 @@ def lost_and_found(controller: Controller, replicas: str) -> Iterator[Event]:
 
 def check(controller: Controller) -> None:
     """What must hold of every state."""
-    limits, rollouts = controller.terms, controller.rollouts
-    begun = {divmod(index, limits.group_size) for index in range(rollouts.cursor)}
-    trained = set(range(rollouts.head)) | rollouts.trained_ahead  # or skipped
+    limits, pool = controller.terms, controller.pool
+    begun = {divmod(index, limits.group_size) for index in range(pool.cursor)}
+    trained = set(range(pool.head)) | pool.trained_ahead  # or skipped
     assert len(trained) == controller.version * limits.groups, "each group is trained once"
-    places = Counter(rollouts.again) + Counter(list(rollouts.running))
-    for position, group in rollouts.groups.items():
+    places = Counter(pool.again) + Counter(list(pool.running))
+    for position, group in pool.groups.items():
         assert position not in trained
         places += Counter((position, sample) for sample in (*group.versions, *group.failed))
     expected = Counter(key for key in begun if key[0] not in trained)
@@ -101,7 +101,7 @@ def check(controller: Controller) -> None:
             first = controller.version * limits.groups
             assert controller.batch == tuple(range(first, first + limits.groups)), "an iteration's own groups"
     on_replicas = {key: name for name, place in controller.replicas.items() for key in place.running}
-    assert on_replicas == {key: running.replica for key, running in rollouts.running.items()}
+    assert on_replicas == {key: running.replica for key, running in pool.running.items()}
     if limits.asynchrony.mode == "fully-async" and not limits.barrier and limits.validate_every == 0:
         for name, place in controller.replicas.items():
             answer = controller.admission(name)

@@ -16,7 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.events.worker import EventsWorker
 
-from flows.recovery import carry_out
+from flows.iteration import carry_out
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -24,8 +24,7 @@ from roundhouse.errors import ConfigError, DataError, DiskFull, InfraError
 from roundhouse.health.watchdog import Stalled, run_interruptible
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import Run, open_run
-from roundhouse.store.skipped import skip_of
+from roundhouse.store.run import Run, open_run, skip_of
 from tasks.health import heartbeat, reporter_of
 from tasks.options import stage_task
 from tests.stages.test_checkpoint import model_directory, trained

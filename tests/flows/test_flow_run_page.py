@@ -25,7 +25,7 @@ from flows import controls
 from flows._prefect.delivery import deliver_queued_records
 from flows._prefect.suspension import lasting_suspensions
 from flows.prefect_log import ENDED, FIGURES, reports_to_prefect
-from roundhouse.progress import announce
+from roundhouse.activity import announce
 from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.catalogue import meaning_of
 from tests.flows.served import Served, until

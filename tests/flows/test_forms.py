@@ -16,6 +16,7 @@ from flows.forms import (
     CollectForm,
     EvaluateForm,
     ForkForm,
+    ReplayForm,
     TrainForm,
     TrainOfflineForm,
     preset_names,
@@ -26,7 +27,7 @@ from roundhouse.config.loading import flatten, load_config, parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.run import Run, open_run
 
-FORMS = (TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm)
+FORMS = (TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm, ReplayForm)
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -82,7 +83,9 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         EvaluateForm(run_id="none", store=str(tmp_path)).resolve()
 
 
-@pytest.mark.parametrize("form", [TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm, ApproveForm])
+@pytest.mark.parametrize(
+    "form", [TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm, ReplayForm, ApproveForm]
+)
 def test_no_text_of_a_form_has_angle_brackets_which_the_page_takes_for_html(form: type[BaseModel]) -> None:
     texts = re.findall(r"<[A-Za-z/][^>]*>", json.dumps([each.get("description") for each in _objects(form)]))
     assert texts == []

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from flows.alerts import ALERTS, install, installed
-from roundhouse.config.failures import FailuresConfig
+from roundhouse.config.operations import FailuresConfig
 from roundhouse.health.watchdog import Stalled
-from roundhouse.stages.budget import raises
-from roundhouse.store.promoted import Promoted, promoted_version
+from roundhouse.stages.cost import raises
+from roundhouse.store.run import Promoted, promoted_version
 from roundhouse.store.stage import read_manifest
 from tasks.options import stage_boundary
 from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served, until

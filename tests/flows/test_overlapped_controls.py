@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.plan import Plan
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.manifest import MANIFEST
 from tests.flows.served import Served, until

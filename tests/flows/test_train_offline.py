@@ -16,8 +16,7 @@ from flows.schedules import add_schedule, back_fill, missed, remove_schedule
 from roundhouse.query.lineage import trained_on
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, dataset_versions, users_of_datasets
-from roundhouse.store.promoted import point_to_promoted, promoted_version
-from roundhouse.store.run import Run, open_run
+from roundhouse.store.run import Run, open_run, point_to_promoted, promoted_version
 from roundhouse.store.stage import read_manifest
 from tests.flows.served import Served
 from tests.stages.test_checkpoint import trained

@@ -28,9 +28,8 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.records import Rollout, Status, Turn, derive_seed, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
-from roundhouse.trajectories.tokens import derive_seed, digest_tokens
 
 LENGTH, PROMPT = 4, 3
 
@@ -85,7 +84,9 @@ def collect(
     model = model_of(checkpoint)
     version = checkpoint.policy_version
     generator = torch.Generator().manual_seed(derive_seed("collect", version, draw))
-    made = [rollout for group in range(groups) for rollout in _group(model, group, size, version, draw, generator)]
+    made = [
+        rollout for group in range(groups) for rollout in sampled_group(model, group, size, version, draw, generator)
+    ]
     stage = dataset_stage(run, name, TaskDraw(draw).label(version), TaskDraw(draw))
     attempt = run.begin(stage, policy_version=version)
     attempt.write_table("turns", turns_table(made))
@@ -98,7 +99,9 @@ def collect(
     )
 
 
-def _group(model: Any, group: int, size: int, version: int, draw: int, generator: torch.Generator) -> list[Rollout]:
+def sampled_group(
+    model: Any, group: int, size: int, version: int, draw: int, generator: torch.Generator
+) -> list[Rollout]:
     vocabulary = model.config.vocab_size
     prompt = prompt_of(group, vocabulary)
     tokens = torch.tensor([prompt] * size)

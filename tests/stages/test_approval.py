@@ -8,11 +8,9 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.stages.approval import answer, answer_to, open_questions, settle_expired
 from roundhouse.stages.checkpoint import retain
-from roundhouse.stages.promotion import promote
-from roundhouse.store.promoted import Promoted, promoted_version
-from roundhouse.store.run import Run, load_run, open_run
+from roundhouse.stages.promotion import answer, answer_to, open_questions, promote, settle_expired
+from roundhouse.store.run import Promoted, Run, load_run, open_run, promoted_version
 from roundhouse.store.stage import read_manifest
 from tests.stages.test_promotion import evaluated
 

@@ -5,7 +5,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
-from roundhouse.generation.model_files import local_model
+from roundhouse.generation.serve_app import local_model
 from roundhouse.stages.checkpoint import publish, publish_starting_policy, recorded, retain
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.store.directories import local_directory, upload_model

@@ -5,17 +5,21 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from roundhouse.cli.cost import run_cost
+from roundhouse.cli.reports import run_cost
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
-from roundhouse.stages.budget import budget_of, over_budget, raise_budget, raises, used_up
 from roundhouse.stages.cost import (
+    budget_of,
     is_waste,
     iteration_cost,
+    over_budget,
+    raise_budget,
+    raises,
     rollout_waste,
     run_totals,
     totals_after,
     untrained_tokens,
+    used_up,
 )
 from roundhouse.stages.report import iteration_manifests, report_iteration
 from roundhouse.store.run import open_run

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.activity import ACTIVITY
-from roundhouse.collection.shard_workers import ProcessWorkers
-from roundhouse.collection.sharded_collector import ShardedCollector
-from roundhouse.collection.shards import REPORT, Shard, shares, split
+from roundhouse.collection.collector import ShardedCollector
+from roundhouse.collection.shards import Shard, shares, split
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.watchdog import Stalled, supervised
+from roundhouse.launch.subprocesses import SubprocessLauncher
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
@@ -35,9 +36,9 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import WRITERS, read_manifest
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
-from roundhouse.trajectories.records import Rollout
+from roundhouse.training.service.job_entry import REPORT
+from roundhouse.trajectories.records import Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table
-from roundhouse.trajectories.tokens import derive_seed
 from tests.stages.test_interrupted_collect import CALLS, COLLECTING, GROUP, GuessingEngine, dataset, recorded_seeds
 from tests.stages.test_interrupted_collect import engine as engine
 from tests.stages.test_interrupted_collect import settings as guessing
@@ -343,8 +344,8 @@ def test_an_error_of_a_worker_reaches_the_stage_as_it_was_raised_there(tmp_path:
     task = distributed._sharded.task(shard, run.config.generation.sampling, "http://127.0.0.1:9", 1)
     (tmp_path / "file").write_text("no directory")
     broken = task.spec.model_copy(update={"stage": (tmp_path / "file" / "stage").as_uri()})
-    with ProcessWorkers(60) as processes, pytest.raises(StoreError, match=r"writers s0001of0002 of attempt"):
-        processes.run(type(task)(broken, task.label, ""), lambda line: None, threading.Event())
+    with SubprocessLauncher(run) as processes, pytest.raises(StoreError, match=r"writers s0001of0002 of attempt"):
+        processes.run(replace(task, spec=broken), lambda line: None, threading.Event())
 
 
 def test_a_damaged_report_or_part_costs_its_shard_and_no_more(tmp_path: Path, engine: GuessingEngine) -> None:

@@ -25,8 +25,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_part, read_table
-from roundhouse.trajectories.group_statistics import groups_with_spread
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import Rollout, Status, groups_with_spread
 
 TASKS, GROUP = 3, 4
 

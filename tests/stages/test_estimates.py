@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.stages.estimates import (
+from roundhouse.stages.evaluate import (
     mean_interval,
     mean_pass_at_k,
     paired_difference,
     reported_ks,
 )
-from roundhouse.trajectories.group_statistics import pass_at_k
+from roundhouse.trajectories.records import pass_at_k
 
 
 @given(st.integers(1, 8), st.data())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
-from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.stages.evaluate import evaluate_version, evaluation_metrics, set_of, stage_of, with_set
+from roundhouse.stages.report import _evaluation
 from roundhouse.store.run import open_run
 
 
@@ -22,3 +25,47 @@ def test_without_a_held_out_task_there_is_nothing_to_evaluate_on_and_the_key_is_
     with pytest.raises(ConfigError, match=r"no held-out task.*environment\.heldout_tasks"):
         evaluate_version(run, 0, "http://127.0.0.1:1")
     assert run.stage(0, "evaluate").reference() is None
+
+
+GIVEN = {
+    "run_id": "r",
+    "environment": {"kind": "sort", "digits": 3},
+    "evaluation": {
+        "tasks": 50,
+        "sets": {"greedy": {"temperature": 0}, "others": {"environment": {"kind": "calculator"}, "tasks": 7}},
+    },
+}
+
+
+def test_a_set_changes_what_it_names_and_nothing_else() -> None:
+    config = parse_config(GIVEN)
+    greedy, others = with_set(config, "greedy"), with_set(config, "others")
+    assert (greedy.evaluation.temperature, greedy.evaluation.tasks, greedy.environment.kind) == (0, 50, "sort")
+    assert (others.evaluation.temperature, others.evaluation.tasks, others.environment.kind) == (1.0, 7, "calculator")
+    assert greedy.generation == others.generation == config.generation
+
+
+def test_the_stage_of_a_set_is_told_from_all_others() -> None:
+    assert [stage_of(None), stage_of("greedy")] == ["evaluate", "evaluate-greedy"]
+    assert [set_of(stage) for stage in ("evaluate", "evaluate-greedy", "collect")] == [None, "greedy", None]
+
+
+def test_the_metrics_of_a_set_have_its_name_and_reach_the_summary_under_it() -> None:
+    plain, named = evaluation_metrics([]), evaluation_metrics([], name="greedy")
+    assert named == {name.replace("evaluation/", "evaluation/greedy/", 1): value for name, value in plain.items()}
+    manifests = {"evaluate": manifest({"evaluation/reward/mean": 0.2})} | {
+        "evaluate-greedy": manifest({"evaluation/greedy/reward/mean": 0.5, "evaluation/greedy/tasks": 3.0})
+    }
+    summary = _evaluation(4, manifests)
+    assert summary["reward_mean"] == 0.2
+    assert summary["sets"] == {"greedy": {"reward_mean": 0.5, "tasks": 3.0}}
+
+
+def manifest(metrics: dict[str, float]) -> Any:
+    return SimpleNamespace(metrics=metrics, counts={})
+
+
+@pytest.mark.parametrize("name", ["Greedy", "a/b", ""])
+def test_a_set_is_named_as_a_directory_can_be(name: str) -> None:
+    with pytest.raises(ConfigError, match="sets"):
+        parse_config({"run_id": "r", "evaluation": {"sets": {name: {}}}})

@@ -20,7 +20,7 @@ import pytest
 from roundhouse.collection import parts
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError, StoreError
-from roundhouse.rollout.recorded_calls import JOURNAL
+from roundhouse.rollout.replay import JOURNAL
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
@@ -28,7 +28,7 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_part
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
-from roundhouse.trajectories.tokens import derive_seed
+from roundhouse.trajectories.records import derive_seed
 from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written
 
 TASKS, GROUP, CALLS = 2, 4, 6

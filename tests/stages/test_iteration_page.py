@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from roundhouse.config.loading import parse_config
-from roundhouse.stages.iteration_page import iteration_page
-from roundhouse.stages.report import iteration_manifests
+from roundhouse.stages.report import iteration_manifests, iteration_page
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.records import Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rollouts_table, turns_table

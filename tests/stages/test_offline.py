@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,7 @@ from roundhouse.query.lineage import trained_on
 from roundhouse.stages.datasets import dataset_versions, retain_versions, users_of_datasets
 from roundhouse.stages.fork import fork_run, offline_config
 from roundhouse.stages.freshness import StaleData, importance_of, kish
-from roundhouse.stages.offline import age_of, batch_of, with_iterations
-from roundhouse.stages.offline_batches import batch_at, batches_of_an_epoch
+from roundhouse.stages.offline import age_of, batch_at, batch_of, batches_of_an_epoch, with_iterations
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.manifest import Reference
@@ -117,6 +117,20 @@ def test_what_a_run_trains_from_is_fixed_with_digests_and_seen_by_why(world: Any
     found = trained_on(base.config.store, "fixed", 4)
     assert {entry["dataset"] for entry in found.iterations} == {"night@v000000-i000001", "night@v000000-i000002"}
     assert {row["row"]: row["prompt"] for row in found.rows}["task/3"] == "prompt 3"
+
+
+def test_a_copied_version_is_trained_on_when_the_original_is_gone(world: Any, tmp_path: Path) -> None:
+    """What docs/offline-training.md advises for data of another store."""
+    _, base, start, _ = world
+    collect(base, start, draw=3, name="moved")
+    [original] = dataset_versions(base.config.store, "moved")
+    place = Path(original.uri.removeprefix("file://"))
+    shutil.copytree(place, tmp_path / "copy")
+    shutil.rmtree(place)
+    run = train_to_the_end(offline(base, "from-a-copy", str(tmp_path / "copy")))
+    [used] = batch_of(run, 1)[0]
+    assert (used.uri, used.digest) == (f"file://{tmp_path}/copy", original.digest)
+    assert weights(run, run.config.iterations) != weights(base, 0)
 
 
 def test_fresh_data_is_told_to_be_fresh(world: Any) -> None:

@@ -11,8 +11,7 @@ from roundhouse.errors import StoreError
 from roundhouse.stages.checkpoint import retain
 from roundhouse.stages.evaluate import evaluation_metrics
 from roundhouse.stages.promotion import promote
-from roundhouse.store.promoted import POINTER, promoted_checkpoint, promoted_version
-from roundhouse.store.run import Run, open_run
+from roundhouse.store.run import POINTER, Run, open_run, promoted_checkpoint, promoted_version
 from roundhouse.store.stage import read_manifest
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout, Status

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import LoraConfig, OptimizerConfig, TrainConfig
-from roundhouse.generation.engine_services import EngineGone, ProcessEngine
+from roundhouse.generation.deployment import EngineGone, ProcessEngine
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import engine_at, engine_service, ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run

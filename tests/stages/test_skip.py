@@ -8,11 +8,9 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import TooFewSequences
-from roundhouse.stages.checkpoint import publish, publish_starting_policy
+from roundhouse.stages.checkpoint import publish, publish_starting_policy, skip_after, skip_iteration, skipped_in_a_row
 from roundhouse.stages.report import report_iteration, summarize
-from roundhouse.stages.skip import skip_after, skip_iteration, skipped_in_a_row
-from roundhouse.store.run import Run, open_run
-from roundhouse.store.skipped import skip_of
+from roundhouse.store.run import Run, open_run, skip_of
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
 from tests.stages.test_checkpoint import model_directory, trained

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,14 @@ import pyarrow as pa
 import pytest
 
 from roundhouse.config.loading import parse_config
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
-from roundhouse.launch.child_process import ChildProcess
+from roundhouse.launch.resident_ranks import ResidentRanks
+from roundhouse.launch.subprocesses import ChildProcess, SubprocessLauncher
 from roundhouse.stages import train as stage
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
-from roundhouse.stages.train import train_iteration
-from roundhouse.stages.train_process import run_in_process
+from roundhouse.stages.train import step_program, train_iteration
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
@@ -121,6 +124,29 @@ def test_a_restart_between_iterations_changes_nothing(store_uri: str, tmp_path: 
     assert trainer_files == [
         entry for entry in read_manifest(restarted).model_files.named() if entry.path.startswith("trainer/")
     ]
+
+
+@pytest.mark.long
+def test_ranks_stay_between_iterations_and_a_lost_one_costs_its_step_alone(tmp_path: Path) -> None:
+    """What two ranks write that stay for two iterations, others write of which one is killed in between."""
+    ranks: dict[str, Any] = {"kind": "resident", "processes": 2}
+    expected = checkpoint_digests(
+        train_two(make_run(str(tmp_path / "kept"), tmp_path, **ranks), tmp_path, restart=False)
+    )
+    run = make_run(str(tmp_path / "lost"), tmp_path, **ranks)
+    start = starting_policy(run)
+    update = train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache")
+    base, batch = publish(run, update), sequences(run, 2)
+    [trainer] = stage._resident.values()
+    service = trainer.learner.service
+    assert isinstance(service, ResidentRanks)
+    os.kill(service.ranks.pids[1], signal.SIGKILL)
+    with pytest.raises(InfraError, match=r"rank 1 of 2 was killed by signal 9"):
+        train_iteration(run, 2, batch, base, tmp_path / "cache")
+    assert run.stage(2, "train").reference() is None
+    assert run.checkpoint(2).reference() is None
+    again = publish(run, train_iteration(run, 2, batch, base, tmp_path / "cache"))
+    assert checkpoint_digests(again) == expected
 
 
 def test_a_step_records_its_columns_and_is_not_done_twice(tmp_path: Path) -> None:
@@ -241,8 +267,12 @@ def test_the_errors_of_a_step_are_told_by_exit_code_and_error_file(tmp_path: Pat
 
 def test_a_step_beyond_its_time_is_ended(tmp_path: Path) -> None:
     spec = spec_of(make_run(str(tmp_path / "store"), tmp_path), tmp_path)
-    with pytest.raises(InfraError, match=r"longer than train.service.timeout_seconds"):
-        run_in_process(spec, ProcessService(timeout_seconds=0.2))
+    program = step_program(spec, ProcessService(timeout_seconds=0.2), Location((tmp_path / "place").as_uri()))
+    with (
+        SubprocessLauncher(None) as launcher,
+        pytest.raises(InfraError, match=r"longer than train.service.timeout_seconds"),
+    ):
+        launcher.run(program, print, threading.Event())
 
 
 def test_a_step_that_was_killed_is_an_infrastructure_error(tmp_path: Path) -> None:

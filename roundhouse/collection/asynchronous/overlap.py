@@ -16,17 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.collection import events as happened
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
+from roundhouse.collection.asynchronous.events import Transfer
+from roundhouse.collection.asynchronous.in_process_runner import InProcessRunner
+from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.asynchronous.resumption import catch_up, resume, unfinished_iterations
+from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, RolloutRunner
+from roundhouse.collection.asynchronous.shard_runner import ShardRunner
 from roundhouse.collection.collector import refuse_many_failures
-from roundhouse.collection.dispatch import ENGINE, Dispatch
-from roundhouse.collection.events import Transfer
-from roundhouse.collection.in_process_runner import InProcessRunner
-from roundhouse.collection.plan import Plan
-from roundhouse.collection.resumption import catch_up, resume, unfinished_iterations
-from roundhouse.collection.runner import LOOK_SECONDS, RolloutRunner
-from roundhouse.collection.shard_runner import ShardRunner
-from roundhouse.config.distribution import InProcessCollection
-from roundhouse.config.failures import stall_seconds
+from roundhouse.config.operations import stall_seconds
+from roundhouse.config.rollout import InProcessCollection
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -177,7 +177,7 @@ class Overlap:
                 if self.chooses and dispatch.controller.training() is not None:
                     return None
                 self._refuse_ended()
-                at_work = dispatch.works_elsewhere or dispatch.controller.rollouts.running
+                at_work = dispatch.works_elsewhere or dispatch.controller.pool.running
                 quiet_since = time.monotonic() if at_work else quiet_since
                 dispatch.wait(LOOK_SECONDS)
             if time.monotonic() - quiet_since > patience:

@@ -1,4 +1,4 @@
-"""Offline collection: rollouts of a checkpoint, as a dataset that outlives the run."""
+"""One stage of a checkpoint, outside any training run: collect a dataset, evaluate on held-out tasks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from flows._prefect.signals import redeliver_lost_signals
 from flows._prefect.tuning import OpaqueConfig, untagged_tasks
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, open_to_collect, retain_versions, version_for
 from roundhouse.store.manifest import Reference
-from roundhouse.store.promoted import version_named
-from roundhouse.store.run import Run, no_such_version
-from tasks.collect import collect_dataset
-from tasks.policy import starting_policy
-from tasks.refit import refit_to
+from roundhouse.store.run import Run, no_such_version, open_run, version_named
+from tasks.stages import collect_dataset, refit_to, starting_policy
+from tasks.stages import evaluate as evaluate_stage
 
 
 @flow(name="collect", flow_run_name="collect {name} of {config.run_id}", persist_result=True, result_serializer="json")
@@ -60,3 +58,15 @@ def _collect(
         raise no_such_version(run, version)
     refit_to(run, checkpoint)
     return collect_dataset(run, name, draw, checkpoint)
+
+
+@flow(name="evaluate", flow_run_name="evaluate {config.run_id}", persist_result=True, result_serializer="json")
+def evaluate(config: OpaqueConfig, version: int | None = None) -> Reference:
+    """Evaluate a version on held-out tasks, by default the newest."""
+    run = open_run(config)
+    with untagged_tasks(), redeliver_lost_signals():
+        start = starting_policy(run)
+        checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
+        if checkpoint is None:
+            raise no_such_version(run, version)
+        return evaluate_stage(run, checkpoint)

@@ -10,15 +10,14 @@ says so before, and nothing of it is open any more.
 
 from __future__ import annotations
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
+from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
 from roundhouse.collection.parts import written_rollouts
-from roundhouse.collection.plan import Plan, bound_of, generated_in
 from roundhouse.errors import DataError, StoreError
-from roundhouse.store.run import Run
-from roundhouse.store.skipped import skip_of
+from roundhouse.store.run import Run, skip_of
 from roundhouse.trajectories.records import Rollout, Status
 
 PLACE = "asynchrony"
@@ -104,7 +103,7 @@ def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: in
     decided on stays."""
     with dispatch:
         for position, sample in plan.keys(iteration):
-            group = controller.rollouts.groups.get(position)
+            group = controller.pool.groups.get(position)
             if group is None or controller.has_decided(position) or (position, sample) in kept:
                 continue
             if sample in group.failed:
@@ -115,11 +114,11 @@ def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: in
 
 def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
     """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
-    groups, rollouts = controller.terms.groups, controller.rollouts
-    begun = {position // groups + 1 for position in rollouts.groups}
+    groups, pool = controller.terms.groups, controller.pool
+    begun = {position // groups + 1 for position in pool.groups}
     if controller.terms.chooses:  # a stage can be behind a step that took the last of its groups
-        begun |= {position // groups + 1 for position in rollouts.trained_ahead}
-        iteration = rollouts.head // groups
+        begun |= {position // groups + 1 for position in pool.trained_ahead}
+        iteration = pool.head // groups
         while iteration > run.first_version and generated_in(run, iteration).reference() is None:
             begun.add(iteration)
             iteration -= 1
@@ -129,6 +128,6 @@ def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
 def _open_iterations(controller: Controller, version: int) -> range:
     """Those that may have rollouts and have not been trained."""
     terms = controller.terms
-    first = controller.rollouts.head // terms.groups if terms.chooses else version
+    first = controller.pool.head // terms.groups if terms.chooses else version
     last = version + 1 + terms.start_lag
     return range(first + 1, min(last, terms.iterations) + 1)

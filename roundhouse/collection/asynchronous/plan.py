@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.rollouts import Key
+from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.collection.rounds import round_tasks
 from roundhouse.config.models import RunConfig
 from roundhouse.rollout.clients import open_environment

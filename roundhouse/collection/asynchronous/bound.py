@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from roundhouse.config.asynchrony import Asynchrony
+from roundhouse.config.rollout import Asynchrony
 from roundhouse.errors import ConfigError
 
 

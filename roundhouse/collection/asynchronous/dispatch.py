@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.controller_journal import ControllerJournal
-from roundhouse.collection.events import Event
-from roundhouse.collection.rollouts import Key
+from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
+from roundhouse.collection.asynchronous.events import Event
+from roundhouse.collection.asynchronous.pool import Key
 
 ENGINE = "engine"
 """The one replica that the controller knows: the run's engine, which takes all of its weights at once and shares requests among
@@ -94,8 +94,8 @@ class Dispatch:
 
     def is_running(self, key: Key, attempt: int) -> bool:
         """Whether this attempt was not given up."""
-        rollouts = self.controller.rollouts
-        return key in rollouts.running and rollouts.attempt_of(key) == attempt
+        pool = self.controller.pool
+        return key in pool.running and pool.attempt_of(key) == attempt
 
     @property
     def works_elsewhere(self) -> bool:

@@ -1,4 +1,4 @@
-"""Collect while training (`asynchrony.staleness` above 0): two concurrent loops, each durable by itself.
+"""Collect while training (`asynchrony.staleness` above 0): the generation loop next to the iterations, each durable by itself.
 
     train ──┬── generation from 3      refit to version 2 ── collect 3 ── collect 4 ── refit to version 3 ── collect 5 …
             └── iteration 3 ── iteration 4 …                 each: (waits for its collect) validate, train, checkpoint, …
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from prefect import flow
@@ -21,50 +21,16 @@ from prefect.futures import PrefectFuture
 from flows._prefect.orphans import end_generation_loops
 from flows._prefect.reruns import pin_subflow_index
 from flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged_tasks
-from flows.iteration import is_evaluated
-from roundhouse.collection.overlap import BeginCollect, Overlap
-from roundhouse.collection.runner import END_SECONDS
+from roundhouse.collection.asynchronous.overlap import BeginCollect, Overlap
+from roundhouse.collection.asynchronous.runner import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.stages.refit import engine_service
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from tasks.checkpoint import checkpoint
-from tasks.evaluate import evaluate, promote
-from tasks.prefetch import collect_chosen, generate_rollouts, prefetch_rollouts, transfer
-from tasks.report import report_iteration
-from tasks.train import train_step
-from tasks.validate import validate
+from tasks.stages import collect_chosen, generate_rollouts, prefetch_rollouts, transfer, validate
 
 _JOIN_SECONDS = 4 * END_SECONDS
 """For the generation loop to end, its stages and Prefect's own work included."""
-
-
-@flow(
-    name="iteration", flow_run_name="{config.run_id} iteration {k:04d}", persist_result=True, result_serializer="json"
-)
-def overlapped_iteration(config: OpaqueConfig, k: int) -> Reference:
-    """Wait for what the generation loop collects; validate, train, checkpoint, and every N iterations evaluate."""
-    run, loop = open_run(config), _loop.get()
-    base = run.checkpoint(k - 1).reference()
-    if base is None:
-        raise StoreError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
-
-    overlap = loop.at_work()
-    with untagged_tasks():
-        collected = overlap.collected(k)
-        with overlap.training(k) as batch:
-            rollouts = collected or collect_chosen(run, k, overlap.runner, batch)
-            sequences = validate(run, k, rollouts)
-            update = train_step(run, k, sequences, base)
-            published = checkpoint(run, update)
-        if k == config.iterations:
-            loop.end()  # the engine is evaluate's alone
-        if is_evaluated(config, k):
-            with overlap.validating(k):
-                evaluate(run, published)
-            promote(run, k)
-        report_iteration(run, k)
-    return published
 
 
 @flow(name="generation", flow_run_name="{config.run_id} generation from {first:04d}", persist_result=False)
@@ -104,7 +70,8 @@ def generation(config: OpaqueConfig, first: int) -> None:
 
 
 class GenerationLoop:
-    """The generation loop of a run: a thread with the flow `generation`, started again on demand after it failed."""
+    """The generation loop of a run, which the iterations get their rollouts from (`flows.iteration.Source`): a thread with the
+    flow `generation`, started again on demand after it failed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -124,6 +91,20 @@ class GenerationLoop:
             self._thread = threading.Thread(target=context.run, args=(self._generate,), name="generation", daemon=True)
             self._thread.start()
         return self._overlap
+
+    @contextmanager
+    def sequences(self, run: Run, k: int, base: Reference) -> Iterator[Reference]:
+        overlap = self.at_work()
+        collected = overlap.collected(k)
+        with overlap.training(k) as batch:
+            rollouts = collected or collect_chosen(run, k, overlap.runner, batch)
+            yield validate(run, k, rollouts)
+        if k == run.config.iterations:
+            self.end()  # the engine is evaluate's alone
+
+    def evaluation(self, k: int) -> AbstractContextManager[None]:
+        assert self._overlap is not None, "version k was trained on its rollouts"
+        return self._overlap.validating(k)
 
     def end(self) -> None:
         """End the generation loop and wait for it.
@@ -153,16 +134,13 @@ class GenerationLoop:
 
 
 @contextmanager
-def generation_loop(run: Run) -> Iterator[None]:
+def generation_loop(run: Run) -> Iterator[GenerationLoop]:
     """The generation loop next to the block's iterations; it ends with the block, however that ends."""
     found = GenerationLoop(run)
-    token = _loop.set(found)
     try:
-        yield
+        yield found
     finally:
-        _loop.reset(token)
         found.end()
 
 
-_loop: contextvars.ContextVar[GenerationLoop] = contextvars.ContextVar("generation_loop")
 _overlap: contextvars.ContextVar[Overlap] = contextvars.ContextVar("overlap")

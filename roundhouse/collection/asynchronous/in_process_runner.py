@@ -1,6 +1,6 @@
 """The runner in this process: one event loop rolls out whatever the controller admits, for all open iterations at once.
 
-Invariant: those of `roundhouse.collection.runner`; what finished is in the parts of its iteration before the journal says so.
+Invariant: those of `runner`; what finished is in the parts of its iteration before the journal says so.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundhouse.collection import events as happened
+from roundhouse.activity import announce
 from roundhouse.collection import parts as stage_parts
-from roundhouse.collection.dispatch import ENGINE, Dispatch
-from roundhouse.collection.events import Continue
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
+from roundhouse.collection.asynchronous.events import Continue
+from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.parts import Parts
-from roundhouse.collection.plan import Plan
-from roundhouse.collection.resumption import forget
-from roundhouse.collection.rollouts import Key
-from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.progress import announce
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
@@ -104,8 +103,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None
     ) -> OpenCollection:
         while not self._ready.wait(LOOK_SECONDS):
-            if self.ended.is_set():
-                raise self.error or InfraError("The rollout runner has ended.")
+            self._refuse_ended()
         version = iteration - 1  # that its step trains from
         parts = Parts(self.run.begin(stage, policy_version=version), version, oldest_version)
         specs = self.plan.specs(iteration)
@@ -121,15 +119,11 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         context = contextvars.copy_context()
         opened = OpenCollection(iteration, parts, tuple(keys), collection, context, progress)
         with self._dispatch as dispatch:
-            rollouts = dispatch.controller.rollouts
-            counted = [key for key in keys if rollouts.has_left(key[0]) or key in rollouts]
+            pool = dispatch.controller.pool
+            counted = [key for key in keys if pool.has_left(key[0]) or key in pool]
             kept = parts.keep([keys[key] for key in counted])
             opened.rollouts = {key: kept[keys[key].rollout_id] for key in counted if keys[key].rollout_id in kept}
-            forget(dispatch.controller, dispatch, self.plan, iteration, set(opened.rollouts))
-            self._open[iteration] = opened
-            self.wanted = None
-            dispatch.wake()
-        return opened
+            return self._register(opened, set(opened.rollouts))
 
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
         found = {}
@@ -139,9 +133,6 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
                 if None not in rollouts:
                     found[position] = [rollout for rollout in rollouts if rollout is not None]
         return found
-
-    def outlines(self, positions: Collection[int]) -> list[Rollout]:
-        return [rollout for rollouts in self.at_hand(positions).values() for rollout in rollouts]
 
     def window_seconds(self, positions: Collection[int]) -> float:
         spans = [span for opened in self._open.values() for key, span in opened.spans.items() if key[0] in positions]
@@ -165,7 +156,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
             if opened is None:
                 return
             for key, task in list(opened.running.items()):
-                if key in dispatch.controller.rollouts.running:
+                if key in dispatch.controller.pool.running:
                     dispatch.tell(happened.RolloutEvicted(*key, "its stage was given up"))
                 self._call_soon(task.cancel)
 
@@ -228,14 +219,10 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
 
     def _begin(self) -> tuple[Continue, OpenCollection] | None:
         with self._dispatch as dispatch:
-            given = dispatch.controller.admission(ENGINE)
-            if not isinstance(given, Continue):
-                return None
-            iteration = self.plan.iteration_of(given.position)
-            if (opened := self._opened_for(iteration)) is None:
-                return None
-            dispatch.tell(happened.RolloutStarted(given.position, given.sample, given.attempt, ENGINE))
-        return given, opened
+            if (begun := self._admitted()) is not None:
+                given, _ = begun
+                dispatch.tell(happened.RolloutStarted(given.position, given.sample, given.attempt, ENGINE))
+        return begun
 
     async def _roll_out(self, given: Continue, opened: OpenCollection) -> None:
         key = (given.position, given.sample)

@@ -1,7 +1,7 @@
 """The weight-sync controller: who may begin, who trains on what, which replica gets which version.
 
 Invariants, in every mode and whatever fails:
-* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.bound`);
+* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.asynchronous.bound`);
 * each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed, or its iteration is
   on record as skipped;
 * an iteration trains on exactly the groups that were decided when it began, never on those that were merely quick;
@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
-from roundhouse.collection.rollouts import Key, Rollouts
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.asynchronous.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
+from roundhouse.collection.asynchronous.pool import Key, TrajectoryPool
 from roundhouse.errors import DataError
 
 
@@ -45,7 +45,7 @@ class Controller:
 
     def __init__(self, terms: StalenessBound, replicas: Iterable[str] = ()) -> None:
         self.terms = terms
-        self.rollouts = Rollouts(terms)
+        self.pool = TrajectoryPool(terms)
         self.replicas = {name: ControlledReplica() for name in replicas}
         self.version = terms.first_version
         """The newest version in the store."""
@@ -67,7 +67,7 @@ class Controller:
             if not self.terms.starts_during_transfer:
                 return Block(Hold.TRANSFER)
             version = place.incoming
-        key = self.rollouts.next()
+        key = self.pool.next()
         if key is None:
             return Block(Hold.PLAN_ENDED)
         if not self.terms.may_begin(key[0], version):
@@ -75,13 +75,13 @@ class Controller:
             return Block(Hold.WEIGHTS if newer else Hold.TRAINING)
         if self.terms.barrier and (held := self._held_by_barrier()) is not None:
             return Block(held)
-        return Continue(*key, self.rollouts.attempt_of(key), version)
+        return Continue(*key, self.pool.attempt_of(key), version)
 
     def training(self) -> Train | None:
         """The step that can begin now."""
         if self.in_training or self.finished:
             return None
-        batch = self.batch or self.rollouts.batch()
+        batch = self.batch or self.pool.batch()
         return None if batch is None else Train(self.version + 1, batch)
 
     def transfer(self, replica: str) -> Transfer | None:
@@ -120,11 +120,11 @@ class Controller:
 
     def has_decided(self, position: int) -> bool:
         """Whether a step was decided on for this group, or it was dropped: what becomes of it is settled."""
-        return self.rollouts.has_left(position) or position in (self.batch or ())
+        return self.pool.has_left(position) or position in (self.batch or ())
 
     def ages(self, groups: Iterable[int]) -> list[int]:
         """Ages of the finished rollouts of these groups, if the next step trained on them."""
-        found = [self.rollouts.groups[position].versions.values() for position in groups]
+        found = [self.pool.groups[position].versions.values() for position in groups]
         return [self.version - version for versions in found for version in versions]
 
     # Events
@@ -147,25 +147,25 @@ class Controller:
                 f"Rollout {event.position}/{event.sample} began on {event.replica}, which was to wait: {answer.reason}."
             )
         key = (event.position, event.sample)
-        self.rollouts.begin(key, event.attempt, event.replica, answer.version)
+        self.pool.begin(key, event.attempt, event.replica, answer.version)
         self.replicas[event.replica].running.add(key)
 
     @apply.register
     def _(self, event: happened.RolloutFinished) -> None:
         key = (event.position, event.sample)
-        self._left(key, self.rollouts.finish(key, event.attempt).replica)
+        self._left(key, self.pool.finish(key, event.attempt).replica)
 
     @apply.register
     def _(self, event: happened.RolloutFailed) -> None:
         key = (event.position, event.sample)
-        self._left(key, self.rollouts.fail(key, event.attempt, event.final).replica)
+        self._left(key, self.pool.fail(key, event.attempt, event.final).replica)
 
     @apply.register
     def _(self, event: happened.RolloutEvicted) -> None:
         key = (event.position, event.sample)
         if self.batch is not None and event.position in self.batch:
             raise DataError(f"Rollout {event.position}/{event.sample} is being trained on and cannot be evicted.")
-        if (running := self.rollouts.evict(key)) is not None:
+        if (running := self.pool.evict(key)) is not None:
             self._left(key, running.replica)
 
     @apply.register
@@ -232,10 +232,10 @@ class Controller:
     def _(self, event: happened.IterationSkipped) -> None:
         if event.iteration != self.version + 1 or self.finished:
             raise DataError(f"Iteration {event.iteration} was not next; the newest version is {self.version}.")
-        positions = self.batch or self.rollouts.oldest()
+        positions = self.batch or self.pool.oldest()
         for place in self.replicas.values():
             place.running = {key for key in place.running if key[0] not in positions}
-        self.rollouts.drop(positions)
+        self.pool.drop(positions)
         self.batch, self.in_training, self.version = None, False, self.version + 1
 
     @apply.register
@@ -251,9 +251,9 @@ class Controller:
             self._trained()
         for position, sample, version in event.finished:
             if self.terms.may_begin(position, version):  # else it stays among those to begin again
-                self.rollouts.adopt((position, sample), version)
+                self.pool.adopt((position, sample), version)
         for position, sample in event.failed:
-            self.rollouts.adopt((position, sample), None)
+            self.pool.adopt((position, sample), None)
         self.in_training, self.evaluating = False, None
         self.replicas = {name: self._joining(version) for name, version in event.replicas}
 
@@ -281,7 +281,7 @@ class Controller:
 
     def _trained(self) -> None:
         assert self.batch is not None
-        self.rollouts.train(self.batch)
+        self.pool.train(self.batch)
         self.batch, self.in_training, self.version = None, False, self.version + 1
 
     def _joining(self, version: int | None) -> ControlledReplica:
@@ -293,7 +293,7 @@ class Controller:
 
     def _abandon(self, place: ControlledReplica) -> None:
         for key in sorted(place.running):
-            self.rollouts.abandon(key)
+            self.pool.abandon(key)
         place.running.clear()
 
 

@@ -19,10 +19,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import ControlledReplica, Controller
-from roundhouse.collection.events import Event, event_from_json, event_to_json
-from roundhouse.collection.rollouts import Group, RunningRollout
+from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.asynchronous.controller import ControlledReplica, Controller
+from roundhouse.collection.asynchronous.events import Event, event_from_json, event_to_json
+from roundhouse.collection.asynchronous.pool import Group, RunningRollout
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import AlreadyExists, Location
 
@@ -178,7 +178,7 @@ class ControllerState(_Part):
 
 def snapshot(controller: Controller) -> ControllerState:
     """The state as it is now."""
-    rollouts = controller.rollouts
+    pool = controller.pool
     return ControllerState(
         groups_an_iteration=controller.terms.groups,
         group_size=controller.terms.group_size,
@@ -188,18 +188,18 @@ def snapshot(controller: Controller) -> ControllerState:
         in_training=controller.in_training,
         evaluated=controller.evaluated,
         evaluating=controller.evaluating,
-        cursor=rollouts.cursor,
-        again=sorted(rollouts.again),
-        attempts=sorted((*key, count) for key, count in rollouts.attempts.items()),
-        head=rollouts.head,
-        trained_ahead=sorted(rollouts.trained_ahead),
+        cursor=pool.cursor,
+        again=sorted(pool.again),
+        attempts=sorted((*key, count) for key, count in pool.attempts.items()),
+        head=pool.head,
+        trained_ahead=sorted(pool.trained_ahead),
         groups=[
             GroupState(position=position, versions=sorted(group.versions.items()), failed=sorted(group.failed))
-            for position, group in sorted(rollouts.groups.items())
+            for position, group in sorted(pool.groups.items())
         ],
         running=[
             RunningState(position=key[0], sample=key[1], replica=running.replica, version=running.version)
-            for key, running in sorted(rollouts.running.items())
+            for key, running in sorted(pool.running.items())
         ],
         replicas=[
             ReplicaState(name=name, version=place.version, incoming=place.incoming)
@@ -230,19 +230,19 @@ def restore(terms: StalenessBound, state: ControllerState) -> Controller:
     controller.version, controller.evaluated, controller.evaluating = state.version, state.evaluated, state.evaluating
     controller.batch = None if state.batch is None else tuple(state.batch)
     controller.in_training = state.in_training
-    rollouts = controller.rollouts
-    rollouts.cursor, rollouts.head, rollouts.trained_ahead = state.cursor, state.head, set(state.trained_ahead)
-    rollouts.again = list(state.again)
-    heapq.heapify(rollouts.again)
-    rollouts.attempts = {(position, sample): count for position, sample, count in state.attempts}
+    pool = controller.pool
+    pool.cursor, pool.head, pool.trained_ahead = state.cursor, state.head, set(state.trained_ahead)
+    pool.again = list(state.again)
+    heapq.heapify(pool.again)
+    pool.attempts = {(position, sample): count for position, sample, count in state.attempts}
     for group in state.groups:
-        rollouts.groups[group.position] = Group(dict(group.versions), set(group.failed))
+        pool.groups[group.position] = Group(dict(group.versions), set(group.failed))
         if len(group.versions) + len(group.failed) == terms.group_size:
-            rollouts.complete.add(group.position)
+            pool.complete.add(group.position)
             iteration = group.position // terms.groups
-            rollouts.complete_of[iteration] = rollouts.complete_of.get(iteration, 0) + 1
+            pool.complete_of[iteration] = pool.complete_of.get(iteration, 0) + 1
     for item in state.running:
-        rollouts.running[(item.position, item.sample)] = RunningRollout(item.replica, item.version)
+        pool.running[(item.position, item.sample)] = RunningRollout(item.replica, item.version)
         controller.replicas[item.replica].running.add((item.position, item.sample))
     return controller
 

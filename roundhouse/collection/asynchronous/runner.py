@@ -20,8 +20,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from roundhouse.activity import ACTIVITY
-from roundhouse.collection.dispatch import Dispatch
-from roundhouse.collection.plan import Plan
+from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
+from roundhouse.collection.asynchronous.events import Continue
+from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.asynchronous.resumption import forget
 from roundhouse.errors import InfraError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -161,13 +164,18 @@ class RolloutRunner(ABC, Generic[O]):
     def close(self, iteration: int) -> None:
         """Let no further rollout of an iteration begin; what runs is given up, to be begun again."""
 
+    def outlines(self, positions: Collection[int]) -> list[Rollout]:
+        """What was made of these groups since the runner began; perhaps without its tokens."""
+        return [
+            rollout
+            for opened in self._open.values()
+            for key, rollout in self.plan.keyed(opened.iteration, opened.made()).items()
+            if key[0] in positions
+        ]
+
     @abstractmethod
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
         """Those of these groups whose rollouts are all in this process."""
-
-    @abstractmethod
-    def outlines(self, positions: Collection[int]) -> list[Rollout]:
-        """What was made of these groups since the runner began; perhaps without its tokens."""
 
     @abstractmethod
     def window_seconds(self, positions: Collection[int]) -> float:
@@ -212,12 +220,32 @@ class RolloutRunner(ABC, Generic[O]):
             return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
         return opened.complete
 
-    def _opened_for(self, iteration: int) -> O | None:
-        """The iteration where it is open; else `wanted` says that it is to be opened. Called with the dispatch held."""
-        if (opened := self._open.get(iteration)) is None and self.wanted != iteration:
+    def _register(self, opened: O, kept: set[Key]) -> O:
+        """Its rollouts may begin; of those with an outcome, what was not kept begins again."""
+        with self._dispatch as dispatch:
+            forget(dispatch.controller, dispatch, self.plan, opened.iteration, kept)
+            self._open[opened.iteration] = opened
+            self.wanted = None
+            dispatch.wake()
+        return opened
+
+    def _admitted(self) -> tuple[Continue, O] | None:
+        """What may begin now, with the open iteration that it is of; where this is not open, `wanted` says that it is to be.
+        Called with the dispatch held."""
+        given = self._dispatch.controller.admission(ENGINE)
+        if not isinstance(given, Continue):
+            return None
+        iteration = self.plan.iteration_of(given.position)
+        if (opened := self._open.get(iteration)) is not None:
+            return given, opened
+        if self.wanted != iteration:
             self.wanted = iteration
             self._dispatch.wake()
-        return opened
+        return None
+
+    def _refuse_ended(self) -> None:
+        if self.ended.is_set():
+            raise self.error or InfraError("The rollout runner has ended.")
 
 
 def window_of(spans: Collection[tuple[float, float]]) -> float:

@@ -1,10 +1,15 @@
-"""Which rollouts of the plan wait, run, have ended and were trained.
+"""The trajectory pool: between runners that finish rollouts at any time and a step that takes whole groups.
 
 Invariant: each rollout of the plan is in exactly one place: not begun (at or after `cursor`), to be repeated (`again`),
 running, or an outcome of its group; and an untrained group leaves only by being trained, whole, once.
 
     cursor = 5, group size 2:   0/0 0/1 1/0 1/1 2/0 | 2/1 3/0 …
                                 begun                 not begun
+
+    begin ──> finish | fail | evict (rolled out again)      batch: the groups that the ready rule allows      train: they leave
+
+Pure, part of the controller's state. The rollouts themselves are in the parts of the collect stages (`collection.parts`), which
+a pool that comes out of a crash is compared with (`collection.asynchronous.resumption`).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.errors import DataError
 
 Key = tuple[int, int]
@@ -41,7 +46,7 @@ class RunningRollout:
     """The oldest that its tokens can have."""
 
 
-class Rollouts:
+class TrajectoryPool:
     """See the module's docstring."""
 
     def __init__(self, terms: StalenessBound) -> None:
@@ -195,19 +200,28 @@ class Rollouts:
         self._leave(positions)
 
     def batch(self) -> tuple[int, ...] | None:
-        """The positions that the next step trains on, by the rule of `terms.py`; None while they are not complete."""
-        size, window = self.terms.groups, self.terms.asynchrony.window
+        """The positions that the next step trains on; None while it is not ready.
+
+        Candidates are the untrained groups in the window (`bound`). `asynchrony.ready` is batch_size_reached: as
+        many of them as a step trains on are complete. loaded_batch_finished: so is every one that has begun, so that none is
+        passed over for being slow.
+        """
+        size, asynchrony = self.terms.groups, self.terms.asynchrony
         if len(self.complete) < size:
             return None
-        if window == 1:
+        if asynchrony.window == 1:
             own = self.complete_of.get(self.head // size, 0) == size
             return tuple(range(self.head, self.head + size)) if own else None
         candidates: list[int] = []
         position = self.head
-        while position < self.terms.total and (position < self.head + window or len(candidates) < size):
+        while position < self.terms.total and (position < self.head + asynchrony.window or len(candidates) < size):
             if not self.has_left(position):
                 candidates.append(position)
             position += 1
+        if asynchrony.ready == "loaded_batch_finished" and any(
+            position in self.groups and position not in self.complete for position in candidates
+        ):
+            return None
         ready = [position for position in candidates if position in self.complete][:size]
         return tuple(ready) if len(ready) == size else None
 

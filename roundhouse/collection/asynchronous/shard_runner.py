@@ -1,0 +1,447 @@
+"""The runner over shards (`rollout.distribution`): what the controller admits one by one, a worker is given at once.
+
+Invariants: a shard is whole groups of one iteration, next to each other in the plan, so that the controller admits what is
+missing of it in one go, on one version; it begins when its iteration's collection is open, and no more than
+`rollout.distribution.shards` are at work at once, whatever iterations they are of. What a worker made is in the store before
+the controller hears that it finished; when a worker has ended, none of its rollouts runs: each has its outcome, or is to begin
+again, on whatever version the engine holds then. When the runner has ended, no worker is left at work.
+
+    open(1) ── s1 s2 s3 ──┐                        ┌── worker ── report ──> outcomes of s3 of collect 1
+    open(2) ── s1 s2 s3 ──┼── admission ── places ─┼── worker ── lost ──> its rollouts begin again, what it wrote is kept
+                          │   (oldest first)       └── …
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from roundhouse.activity import ACTIVITY
+from roundhouse.collection import parts as stage_parts
+from roundhouse.collection.asynchronous import events as happened
+from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
+from roundhouse.collection.asynchronous.events import Block, Continue
+from roundhouse.collection.asynchronous.plan import Plan, generated_in
+from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.asynchronous.runner import END_SECONDS, LOOK_SECONDS, Progress, RolloutRunner, window_of
+from roundhouse.collection.collector import FIRST_PAUSE_SECONDS
+from roundhouse.collection.parts import by_id
+from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
+from roundhouse.collection.shards import Shard, begun_on, finished_in, split
+from roundhouse.config.rollout import Shards
+from roundhouse.errors import InfraError
+from roundhouse.health.watchdog import Interrupted
+from roundhouse.launch.base import Launcher, Program, Stopped
+from roundhouse.retry import Backoff
+from roundhouse.store.cpu_accounting import attribute_to_this_stage
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run
+from roundhouse.store.stage import Stage
+from roundhouse.trajectories.records import Rollout, Status
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A shard of an open collection."""
+
+    shard: Shard
+    task: Program
+    keys: tuple[Key, ...]
+    """Of its rollouts, in the plan's order."""
+
+    @property
+    def label(self) -> str:
+        return self.shard.label
+
+    def holds(self, key: Key) -> bool:
+        """Whether a rollout of its iteration is in it: they lie next to each other."""
+        return self.keys[0] <= key <= self.keys[-1]
+
+
+@dataclass
+class OpenShards:
+    """An iteration whose shards may begin."""
+
+    iteration: int
+    attempt: ShardedAttempt
+    shards: list[OpenShard]
+    outcomes: dict[str, ShardOutcome]
+    """By shard; complete when all have one."""
+    launcher: Launcher | None
+    """None: all shards were whole when it was opened."""
+    ending: ExitStack
+    """Lets go of the workers."""
+    context: contextvars.Context
+    """Of its stage, so that its workers are signs of life of this stage."""
+    progress: Progress | None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Its workers are to end."""
+    error: Exception | None = None
+    """Why it cannot be completed by this attempt."""
+    losses: Counter[str] = field(default_factory=Counter)
+    finished: dict[str, int] = field(default_factory=dict)
+    """Rollouts that a worker at work has told to be finished, by shard."""
+    told: int = 0
+    cpu_seconds: float = 0.0
+    """Of the threads that waited for its workers."""
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By shard, the first begin and the last end of its workers in this attempt, of one clock."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.outcomes) == len(self.shards)
+
+    @property
+    def planned(self) -> int:
+        return sum(len(open_shard.keys) for open_shard in self.shards)
+
+    @property
+    def window_seconds(self) -> float:
+        return window_of(self.spans.values())
+
+    def of(self, key: Key) -> OpenShard:
+        """The shard that a rollout is in."""
+        return next(open_shard for open_shard in self.shards if open_shard.holds(key))
+
+    def made(self) -> list[Rollout]:
+        return [rollout for outcome in self.outcomes.values() for rollout in outcome.rollouts]
+
+    def settle(self) -> list[Rollout]:
+        """A shard without an outcome has groups that were dropped before it was whole: what there is of it counts."""
+        written: dict[str, Rollout] | None = None
+        settled = []
+        for each in self.shards:
+            if (outcome := self.outcomes.get(each.label)) is None:
+                written = written or by_id(self.attempt.stage)
+                outcome = self.attempt.taken_over(each.shard, written, is_settled=True)
+            if outcome is not None:
+                settled.append(outcome)
+        self.attempt.take(settled)
+        return [rollout for outcome in settled for rollout in outcome.rollouts]
+
+    def charge(self, cpu_seconds: float) -> None:
+        self.attempt.charge(self.cpu_seconds + cpu_seconds)
+
+    def metrics(self) -> dict[str, float]:
+        return self.attempt.metrics()
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference],
+        counts: dict[str, int],
+        metrics: dict[str, float],
+        details: dict[str, Any],
+    ) -> Reference:
+        return self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details)
+
+    def report_progress(self) -> None:
+        """Report how far it is, where that is news."""
+        at_work = sum(count for label, count in list(self.finished.items()) if label not in self.outcomes)
+        finished = at_work + sum(len(outcome.rollouts) for outcome in list(self.outcomes.values()))
+        if self.progress is not None and finished != self.told:
+            self.told = finished
+            self.progress(finished, self.planned)
+
+
+@dataclass(eq=False)
+class RunningShard:
+    """The worker of a shard that runs, with the rollouts that the controller counts as its own."""
+
+    opened: OpenShards
+    shard: OpenShard
+    version: int
+    """On which they were admitted."""
+    attempts: Mapping[Key, int]
+    dispatch: Dispatch
+    restarts: int
+    """How many workers its shard may lose."""
+
+    def collect(self, at_work: set[RunningShard]) -> None:
+        """Have the shard collected, in the calling thread; it leaves the set last of all."""
+        opened, label = self.opened, self.shard.label
+        with attribute_to_this_stage():
+            began_cpu = time.thread_time()
+            try:
+                if self._is_held():
+                    with ACTIVITY.track("collect", "shard", label) as token:
+                        self._take(self._carry_out(token))
+            except InfraError as error:
+                self._lost(error)
+            except Stopped:
+                pass
+            except Exception as error:  # noqa: BLE001 - the stage raises it
+                opened.error = error
+            finally:
+                with self.dispatch as dispatch:
+                    self.evict("its stage was given up" if opened.stopped.is_set() else "its worker was lost")
+                    opened.finished.pop(label, None)
+                    opened.cpu_seconds += time.thread_time() - began_cpu
+                    at_work.discard(self)
+                    dispatch.wake()
+
+    def evict(self, reason: str) -> None:
+        """What still runs on its behalf is to begin again."""
+        with self.dispatch as dispatch:
+            running = [key for key, attempt in self.attempts.items() if dispatch.is_running(key, attempt)]
+            dispatch.tell(*(happened.RolloutEvicted(*key, reason) for key in running))
+
+    def _is_held(self) -> bool:
+        """Wait for the weights that the shard is to begin on, where it was admitted while they were on their way; False when it
+        is not wanted any more."""
+        with self.dispatch as dispatch:
+            while not self.opened.stopped.is_set():
+                held = dispatch.controller.replicas[ENGINE].version
+                if held is not None and held >= self.version:
+                    return True
+                ACTIVITY.advance()
+                dispatch.wait(LOOK_SECONDS)
+        return False
+
+    def _carry_out(self, token: str) -> ShardOutcome:
+        opened, shard = self.opened, self.shard
+        assert opened.launcher is not None, "a shard that has begun was missing when its collection was opened"
+        began, _ = opened.spans.get(shard.label, (time.monotonic(), 0.0))
+        try:
+            opened.launcher.run(begun_on(shard.task, self.version), partial(self._heard, token), opened.stopped)
+        finally:
+            opened.spans[shard.label] = began, time.monotonic()
+        return opened.attempt.outcome(shard.shard, shard.task)
+
+    def _take(self, outcome: ShardOutcome) -> None:
+        """The shard is whole: tell what became of each rollout."""
+        with self.dispatch as dispatch:
+            events: list[happened.Event] = []
+            for key, rollout in zip(self.shard.keys, outcome.rollouts, strict=True):
+                attempt = self.attempts.get(key)
+                if attempt is None or not dispatch.is_running(key, attempt):
+                    continue
+                if rollout.status is Status.FAILED:
+                    reason = rollout.failure_code or "failed"
+                    events.append(happened.RolloutFailed(*key, attempt, reason, final=True))
+                else:
+                    events.append(happened.RolloutFinished(*key, attempt))
+            dispatch.tell(*events)
+            self.opened.outcomes[outcome.label] = outcome
+
+    def _lost(self, error: InfraError) -> None:
+        """Its rollouts begin again after a while, unless too many of the shard's workers were lost."""
+        opened, label = self.opened, self.shard.label
+        if opened.stopped.is_set():
+            return
+        opened.attempt.lost += 1
+        opened.losses[label] += 1
+        if (losses := opened.losses[label]) > self.restarts:
+            opened.error = error
+            return
+        log.warning("%s of iteration %d was lost and is collected on: %s", label, opened.iteration, error)
+        opened.stopped.wait(Backoff(FIRST_PAUSE_SECONDS).pause(losses))
+
+    def _heard(self, token: str, line: str) -> None:
+        """The worker said something, in whatever thread."""
+        ACTIVITY.advance(token)
+        label = self.shard.label
+        if (finished := finished_in(line)) is not None:
+            self.opened.finished[label] = finished
+        else:
+            log.info("iteration %d, %s: %s", self.opened.iteration, label, line)
+
+
+class ShardRunner(RolloutRunner[OpenShards]):
+    """See the module's docstring."""
+
+    def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
+        distribution = run.config.rollout.distribution
+        assert isinstance(distribution, Shards), "a collection in this process has no shards"
+        super().__init__(run, plan, dispatch, engine_url)
+        self._distribution = distribution
+        self._at_work: set[RunningShard] = set()
+        self._ending_seconds = 0.0
+        """How long workers take to end."""
+
+    # From the stage's thread
+
+    def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> OpenShards:
+        self._refuse_ended()
+        attempt = ShardedAttempt(self.run, stage, iteration - 1, oldest_version)
+        shards = self._shards(iteration, attempt)
+        with self._dispatch as dispatch:
+            controller = dispatch.controller
+            settled = {position for position in self.plan.groups(iteration) if controller.has_decided(position)}
+            counted = {key for key in self.plan.keys(iteration) if key[0] in settled or key in controller.pool}
+        there = [each for each in shards if counted.issuperset(each.keys)]
+        outcomes = self._whole(iteration, attempt, there, settled)
+        missing = [each for each in shards if each.label not in outcomes]
+        kept = {key for each in shards for key in each.keys if key in counted}
+        kept -= {
+            key for each in missing if counted.issuperset(each.keys) for key in each.keys
+        }  # lost since it was told
+        with ExitStack() as stack:
+            tasks = [each.task for each in missing]
+            launcher = stack.enter_context(attempt.open_launcher(tasks)) if tasks else None
+            context = contextvars.copy_context()
+            opened = OpenShards(iteration, attempt, shards, outcomes, launcher, stack.pop_all(), context, progress)
+        self._ending_seconds = max(self._ending_seconds, 0.0 if launcher is None else launcher.ending_seconds)
+        return self._register(opened, kept)
+
+    def close(self, iteration: int) -> None:
+        """Let no further shard of an iteration begin, and end its workers; what they have not finished is to begin again."""
+        with self._dispatch as dispatch:
+            opened = self._open.pop(iteration, None)
+            if opened is None:
+                return
+            opened.stopped.set()
+            dispatch.wake()
+        self._until_ended(opened)
+        opened.ending.close()
+        if opened.launcher is not None:
+            opened.attempt.spend(opened.launcher.metrics())
+
+    def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
+        """Nothing: workers keep the rollouts in the store."""
+        return {}
+
+    def window_seconds(self, positions: Collection[int]) -> float:
+        return window_of(
+            [
+                opened.spans[each.label]
+                for opened in self._open.values()
+                for each in opened.shards
+                if each.label in opened.spans and any(key[0] in positions for key in each.keys)
+            ]
+        )
+
+    def flush(self) -> None:
+        """Write down the controller's events; what they tell is in the store."""
+        self._dispatch.record()
+
+    def _shards(self, iteration: int, attempt: ShardedAttempt) -> list[OpenShard]:
+        """Each with its share of `rollout.concurrency`, which is the same for all: any of them may be at work at once."""
+        config, count = self.run.config, self._distribution.shards
+        share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
+        keys = self.plan.keys(iteration)
+        return [
+            OpenShard(
+                shard,
+                attempt.task(shard, config.generation.sampling, self.url, share),
+                tuple(islice(keys, len(shard.specs))),
+            )
+            for shard in split(self.plan.specs(iteration), count)
+        ]
+
+    def _end_seconds(self) -> float:
+        return END_SECONDS + self._ending_seconds
+
+    def _is_at_work(self, opened: OpenShards) -> bool:
+        return bool(self._of(opened))
+
+    def _refuse_failed(self, opened: OpenShards) -> None:
+        if opened.error is not None:
+            raise opened.error
+
+    def _report_progress(self, opened: OpenShards) -> None:
+        opened.report_progress()
+
+    def _whole(
+        self, iteration: int, attempt: ShardedAttempt, shards: list[OpenShard], settled: Collection[int]
+    ) -> dict[str, ShardOutcome]:
+        """Shards that need no worker: their rollouts are in the store, or, where steps were decided on for all of the shard's
+        groups (`settled`), whatever of them is."""
+        found: dict[str, ShardOutcome] = {}
+        written: dict[str, Rollout] | None = None
+        for each in shards:
+            is_settled = all(position in settled for position, _ in each.keys)
+            outcome = attempt.left_before(each.shard, each.task, is_settled)
+            if outcome is None:
+                written = written or by_id(generated_in(self.run, iteration))
+                outcome = attempt.taken_over(each.shard, written, is_settled)
+            if outcome is not None:
+                found[each.label] = outcome
+        return found
+
+    def _of(self, opened: OpenShards | None) -> list[RunningShard]:
+        return [work for work in self._at_work if opened is None or work.opened is opened]
+
+    def _until_ended(self, opened: OpenShards | None) -> None:
+        """Wait for the workers of one collection, or of all, to end. To interrupt it again changes nothing."""
+        deadline = time.monotonic() + self._ending_seconds
+        while True:
+            try:
+                with self._dispatch as dispatch:
+                    if not (left := self._of(opened)):
+                        return
+                    if time.monotonic() > deadline:
+                        break
+                    dispatch.wait(LOOK_SECONDS)
+                ACTIVITY.advance()
+            except Interrupted:
+                continue
+        for work in left:
+            log.error("The worker of %s, iteration %d, has not ended in time.", work.shard.label, work.opened.iteration)
+            work.evict("its worker does not end")
+
+    # In the runner's thread
+
+    def _run(self) -> None:
+        try:
+            with attribute_to_this_stage():
+                self._admit()
+        except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
+            self.error = error
+        try:
+            for opened in list(self._open.values()):
+                opened.stopped.set()
+            self._until_ended(None)
+            self._dispatch.record()
+        except BaseException as error:  # noqa: BLE001
+            self.error = self.error or error
+        finally:
+            self.ended.set()
+            self._dispatch.wake()
+
+    def _admit(self) -> None:
+        recorded = time.monotonic()
+        while not self._stopped.is_set():
+            with self._dispatch as dispatch:
+                if (begun := self._begin()) is None:
+                    dispatch.wait(LOOK_SECONDS)
+                self._cpu_seconds = time.thread_time()
+            if begun is not None:
+                collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
+                name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
+                threading.Thread(target=collect, name=name, daemon=True).start()
+            if time.monotonic() - recorded >= stage_parts.FLUSH_SECONDS:
+                self._dispatch.record()
+                recorded = time.monotonic()
+
+    def _begin(self) -> RunningShard | None:
+        """The next shard, with all of its rollouts that the controller admits; None while none may begin."""
+        controller = self._dispatch.controller
+        if len(self._at_work) >= self._distribution.shards:
+            return None
+        if (begun := self._admitted()) is None or begun[
+            1
+        ].error is not None:  # of the latter, its stage is about to close it
+            return None
+        first, opened = begun
+        version, shard = first.version, opened.of((first.position, first.sample))
+        attempts: dict[Key, int] = {}
+        given: Continue | Block = first
+        while isinstance(given, Continue) and shard.holds(key := (given.position, given.sample)):
+            attempts[key] = given.attempt
+            self._dispatch.tell(happened.RolloutStarted(*key, given.attempt, ENGINE))
+            given = controller.admission(ENGINE)
+        work = RunningShard(opened, shard, version, attempts, self._dispatch, self._distribution.restarts)
+        self._at_work.add(work)
+        return work
