@@ -30,8 +30,7 @@ from typing import Any
 import orjson
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.generation.engine import Draw, Generated
-from roundhouse.generation.protocol import TOKEN_FIELDS
+from roundhouse.generation.protocol import TOKEN_FIELDS, Draw, Generated
 from roundhouse.generation.requests import BadRequest, ChatRequest, ContextLengthExceeded
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
@@ -85,17 +84,35 @@ class ChatCodec:
     """Renders conversations with the model's own template and reads answers back."""
 
     def __init__(self, model_dir: str, max_model_len: int, parse_tool_calls: ToolParser = parse_hermes) -> None:
-        self.tokenizer = _load_tokenizer(model_dir)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"There is no tokenizer in the model directory {model_dir}: {error}. Put tokenizer.json and "
+                "tokenizer_config.json beside config.json."
+            ) from error
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"The tokenizer in {model_dir} has no chat template. Add chat_template to tokenizer_config.json."
+            )
+        self.tokenizer: Any = tokenizer
         self.max_model_len = max_model_len
         self.parse_tool_calls = parse_tool_calls
         self.stop_token_ids = stop_token_ids(self.tokenizer, model_dir)
-        self.end_of_turn_id = _end_of_turn(self.tokenizer, self.stop_token_ids)
+        # The stop token that the chat template writes after an assistant message
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        text: str = self.tokenizer.apply_chat_template(turn, tokenize=False)
+        ends = [(text.rfind(self.tokenizer.convert_ids_to_tokens(stop)), stop) for stop in self.stop_token_ids]
+        self.end_of_turn_id = max(ends)[1]
         self.end_of_turn = self.tokenizer.convert_ids_to_tokens(self.end_of_turn_id)
         config = json.loads((Path(model_dir) / "config.json").read_text())
         self.vocabulary = max(len(self.tokenizer), int(config.get("vocab_size", 0)))
         self._backend = self.tokenizer.backend_tokenizer
         self._special = frozenset(self.tokenizer.all_special_ids)
         self._template = str(self.tokenizer.chat_template)
+        self._empty_content = "" if _breaks_on_null(self.tokenizer) else None
         self._rendered: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def encode(self, text: str) -> list[int]:
@@ -147,7 +164,8 @@ class ChatCodec:
         key = orjson.dumps([request.messages, request.tools, request.template_arguments])
         cached = self._rendered.get(key)
         if cached is None:
-            cached = self.encode(self.render(request, template_messages(request.messages), generation_prompt=True))
+            messages = template_messages(request.messages, self._empty_content)
+            cached = self.encode(self.render(request, messages, generation_prompt=True))
             self._rendered[key] = cached
             if len(self._rendered) > RENDER_CACHE:
                 self._rendered.popitem(last=False)
@@ -156,7 +174,7 @@ class ChatCodec:
     def _continued(self, request: ChatRequest, index: int, recorded: list[int]) -> list[int]:
         if min(recorded) < 0 or max(recorded) >= self.vocabulary:
             raise BadRequest(f"messages[{index}] carries token IDs outside 0..{self.vocabulary - 1}.", "messages")
-        messages = template_messages(request.messages)
+        messages = template_messages(request.messages, self._empty_content)
         return continue_prompt(
             recorded,
             self.render(request, messages[: index + 1], generation_prompt=False),
@@ -205,14 +223,17 @@ def _recorded(request: ChatRequest) -> tuple[int | None, list[int]]:
     return index, [*message["prompt_token_ids"], *message["generation_token_ids"]]
 
 
-def template_messages(messages: Sequence[Message]) -> list[Message]:
-    """Messages as chat templates want them: text content as a string, tool-call arguments as an object."""
+def template_messages(messages: Sequence[Message], empty: str | None = None) -> list[Message]:
+    """Messages as chat templates want them: text content as a string (`empty` where there is none, as beside a tool call),
+    tool-call arguments as an object."""
     rendered = []
     for message in messages:
         out = {key: value for key, value in message.items() if not key.endswith(("_token_ids", "_log_probs"))}
         content = message.get("content")
         if isinstance(content, list):
             out["content"] = "".join(part.get("text", "") for part in content)
+        elif content is None and "content" in message:
+            out["content"] = empty
         if calls := message.get("tool_calls"):
             out["tool_calls"] = [_template_call(call) for call in calls]
         rendered.append(out)
@@ -232,23 +253,6 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def _load_tokenizer(model_dir: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"There is no tokenizer in the model directory {model_dir}: {error}. Put tokenizer.json and tokenizer_config.json "
-            "beside config.json."
-        ) from error
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"The tokenizer in {model_dir} has no chat template. Add chat_template to tokenizer_config.json."
-        )
-    return tokenizer
-
-
 def stop_token_ids(tokenizer: Any, model_dir: str) -> frozenset[int]:
     """Every token ID that ends an answer: the tokenizer's and those of generation_config.json."""
     ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
@@ -261,12 +265,15 @@ def stop_token_ids(tokenizer: Any, model_dir: str) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _end_of_turn(tokenizer: Any, stop_ids: frozenset[int]) -> int:
-    """The stop token that the chat template writes after an assistant message."""
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    text: str = tokenizer.apply_chat_template(turn, tokenize=False)
-    ends = [(text.rfind(tokenizer.convert_ids_to_tokens(stop)), stop) for stop in stop_ids]
-    return max(ends)[1]
+def _breaks_on_null(tokenizer: Any) -> bool:
+    """Whether the chat template fails on `content: null` beside a tool call, or writes it as the word None."""
+    call = {"id": "call_0", "type": "function", "function": {"name": "a", "arguments": {}}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    try:
+        text: str = tokenizer.apply_chat_template([{"role": "user", "content": "a"}, turn], tokenize=False)
+    except Exception:  # noqa: BLE001 - a template may raise anything
+        return True
+    return "None" in text
 
 
 class ContinuationBroken(DataError):

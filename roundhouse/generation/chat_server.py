@@ -18,11 +18,10 @@ from typing import Any
 import orjson
 
 from roundhouse.generation.chat import ChatCodec, ContinuationBroken
-from roundhouse.generation.engine import AsgiApp, Generated
+from roundhouse.generation.protocol import AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
-from roundhouse.http.asgi import Receive, Send, read_body, reply, reply_error, reply_json
-from roundhouse.http.body_limit import BodyLimit
+from roundhouse.http.asgi import BodyLimit, Receive, Send, read_body, reply, reply_error, reply_json
 
 logger = logging.getLogger(__name__)
 

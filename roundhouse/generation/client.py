@@ -1,14 +1,15 @@
 """The served policy over HTTP, as a `PolicyClient`.
 
 Invariant: a call ends within its time limit, with a completion or with a typed error; it never waits longer and
-never makes an answer up. How many calls are in flight is the caller's affair (`rollout.concurrency`): nothing here holds one
-back. A call is repeated only where a replica refused it before it drew a token, because its weights are not whole:
-another replica may take it. Anything else is not repeated here, since only the caller knows whether a repetition is welcome.
+never makes an answer up. Nothing here bounds how many calls are in flight: `rollout.concurrency` does. A call is repeated only
+where a replica refused it before it drew a token, because its weights are not whole: another replica may take it. Anything else
+is not repeated here, since only the caller knows whether a repetition is welcome.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from typing import Any
 
@@ -27,11 +28,11 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
-from roundhouse.http.sockets import PacedConnector, allow_open_files
+from roundhouse.retry import Backoff
 
 PATH = "/v1/chat/completions"
-REFUSED_PAUSES = (0.1, 0.3, 1.0)
-"""Seconds before a call that a replica refused is made again."""
+REFUSED_ATTEMPTS, REFUSED_PAUSES = 4, Backoff(0.1, factor=3)
+"""Of a call that replicas refuse."""
 PASSING = frozenset({404, 408, 429, 502, 503, 504})
 """Statuses of a proxy that knows no replica (404 while Serve starts), is full or waits for one: they pass by themselves."""
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -70,10 +71,10 @@ class HttpPolicyClient:
         body = orjson.dumps(request_body(messages, tools, sampling, seed, self.model))
         with ACTIVITY.track("engine", "model call", where=self.url):
             status, data, latency = await self._timed_post(body)
-            for pause in REFUSED_PAUSES:
+            for attempt in range(1, REFUSED_ATTEMPTS):
                 if status != 503 or b'"policy_unavailable"' not in data:
                     break
-                await asyncio.sleep(pause)
+                await asyncio.sleep(REFUSED_PAUSES.pause(attempt))
                 status, data, latency = await self._timed_post(body)
         if status != 200:
             raise error_of(status, data, self.url)
@@ -175,3 +176,28 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
             f"{url} answered 200 with something else than a chat completion with token IDs ({type(error).__name__}: {error}): "
             f"{begins!r}. Is it the policy's server?"
         ) from error
+
+
+OPENING_AT_ONCE = 128
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit to the hard one: each model call in flight is a socket, and the usual soft limit of 1024 would bound
+    `rollout.concurrency` by errors that name the engine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class PacedConnector(aiohttp.TCPConnector):
+    """Opens few connections at once. Thousands of rollouts that begin together would overflow the server's queue of
+    connections to accept (2048 with uvicorn), and those that are dropped there run into their time limit. Waiting here is
+    not part of it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(limit=0, **options)
+        self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
+
+    async def _create_connection(self, *arguments: Any, **options: Any) -> Any:
+        async with self._opening:
+            return await super()._create_connection(*arguments, **options)

@@ -1,7 +1,6 @@
 """Generation on batches of tensors: the interface that every backend offers, without server or tokenizer.
 
-Invariant: only tokens go in and come out, right-padded; so training and generation can never disagree about a tokenizer.
-The
+Invariant: only tokens go in and come out, right-padded; so training and generation can never disagree about a tokenizer. The
 built-in backends (vLLM's `LLM` and plain transformers, in this process) load weights as the served engines do.
 `prepare_for_generation` and `finish_generation` may be called any number of times: the second call in a row does nothing.
 
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
-from roundhouse.generation.engine import Draw, Generated
+from roundhouse.generation.protocol import Draw, Generated
 from roundhouse.weight_sync.cache import node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 
@@ -202,7 +201,7 @@ class TransformersGeneration(GenerationInterface):
     def load_weights(self, directory: str) -> None:
         from roundhouse.generation.transformers_engine import load_into
 
-        load_into(self._model, _fetched(directory))
+        load_into(self._model, _fetched(directory, self.tokenized.config))
 
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
         from roundhouse.generation.transformers_engine import generate_batch
@@ -238,7 +237,7 @@ class VllmGeneration(GenerationInterface):
             self._ready = False
 
     def load_weights(self, directory: str) -> None:
-        self._llm.collective_rpc("roundhouse_load", args=(_fetched(directory),))
+        self._llm.collective_rpc("roundhouse_load", args=(_fetched(directory, self.tokenized.config),))
         self._llm.reset_prefix_cache()
 
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
@@ -252,8 +251,8 @@ class VllmGeneration(GenerationInterface):
         return [read_output(output.outputs[0]) for output in outputs]
 
 
-def _fetched(uri: str) -> str:
-    directory, entry = fetch_checkpoint(uri, node_cache(int(GenerationConfig().weights_cache_gib * 2**30)))
+def _fetched(uri: str, config: GenerationConfig) -> str:
+    directory, entry = fetch_checkpoint(uri, node_cache(int(config.weights_cache_gib * 2**30)))
     if entry is not None:
         entry.release()
     return str(directory)

@@ -1,18 +1,28 @@
-"""What an agent needs of a policy: one call, tokens included.
+"""What an agent needs of a policy (one call, tokens included), and what the server needs of an inference engine.
 
 `PolicyClient.complete` takes a conversation and returns the policy's next message together with the exact token IDs. The
 invariant of prefix continuation: if an assistant message of the conversation carries the three token fields
 (`prompt_token_ids`, `generation_token_ids`, `generation_log_probs`), the prompt of this call begins with exactly
 `prompt_token_ids + generation_token_ids` of the newest such message.
+
+`Engine`: token IDs in, token IDs and log-probabilities out. Invariant: an engine holds exactly one whole set of weights, or
+none, or is poisoned. `load_weights` either ends with the new weights whole and verified, or raises: `WeightsRefused` when the
+engine was not touched (it still holds what it held before), anything else when the engine may hold a mixture and must be
+restarted. No `generate` outlives its engine's weights unnoticed: it ends with the versions that drew its tokens, or with
+`GenerationAborted`.
+
+Text, chat templates and tools are not an engine's business; see `chat.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import Sampling
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import DataError, InfraError, RoundhouseError
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
@@ -73,3 +83,98 @@ class EngineRejected(DataError):
 
 class ContextOverflow(EngineRejected):
     """The conversation does not fit the model's context. The rollout is truncated, not failed."""
+
+
+AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the tokens of one answer are drawn."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    """The same seed, prompt and weights give the same tokens. None draws from the engine's own state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One answer in tokens. The end-of-turn token, when one was drawn, is the last of `token_ids`."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """Natural logarithms under the distribution that was sampled from, one a token."""
+    finish_reason: str
+    """stop or length."""
+    versions: list[tuple[int, int]] | None = None
+    """(policy version, tokens that it drew), in order; None: the engine does not tell, it held one version throughout."""
+
+
+class GenerationAborted(RoundhouseError):
+    """New weights came while the answer was drawn, and running generations were not to be kept: ask again."""
+
+
+class WeightsRefused(DataError):
+    """The weights are missing, damaged or of another model; the engine was not touched."""
+
+
+class EnginePoisoned(RoundhouseError):
+    """The engine holds a mixture of weights or has died. Only a restart helps."""
+
+
+class Engine(Protocol):
+    """An inference engine behind the chat server. All methods run on the server's event loop."""
+
+    max_model_len: int
+    """Prompt and generation together, in tokens."""
+
+    async def start(self) -> None:
+        """Become able to take weights. Called once, before anything else."""
+        ...
+
+    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        """Answer a prompt. Cancelling the call stops the generation."""
+        ...
+
+    async def load_weights(
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """Replace the weights by those of a Hugging Face directory. The caller lets no request in meanwhile.
+
+        Args:
+            version: what tokens drawn from now on are labelled with.
+            running: drain: the caller has waited, none runs. continue: those that run resume with the new weights, and on
+                what the new weights make of their tokens so far. restart: they end with `GenerationAborted`.
+            keep_prefix_cache: keys and values computed by the old weights stay in use, also those of running generations.
+
+        After a failure no generation of before is running any more.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, each given those before it, at temperature 1."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights, keys and values. No generation runs, and none begins before `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Become able to take weights again; those of before are gone, and `load_weights` follows."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise when the engine is dead."""
+        ...
+
+    def openai_app(self) -> AsgiApp | None:
+        """The engine's own OpenAI routes, served for every path that is not ours."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release memory and processes."""
+        ...

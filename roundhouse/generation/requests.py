@@ -1,19 +1,28 @@
-"""What a chat-completion request may say, read by hand because this is the hot path.
+"""What a request may say, read by hand because this is the hot path: token arrays are looked at once and never copied.
 
-Invariant: every field of a request is honoured, or the request is refused in words: a field that would change the distribution
-behind the trainer's back (penalties, stop strings, forced tools, logit biases) cannot be ignored, nor can one that nobody here
-knows. So the log-probabilities returned are those of the policy under temperature, top_p and top_k. Any field may be null or
-have the value that changes nothing (`NEUTRAL`); those that only describe the request (`DESCRIPTIVE`) say nothing to an engine.
+`read_request` is the engine's reader of chat completions. Invariant: every field of a request is honoured, or the request is
+refused in words: a field that would change the distribution behind the trainer's back (penalties, stop strings, forced tools,
+logit biases) cannot be ignored, nor can one that nobody here knows. So the log-probabilities returned are those of the policy
+under temperature, top_p and top_k. Any field may be null or have the value that changes nothing (`NEUTRAL`); those that only
+describe the request (`DESCRIPTIVE`) say nothing to an engine.
+
+`check_chat` and `check_responses` are a model server's, which passes requests on. Invariant: a field that `/v1/responses` does
+not know is refused, not ignored; an item carries all three token fields, of fitting lengths, or none. A refusal is a list of
+problems in FastAPI's 422 shape.
+
+    {"type": "extra_forbidden", "loc": ["body", "top_k"], "msg": "Extra inputs are not permitted", "input": 5, "url": …}
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import VERSION
+
 from roundhouse.errors import DataError
-from roundhouse.generation.engine import Draw
-from roundhouse.generation.protocol import TOKEN_FIELDS
+from roundhouse.generation.protocol import TOKEN_FIELDS, Draw
 
 
 class BadRequest(DataError):
@@ -235,38 +244,234 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message.", "messages")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise BadRequest(f"messages[{index}] must be an object with a role among {sorted(ROLES)}.", "messages")
-        content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(content, list):
-            readable = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
-        else:
-            readable = content is None or isinstance(content, str)
-        if not readable:
-            raise BadRequest(f"messages[{index}].content must be text, or a list of text parts.", "messages")
-        if calls is not None and not (
-            isinstance(calls, list)
-            and all(
-                isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]
-                for call in calls
-            )
-        ):
-            raise BadRequest(f"messages[{index}].tool_calls must be a list of function calls.", "messages")
-        if any(message.get(key) is not None for key in TOKEN_FIELDS):
-            _check_token_fields(index, message)
+        if problem := message_problem(message, strict=True) or token_problem(message, strict=True):
+            raise BadRequest(f"messages[{index}]: {problem}.", "messages")
     return messages
 
 
-def _check_token_fields(index: int, message: dict[str, Any]) -> None:
-    """All three or none, with lengths that fit. What they may hold is checked against the vocabulary when they are used."""
-    lists = [message.get(key) for key in TOKEN_FIELDS]
-    if not all(isinstance(value, list) for value in lists):
-        raise BadRequest(f"messages[{index}] must carry all of {', '.join(TOKEN_FIELDS)}, or none.", "messages")
-    prompt, generation, log_probs = lists
-    if len(generation or []) != len(log_probs or []):
-        raise BadRequest(
-            f"messages[{index}] has {len(generation or [])} generated tokens and {len(log_probs or [])} log-probabilities.",
-            "messages",
+def message_problem(message: Any, *, strict: bool) -> str:
+    """What is wrong with a chat message; empty when nothing is.
+
+    Args:
+        strict: as an engine renders it: known roles, text alone, calls with a name. Otherwise what a model server passes on.
+    """
+    if not isinstance(message, dict):
+        return "a message is an object"
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if not isinstance(role, str) or (strict and role not in ROLES):
+        return f"a message has a role among {sorted(ROLES)}"
+    if not isinstance(content, str | list | None):
+        return "content is text or a list of parts"
+    parts = content if isinstance(content, list) else []
+    if not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str if strict else str | None) for part in parts
+    ):
+        return "parts of content are text parts" if strict else "parts of content are objects, whose text is text"
+    if not isinstance(calls, list | None):
+        return "tool_calls is a list"
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls or ()]
+    if not all(isinstance(function, dict) and (not strict or "name" in function) for function in functions):
+        return "tool_calls have a function each" + (" with a name" if strict else "")
+    return ""
+
+
+def token_problem(item: Mapping[str, Any], *, strict: bool = False) -> str:
+    """What is wrong with the token fields of a message or an item; empty when nothing is.
+
+    Args:
+        strict: token IDs must be whole numbers. What else they may be is checked against the vocabulary when they are used.
+    """
+    given = [name for name in TOKEN_FIELDS if item.get(name) is not None]
+    if not given:
+        return ""
+    if len(given) < len(TOKEN_FIELDS):
+        return f"token fields come together: {', '.join(given)} without the rest of {', '.join(TOKEN_FIELDS)}"
+    prompt, generation, log_probs = (item[name] for name in TOKEN_FIELDS)
+    if not (isinstance(prompt, list) and isinstance(generation, list) and isinstance(log_probs, list)):
+        return "token fields are lists of numbers"
+    if len(generation) != len(log_probs):
+        return f"{len(generation)} generated tokens and {len(log_probs)} log-probabilities"
+    if strict and not {*map(type, prompt), *map(type, generation)} <= {int}:
+        return "token IDs must be whole numbers"
+    return ""
+
+
+Body = dict[str, Any]
+
+RESPONSES_FIELDS: dict[str, tuple[type, ...]] = {
+    "background": (bool,),
+    "include": (list,),
+    "input": (str, list),
+    "instructions": (str,),
+    "max_output_tokens": (int,),
+    "max_tool_calls": (int,),
+    "metadata": (dict,),
+    "model": (str,),
+    "parallel_tool_calls": (bool,),
+    "previous_response_id": (str,),
+    "prompt": (dict,),
+    "reasoning": (dict,),
+    "service_tier": (str,),
+    "store": (bool,),
+    "stream": (bool,),
+    "temperature": (int, float),
+    "text": (dict,),
+    "tool_choice": (str, dict),
+    "tools": (list,),
+    "top_logprobs": (int,),
+    "top_p": (int, float),
+    "truncation": (str,),
+    "user": (str,),
+}
+"""Each may be null, but for those of `_NEVER_NULL`."""
+
+_NEVER_NULL = frozenset({"input", "parallel_tool_calls", "tool_choice", "tools"})
+
+CHAT_FIELDS = frozenset(
+    {
+        "messages",
+        "model",
+        "audio",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "metadata",
+        "modalities",
+        "n",
+        "parallel_tool_calls",
+        "prediction",
+        "presence_penalty",
+        "reasoning_effort",
+        "response_format",
+        "seed",
+        "service_tier",
+        "stop",
+        "store",
+        "temperature",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "top_p",
+        "user",
+        "web_search_options",
+    }
+)
+"""What `/v1/chat/completions` passes on; other fields are ignored."""
+
+_TYPE_NAMES = {
+    bool: ("bool_type", "Input should be a valid boolean"),
+    int: ("int_type", "Input should be a valid integer"),
+    float: ("float_type", "Input should be a valid number"),
+    str: ("string_type", "Input should be a valid string"),
+    list: ("list_type", "Input should be a valid list"),
+    dict: ("dict_type", "Input should be a valid dictionary"),
+}
+
+
+class InvalidRequest(DataError):
+    """The request cannot be understood: HTTP 422."""
+
+    def __init__(self, problems: list[dict[str, Any]]) -> None:
+        super().__init__("; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems))
+        self.problems = problems
+
+
+def check_responses(body: Any) -> Body:
+    """A `/v1/responses` body, unchanged.
+
+    Raises:
+        InvalidRequest: every problem found at the top level, or the first one of the items.
+    """
+    body = _object(body)
+    problems = [
+        _problem("extra_forbidden", [key], "Extra inputs are not permitted", body[key])
+        for key in body.keys() - RESPONSES_FIELDS.keys()
+    ]
+    problems += _wrong_types(body)
+    if "input" not in body:
+        problems.append(_problem("missing", ["input"], "Field required", body))
+    if body.get("previous_response_id") is not None:
+        problems.append(
+            _value_error(
+                ["previous_response_id"],
+                "responses are not kept here; send the whole conversation in input",
+                body["previous_response_id"],
+            )
         )
-    if not {*map(type, prompt or []), *map(type, generation or [])} <= {int}:
-        raise BadRequest(f"messages[{index}]: token IDs must be whole numbers.", "messages")
+    if problems:
+        raise InvalidRequest(sorted(problems, key=lambda problem: str(problem["loc"])))
+    if isinstance(body["input"], list):
+        _check_items("input", body["input"])
+    _check_objects("tools", body.get("tools") or ())
+    if not body.get("tools") and body.get("tool_choice") == "required":
+        raise InvalidRequest([_value_error(["tool_choice"], "'required' needs at least one tool", "required")])
+    return body
+
+
+def check_chat(body: Any) -> Body:
+    """The fields of a `/v1/chat/completions` body that are passed on.
+
+    Raises:
+        InvalidRequest: there are no messages, or one is no message.
+    """
+    body = _object(body)
+    if "messages" not in body:
+        raise InvalidRequest([_problem("missing", ["messages"], "Field required", body)])
+    messages = body["messages"]
+    if not isinstance(messages, list):
+        raise InvalidRequest([_problem("list_type", ["messages"], "Input should be a valid list", messages)])
+    _check_items("messages", messages)
+    for place, message in enumerate(messages):
+        if problem := message_problem(message, strict=False):
+            raise InvalidRequest([_value_error(["messages", place], problem, message)])
+    return {key: value for key, value in body.items() if key in CHAT_FIELDS}
+
+
+def _object(body: Any) -> Body:
+    if not isinstance(body, dict):
+        raise InvalidRequest([_problem("dict_type", [], "Input should be a valid dictionary", body)])
+    return body
+
+
+def _wrong_types(body: Body) -> Iterable[dict[str, Any]]:
+    for key, value in body.items():
+        types = RESPONSES_FIELDS.get(key)
+        if types is None or type(value) in types or (value is None and key not in _NEVER_NULL):
+            continue
+        kind, text = _TYPE_NAMES[types[-1]]
+        yield _problem(kind, [key], text, value)
+
+
+def _check_items(key: str, items: list[Any]) -> None:
+    _check_objects(key, items)
+    for place, item in enumerate(items):
+        if problem := token_problem(item):
+            raise InvalidRequest([_value_error([key, place], problem, None)])
+
+
+def _check_objects(key: str, values: Iterable[Any]) -> None:
+    for place, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise InvalidRequest([_problem("dict_type", [key, place], "Input should be a valid dictionary", value)])
+
+
+def invalid(loc: list[Any], text: str, value: Any = None) -> InvalidRequest:
+    """One problem, as an exception."""
+    return InvalidRequest([_value_error(loc, text, value)])
+
+
+def _value_error(loc: list[Any], text: str, value: Any) -> dict[str, Any]:
+    return _problem("value_error", loc, f"Value error, {text}", value)
+
+
+def _problem(kind: str, loc: list[Any], text: str, value: Any) -> dict[str, Any]:
+    version = ".".join(VERSION.split(".")[:2])
+    return {
+        "type": kind,
+        "loc": ["body", *loc],
+        "msg": text,
+        "input": value,
+        "url": f"https://errors.pydantic.dev/{version}/v/{kind}",
+    }

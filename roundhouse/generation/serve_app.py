@@ -12,6 +12,10 @@ replica, also to one that starts later, and each brings itself to it in place; n
     everything else             the engine's own OpenAI routes: /v1/models, /tokenize, /detokenize, …
 
 A raw ASGI callable, no web framework: at a hundred short answers a second the framework would cost more than the engine.
+
+`make_engine` is the only place that chooses between engines; everything above speaks to `Engine`. What `local_model` returns
+is a directory of this node with every file that was committed, digests checked, but the weights: an engine starts from it, and
+its weights come by refit. A directory of this node is used where it is.
 """
 
 from __future__ import annotations
@@ -21,20 +25,115 @@ import hashlib
 import json
 import logging
 import os
+import shutil
+import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundhouse.config.colocation import REPLICA_CPUS
 from roundhouse.config.models import GenerationConfig
-from roundhouse.errors import ConfigError
-from roundhouse.http.same_origin import SameOrigin
+from roundhouse.config.placement import REPLICA_CPUS
+from roundhouse.cpu import parameters_of, threads_for
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.generation.chat import ToolParser, parse_hermes
+from roundhouse.generation.protocol import Engine
+from roundhouse.http.asgi import SameOrigin
 from roundhouse.logs import set_up_logs
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, model_location, sha256
+from roundhouse.weight_sync.cache import private_directory
+from roundhouse.weight_sync.checkpoint_files import local_path
+from roundhouse.weight_sync.tensor_files import INDEX
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+    from roundhouse.generation.chat import ChatCodec
     from roundhouse.generation.chat_server import ChatServer
     from roundhouse.generation.served_policy import ServedPolicy
+
+
+def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
+    """The engine that `config.backend` names, not started."""
+    if config.backend == "transformers":
+        from roundhouse.generation.transformers_engine import TransformersEngine
+
+        return TransformersEngine(config, model_dir, served_name, codec)
+    from roundhouse.generation.vllm_engine import VllmEngine
+
+    return VllmEngine(config, model_dir, served_name, sorted(codec.stop_token_ids))
+
+
+def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
+    """The tool-call parser for `config`: vLLM's by name, or the hermes reading where there is no vLLM."""
+    if config.backend == "transformers":
+        return parse_hermes
+    from roundhouse.generation.vllm_engine import tool_parser
+
+    return tool_parser(config.tool_call_parser, tokenizer)
+
+
+def environment(config: GenerationConfig) -> dict[str, str]:
+    """Environment variables of a process that runs the engine."""
+    from roundhouse.generation.vllm_engine import environment as vllm_environment
+
+    return vllm_environment(config)
+
+
+def local_model(uri: str, cache: Path | None = None) -> Path:
+    """A local directory with config and tokenizer of the model at `uri`: a path, file:// or s3://.
+
+    Raises:
+        ConfigError: there is no committed model at `uri`.
+        StoreError: the store cannot be read, or a file is not what its manifest says.
+    """
+    path = local_path(uri)
+    if path is not None:
+        return model_location(Location(str(path))).local_path
+    source = Location(uri)
+    try:
+        data = source.read(MANIFEST)
+    except NotFound as error:
+        raise ConfigError(
+            f"There is no committed model at {uri}. Name the directory of a checkpoint: <store>/runs/<run>/checkpoints/…"
+        ) from error
+    final = (
+        cache or private_directory(Path(tempfile.gettempdir()), "roundhouse-models")
+    ) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
+    if not final.is_dir():
+        files = Manifest.model_validate_json(data).model_files.by_name()
+        _place(
+            source,
+            {
+                name: entry
+                for name, entry in files.items()
+                if "/" not in name and not name.endswith(".safetensors") and not name.endswith(INDEX)
+            },
+            final,
+        )
+    return final
+
+
+def _place(source: Location, entries: dict[str, FileEntry], final: Path) -> None:
+    partial = final.parent / f".{final.name}.{uuid.uuid4().hex}"
+    partial.mkdir(parents=True)
+    try:
+        for name, entry in entries.items():
+            data = source.read(entry.path)
+            if sha256(data) != entry.sha256:
+                raise StoreError(
+                    f"{source.uri}/{entry.path} is not what its manifest says. Look with `roundhouse store verify`."
+                )
+            (partial / name).write_bytes(data)
+        try:
+            os.rename(partial, final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another replica of this node was quicker.
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
 
 APPLICATION = "policy"
 DEPLOYMENT = "policy"
@@ -105,15 +204,16 @@ async def start_policy(
     Args:
         model_dir: config and tokenizer: a directory, or the URI of a checkpoint, from which they are brought here.
     """
-    from roundhouse.generation.backends import make_engine, make_tool_parser
     from roundhouse.generation.chat import ChatCodec
     from roundhouse.generation.chat_server import ChatServer
-    from roundhouse.generation.model_files import local_model
     from roundhouse.generation.served_policy import ServedPolicy
     from roundhouse.weight_sync.cache import node_cache
 
     model_dir = str(await asyncio.to_thread(local_model, model_dir))
     check_model_directory(model_dir)
+    if config.gpus_per_replica == 0:  # OpenMP reads it when torch is imported, which is later
+        threads = threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     codec = ChatCodec(model_dir, config.max_model_len)
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
     await engine.start()
@@ -187,7 +287,6 @@ def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:
 
 def replica_environment(config: GenerationConfig) -> dict[str, str]:
     """Environment variables of a replica."""
-    from roundhouse.generation.backends import environment
 
     passed = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
     return passed | environment(config)

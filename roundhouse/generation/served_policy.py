@@ -10,6 +10,9 @@ When the desired weights cannot be had, no request is answered (503), neither wi
                   ──proved────────────────> ready
     by transfer   ──no seat, no group─────> engine untouched; the checkpoint is read at once
                   ──broken off────────────> 503 with the reason, until the checkpoint is loaded and proved
+
+Weights are checked before the engine is touched: what passes `check_weights` has every tensor of the served model in its shape,
+and no other.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from typing import Any
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError, InfraError, StoreError
-from roundhouse.generation import weights_check
-from roundhouse.generation.engine import Draw, Engine, EnginePoisoned, Generated, GenerationAborted
+from roundhouse.generation.protocol import Draw, Engine, EnginePoisoned, Generated, GenerationAborted, WeightsRefused
+from roundhouse.retry import Backoff
 from roundhouse.weight_sync.base import (
     DirectTransport,
     FetchedWeights,
@@ -42,13 +45,88 @@ from roundhouse.weight_sync.base import (
 )
 from roundhouse.weight_sync.cache import NodeCache, node_cache
 from roundhouse.weight_sync.replica_state import SAMPLED, DesiredPolicy
+from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 2.0, 60.0
-
+RETRIES = Backoff(2.0, longest=60.0)
+"""Of a refit whose weights were refused."""
 PROBE_TOKENS = 32
 """Length of the sequence whose log-probabilities every replica tells after a refit."""
+
+_SHAPING_KEYS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, from the files' headers.
+
+    Raises:
+        WeightsRefused: a file is missing, damaged or cut short.
+    """
+    try:
+        return {tensor.name: tensor.shape for path in weight_files(directory) for tensor in TensorFile(path).tensors()}
+    except DataError as error:
+        raise WeightsRefused(str(error)) from error
+
+
+def expected_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this config.json is made of; tied ones are counted once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # parameters are listed once even where two modules share one (tied embeddings)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=True)}
+
+
+def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]) -> None:
+    """Refuse weights that are not whole or not of the served model, before the engine is touched.
+
+    Raises:
+        WeightsRefused: names the first thing that is wrong.
+    """
+    _check_config(directory, model_dir)
+    found = tensor_shapes(directory)
+    served = json.loads((model_dir / "config.json").read_text())
+    # A checkpoint may repeat a tensor although it is tied to another.
+    tied = {"lm_head.weight"} if served.get("tie_word_embeddings", False) else set()
+    for name, shape in expected.items():
+        if name not in found:
+            raise WeightsRefused(
+                f"{directory} lacks the tensor {name}. The weights are incomplete or of another model."
+            )
+        if found[name] != shape:
+            raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
+    if surplus := sorted(found.keys() - expected.keys() - tied):
+        raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
+
+
+def _check_config(directory: Path, model_dir: Path) -> None:
+    path = directory / "config.json"
+    if not path.is_file():
+        return
+    try:
+        new, served = json.loads(path.read_text()), json.loads((model_dir / "config.json").read_text())
+    except ValueError as error:
+        raise WeightsRefused(f"{path} is not JSON: {error}.") from error
+    for key in _SHAPING_KEYS:
+        if new.get(key) != served.get(key):
+            raise WeightsRefused(
+                f"{path} has {key}={new.get(key)}, the served model has {served.get(key)}. A refit replaces weights of the "
+                "same model; deploy another model with its own run."
+            )
 
 
 class PolicyUnavailable(InfraError):
@@ -182,7 +260,7 @@ class ServedPolicy:
             if desired.asleep is not None:
                 await self._sleep(desired, desired.asleep)
             else:
-                await self._reach(desired, FIRST_RETRY_SECONDS)
+                await self._reach(desired)
 
     async def _sleep(self, desired: DesiredPolicy, what_for: str) -> None:
         """Requests inside are waited for; those in front of the gate and later ones are refused until the engine is awake."""
@@ -199,7 +277,7 @@ class ServedPolicy:
         finally:
             self._gate.open()
 
-    async def _reach(self, desired: DesiredPolicy, pause: float) -> None:
+    async def _reach(self, desired: DesiredPolicy, attempt: int = 1) -> None:
         if desired.weights is None or (desired.same_weights(self._held) and self._error is None):
             return
         try:
@@ -208,7 +286,7 @@ class ServedPolicy:
             if self._poisoned:
                 self._poison(desired, error)
                 return
-            self._refuse(desired, error, pause)
+            self._refuse(desired, error, attempt)
         except Exception as error:  # noqa: BLE001 (border of a refit: whatever broke, the engine may be half changed)
             self._poison(desired, error)
 
@@ -262,7 +340,13 @@ class ServedPolicy:
                 await self.engine.wake()
                 self._asleep = None
             yield
-            self._probe = await self._probed()
+            # Log-probabilities of a sequence that is the same for every replica of the model
+            vocabulary = int(json.loads((self._model_dir / "config.json").read_text())["vocab_size"])
+            length = min(PROBE_TOKENS, self.engine.max_model_len - 1)
+            scores = await self.engine.score([(7919 * place + 13) % vocabulary for place in range(length)])
+            if not all(map(math.isfinite, scores)):
+                raise EnginePoisoned("The probe's log-probabilities are not finite: the weights hold NaN or infinity.")
+            self._probe = scores
             self._held, self._error, self._failed_request = desired, None, None
         except WeightTransferFailed as error:
             if error.touched:
@@ -293,35 +377,22 @@ class ServedPolicy:
         assert fetched.directory is not None
         try:
             if self._expected is None:
-                self._expected = weights_check.expected_shapes(self._model_dir)
-            weights_check.check(fetched.directory, self._model_dir, self._expected)
+                self._expected = expected_shapes(self._model_dir)
+            check_weights(fetched.directory, self._model_dir, self._expected)
         except BaseException:
             fetched.release()
             raise
         return fetched
 
-    async def _probed(self) -> list[float]:
-        """Log-probabilities of a sequence that is the same for every replica of the model.
-
-        Raises:
-            EnginePoisoned: one is not a number.
-        """
-        vocabulary = int(json.loads((self._model_dir / "config.json").read_text())["vocab_size"])
-        length = min(PROBE_TOKENS, self.engine.max_model_len - 1)
-        scores = await self.engine.score([(7919 * place + 13) % vocabulary for place in range(length)])
-        if not all(map(math.isfinite, scores)):
-            raise EnginePoisoned("The probe's log-probabilities are not finite: the weights hold NaN or infinity.")
-        return scores
-
-    def _refuse(self, desired: DesiredPolicy, error: Exception, pause: float) -> None:
+    def _refuse(self, desired: DesiredPolicy, error: Exception, attempt: int) -> None:
         self._error = f"Version {desired.policy_version} cannot be loaded from {desired.weights}: {error}"
         self._failed_request = desired.request
         logger.error("%s", self._error)
 
         async def again() -> None:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(RETRIES.pause(attempt))
             async with self._changing:
-                await self._reach(desired, min(pause * 2, LAST_RETRY_SECONDS))
+                await self._reach(desired, attempt + 1)
 
         self._retry = asyncio.create_task(again())
 

@@ -32,9 +32,7 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.generation.chat_server import ChatServer
 from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
 from roundhouse.generation.served_policy import ServedPolicy
-from roundhouse.http.asgi import Receive, Send, read_body, reply_error, reply_json
-from roundhouse.http.body_limit import BodyLimit
-from roundhouse.http.same_origin import SameOrigin, is_loopback
+from roundhouse.http.asgi import BodyLimit, Receive, SameOrigin, Send, is_loopback, read_body, reply_error, reply_json
 from roundhouse.logs import set_up_logs
 from roundhouse.weight_sync.checkpoint_files import local_path
 from roundhouse.weight_sync.replica_state import DesiredPolicy

@@ -26,7 +26,7 @@ import orjson
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
-from roundhouse.generation.engine import (
+from roundhouse.generation.protocol import (
     AsgiApp,
     Draw,
     EnginePoisoned,
@@ -169,7 +169,20 @@ class VllmEngine:
         # The first step pays for lazy imports and allocations; better now than in the first rollout.
         await self.generate([0, 1], Draw(max_tokens=2, seed=0))
         if serve:
-            self._app = await self._build_openai_app(arguments)
+            # vLLM's whole OpenAI server, around the engine that runs already
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+            from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+            line = ["--model", self._model_dir, "--served-model-name", self._served_name, "--enable-auto-tool-choice"]
+            line += ["--tool-call-parser", self.config.tool_call_parser, "--max-model-len", str(self.max_model_len)]
+            args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+            validate_parsed_serve_args(args)
+            tasks = await self.engine.get_supported_tasks()
+            app = build_app(args, tasks, self.engine.model_config)
+            await init_app_state(self.engine, app.state, args, tasks)
+            self._app = app
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
         from vllm.inputs import tokens_input
@@ -283,22 +296,6 @@ class VllmEngine:
     def shutdown(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
-
-    async def _build_openai_app(self, arguments: dict[str, Any]) -> AsgiApp:
-        """vLLM's whole OpenAI server, around the engine that runs already."""
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        line = ["--model", self._model_dir, "--served-model-name", self._served_name, "--enable-auto-tool-choice"]
-        line += ["--tool-call-parser", self.config.tool_call_parser, "--max-model-len", str(self.max_model_len)]
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
-        validate_parsed_serve_args(args)
-        tasks = await self.engine.get_supported_tasks()
-        app = build_app(args, tasks, self.engine.model_config)
-        await init_app_state(self.engine, app.state, args, tasks)
-        return app
 
 
 def tool_parser(name: str, tokenizer: Any) -> ToolParser:

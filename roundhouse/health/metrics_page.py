@@ -1,7 +1,7 @@
 """What a process of a run is doing, as Prometheus reads it.
 
 Invariant: the page costs the work nothing: what is in flight is counted when somebody asks, and events are counted where they
-are announced anyway (`roundhouse.progress`). No label has more values than a run has stages, metrics or kinds of work.
+are announced anyway (`roundhouse.activity`). No label has more values than a run has stages, metrics or kinds of work.
 
 `ROUNDHOUSE_METRICS_PORT=9464` opens it for this machine, `0.0.0.0:9464` for others (a pod's scraper), in flow, trainer and gym
 server; an engine has `/metrics` on the port that it serves on, beside the engine's own.
@@ -19,8 +19,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from roundhouse.activity import ACTIVITY, Activity
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.http.http_thread import HttpThread
-from roundhouse.http.ports import LOOPBACK
+from roundhouse.http.ports import LOOPBACK, HttpThread
 from roundhouse.logs import labels
 
 METRICS = {

@@ -1,2 +1,2 @@
-"""SQL over what the runs of a store have written: which files count (`parts`), as which tables (`tables`), read by a DuckDB
-that can reach nothing else (`database`)."""
+"""SQL over what the runs of a store have written: which files count (`parts`), and their tables, read by a DuckDB that can
+reach nothing else (`database`)."""

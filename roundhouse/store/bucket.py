@@ -9,15 +9,18 @@ The limits can be changed by the environment variables ROUNDHOUSE_STORE_RETRY_SE
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import fsspec
 
 from roundhouse.errors import ConfigError, InfraError, StoreError
+from roundhouse.retry import Backoff
 
 Result = TypeVar("Result")
 
@@ -25,9 +28,12 @@ RETRY_SECONDS = 120.0
 """No attempt begins later than this after the first one failed."""
 ATTEMPT_SECONDS = 600.0
 """One attempt may take this long, however slowly its bytes come."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+PAUSES = Backoff(0.1, longest=10.0, spread=0.5)
 CHUNK_BYTES = 16 * 2**20
 """Objects of twice this size and more are written in parts of it, so that a cut costs a part and not the whole."""
+PARTS_IN_FLIGHT = 4
+"""Of one object: this many times `CHUNK_BYTES` is what an upload holds in memory."""
+_MOST_PARTS = 10_000
 
 _CONNECTIONS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "total_max_attempts": 2}}
 _PASSING_STATUS = {408, 409, 429}
@@ -64,7 +70,7 @@ def answered(request: Callable[[float], Result]) -> Result:
 
     patience, limit = _limit("RETRY", RETRY_SECONDS), _limit("ATTEMPT", ATTEMPT_SECONDS)
     begun = time.monotonic()
-    for attempts, pause in enumerate(pauses(random.Random()), 1):
+    for attempts in itertools.count(1):
         try:
             return request(limit)
         except Exception as error:
@@ -74,7 +80,7 @@ def answered(request: Callable[[float], Result]) -> Result:
                 if isinstance(error, BotoCoreError):
                     raise OSError(f"{type(error).__name__}: {error}") from error
                 raise  # with its own cause, which holds S3's answer
-            spent = time.monotonic() - begun
+            spent, pause = time.monotonic() - begun, PAUSES.pause(attempts)
             if spent + pause > patience:
                 last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise StoreUnavailable(
@@ -82,15 +88,68 @@ def answered(request: Callable[[float], Result]) -> Result:
                     "Is the endpoint (AWS_ENDPOINT_URL) right and up? Start again when it is: what was committed is kept"
                 ) from error
             time.sleep(pause)
-    raise AssertionError("pauses never end")
+    raise AssertionError("the count never ends")
 
 
-def pauses(rng: random.Random) -> Iterator[float]:
-    """Seconds before the second attempt, the third, …: between half and the whole of a limit that doubles."""
-    longest = FIRST_PAUSE
-    while True:
-        yield longest * (0.5 + rng.random() / 2)
-        longest = min(2 * longest, LONGEST_PAUSE)
+def upload(filesystem: Any, path: str, chunks: Iterable[bytes], part_bytes: int = CHUNK_BYTES) -> None:
+    """Write an object in parts as its bytes come; it appears whole, or not at all.
+
+    Args:
+        path: `bucket/key`.
+        part_bytes: of a part but the last; at least 5 MiB, and a ten-thousandth of the object (S3's limits).
+    """
+    bucket, _, key = path.partition("/")
+    place = {"Bucket": bucket, "Key": key}
+
+    def call(operation: str, **arguments: Any) -> Any:
+        return answered(lambda seconds: filesystem.call_s3(operation, **place, **arguments, timeout=seconds))
+
+    parts = _parts(chunks, part_bytes)
+    first = next(parts, b"")
+    if len(first) < part_bytes:
+        call("put_object", Body=first)
+        return
+    opened = {"UploadId": call("create_multipart_upload")["UploadId"]}
+
+    def send(number: int, body: bytes) -> dict[str, Any]:
+        return {
+            "PartNumber": number,
+            "ETag": call("upload_part", PartNumber=number, Body=body, **opened)["ETag"],
+        }
+
+    try:
+        with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="upload") as pool:
+            done, sent = [], []
+            for number, body in enumerate(itertools.chain([first], parts), 1):
+                sent.append(pool.submit(send, number, body))
+                if len(sent) == PARTS_IN_FLIGHT:
+                    done.append(sent.pop(0).result())
+            done += [one.result() for one in sent]
+        call("complete_multipart_upload", MultipartUpload={"Parts": done}, **opened)
+    except BaseException as error:
+        if code_of(error) == "NoSuchUpload" and filesystem.exists(path):
+            return  # it was completed, and the reply was lost
+        with contextlib.suppress(Exception):
+            filesystem.call_s3("abort_multipart_upload", **place, **opened)
+        raise
+    finally:
+        filesystem.invalidate_cache(path)
+
+
+def part_bytes_for(size: int) -> int:
+    """Bytes of a part, so that an object of this size has no more parts than S3 takes."""
+    return max(CHUNK_BYTES, -(-size // _MOST_PARTS))
+
+
+def _parts(chunks: Iterable[bytes], part_bytes: int) -> Iterator[bytes]:
+    waiting = bytearray()
+    for chunk in chunks:
+        waiting += chunk
+        while len(waiting) >= part_bytes:
+            yield bytes(waiting[:part_bytes])
+            del waiting[:part_bytes]
+    if waiting:
+        yield bytes(waiting)
 
 
 def may_pass(error: BaseException) -> bool:

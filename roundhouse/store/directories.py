@@ -2,10 +2,13 @@
 
 Invariants: a directory of a checkpoint is handed out only when every file has the digest of its manifest, and a download
 that broke off is never taken for a whole one. Every upload has a place of its own, so nothing that was published is ever
-written again, whoever else believes to drive the run.
+written again, whoever else believes to drive the run. Of a file only a bounded part is in memory at a time.
 
     checkpoints/000012/a0002-1f3c9a2e/config.json, model.safetensors …, trainer/…     of the train stage's second attempt
     checkpoints/000012/manifest.json                                                  "directory": "a0002-1f3c9a2e"
+
+A trainer saves into `scratch_beside` the checkpoint, and `upload_model` moves what is there: on a file store the bytes are
+written once. What hashes files as it writes them leaves a `FileDigests` beside them, and they are not read again.
 
 `copy_object` copies an object from another directory of a store, without moving its bytes where that is possible. Afterwards
 the object is the target's own. Deleting or replacing it on either side is no matter to the other, because
@@ -17,17 +20,64 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.errors import StoreError
 from roundhouse.store import disk
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import FileEntry, ModelFiles, Reference, model_location, sha256
-from roundhouse.store.stage import read_file, read_manifest
+from roundhouse.store.manifest import FileEntry, ModelFiles, Reference, fault_of, model_location
+from roundhouse.store.stage import read_manifest
+
+DIGESTS = "digests.json"
+"""Beside files that were hashed as they were written, until they are uploaded; no part of a checkpoint."""
+
+
+class FileDigests(BaseModel):
+    """What the writer of a directory's files knows of them, in the directory's `digests.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    files: dict[str, FileEntry] = {}
+    """By name, with the stamp of the moment in which they were whole."""
+    weights_digest: str | None = None
+    """Of the tensors of all its safetensors files."""
+
+    @classmethod
+    def beside(cls, directory: Path) -> FileDigests:
+        """Those of a directory; empty where nobody left any."""
+        try:
+            return cls.model_validate_json((directory / DIGESTS).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return cls()
+
+    def leave(self, directory: Path) -> None:
+        """Add these to what another writer left, after whom nobody knows the digest of all tensors."""
+        before = FileDigests.beside(directory)
+        weights_digest = None if before.files.keys() - self.files.keys() else self.weights_digest
+        both = FileDigests(files=before.files | self.files, weights_digest=weights_digest)
+        (directory / DIGESTS).write_text(both.model_dump_json())
+
+    def of(self, path: Path) -> FileEntry | None:
+        """What is known of a file, if it is still what it was then."""
+        entry = self.files.get(path.name)
+        return entry if entry is not None and _is_unchanged(path, entry) else None
+
+    def weights(self, directory: Path) -> str | None:
+        """The digest of the directory's tensors; None where a file is not known, or has changed."""
+        present = sorted(directory.glob("*.safetensors"))
+        return self.weights_digest if present and all(self.of(path) is not None for path in present) else None
+
+
+def _is_unchanged(path: Path, entry: FileEntry) -> bool:
+    return (path.stat().st_size, disk.stamp(path)) == (entry.size, entry.stamp)
 
 
 def own_place(attempt: str) -> str:
@@ -35,19 +85,39 @@ def own_place(attempt: str) -> str:
     return f"a{attempt}-{uuid.uuid4().hex[:8]}"
 
 
-def upload_model(location: Location, attempt: str, directory: Path) -> ModelFiles:
-    """Write all files of a local directory to a place of their own in a checkpoint; digests are taken on the way.
+@contextmanager
+def scratch_beside(location: Location) -> Iterator[Path]:
+    """An empty directory, for as long as the block, from which files can be moved into the location: of a file store, on its
+    own file system; of a bucket, on this machine's."""
+    if location.is_local:
+        location.local_path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=".saving-", dir=location.local_path if location.is_local else None
+    ) as directory:
+        yield Path(directory)
+
+
+def upload_model(location: Location, attempt: str, directory: Path, *, move: bool = False) -> ModelFiles:
+    """Write all files of a local directory to a place of their own in a checkpoint.
 
     Args:
         attempt: name of the stage's attempt that writes it, such as `0002`.
+        move: the directory's files are given up (`scratch_beside`).
     """
     place, entries = own_place(attempt), []
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+    known = {folder: FileDigests.beside(folder) for folder in [directory, *directory.rglob("*/")]}
+    weights_digest = known[directory].weights_digest
+    for file in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != DIGESTS):
         name = f"{place}/{file.relative_to(directory).as_posix()}"
-        data = file.read_bytes()
-        location.write(name, data)
-        entries.append(FileEntry(path=name, size=len(data), sha256=sha256(data)))
-    return ModelFiles(directory=place, files=entries)
+        digests = known[file.parent]
+        entry = digests.of(file)
+        written = location.write_file(name, file, None if entry is None else entry.sha256, move=move)
+        if file.parent == directory and file.suffix == ".safetensors":
+            named = digests.files.get(file.name)
+            if named is None or named.sha256 != written.sha256:
+                weights_digest = None
+        entries.append(FileEntry(path=name, size=written.size, sha256=written.sha256, stamp=written.stamp))
+    return ModelFiles(directory=place, files=entries, weights_digest=weights_digest)
 
 
 def local_directory(checkpoint: Reference, cache: Path) -> Path:
@@ -60,17 +130,33 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
     location = Location(checkpoint.uri)
     if location.is_local:
         for entry in manifest.files:
-            read_file(checkpoint, entry)
+            if (what := fault_of(location, entry)) is not None:
+                raise _damaged(location, entry, what)
         return (location / manifest.directory if manifest.directory else location).local_path
     target = cache / checkpoint.digest[:24]
     if target.is_dir():
         return target
     staging = _staging(cache)
-    for name, entry in manifest.model_files.by_name().items():
-        data, file = read_file(checkpoint, entry), staging / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-    return _placed(staging, target)
+    try:
+        for name, entry in manifest.model_files.by_name().items():
+            digest, file = hashlib.sha256(), staging / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as stream:
+                for chunk in location.read_streamed(entry.path):
+                    digest.update(chunk)
+                    stream.write(chunk)
+            if digest.hexdigest() != entry.sha256:
+                raise _damaged(location, entry, f"has digest {digest.hexdigest()[:12]}…")
+        return _placed(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _damaged(location: Location, entry: FileEntry, what: str) -> StoreError:
+    return StoreError(
+        f"{location.uri}/{entry.path} is damaged: it {what}; committed were {entry.size} bytes with digest "
+        f"{entry.sha256[:12]}…. Restore it, or delete the stage's manifest to run it again."
+    )
 
 
 def plain_directory(location: Location, cache: Path) -> Path:
@@ -100,8 +186,24 @@ def _placed(staging: Path, target: Path) -> Path:
     return target
 
 
-def copy_object(source: Location, target: Location, name: str) -> None:
-    """Make the source's object the target's, under the same name.
+def take_over(origin: Reference, location: Location, attempt: str) -> ModelFiles:
+    """Make the files of a checkpoint those of an attempt at another one.
+
+    Raises:
+        StoreError: a file is missing, or can be neither linked nor copied.
+    """
+    manifest, source, place = read_manifest(origin), Location(origin.uri), own_place(attempt)
+    theirs, entries = source / manifest.directory if manifest.directory else source, []
+    for name, entry in manifest.model_files.by_name().items():
+        stamp = copy_object(theirs, location / place, name)
+        # A link has its origin's stamp, which tells whether that still is what was committed there; a copy has to be read.
+        kept = stamp if source.is_local and stamp == entry.stamp else None
+        entries.append(entry.model_copy(update={"path": f"{place}/{name}", "stamp": kept}))
+    return ModelFiles(directory=place, files=entries)
+
+
+def copy_object(source: Location, target: Location, name: str) -> str:
+    """Make the source's object the target's, under the same name; its stamp there.
 
     Raises:
         NotFound: the source has none.
@@ -111,7 +213,7 @@ def copy_object(source: Location, target: Location, name: str) -> None:
     if not source.exists(name):
         raise NotFound(f"cannot take over {source.uri}/{name}: it does not exist")
     if source.is_local and target.is_local and _linked(source.local_path / name, target.local_path / name):
-        return
+        return target.stamp(name)[1]
     if not source.is_local and not target.is_local:
         origin, copy = f"{source.uri}/{name}", f"{target.uri}/{name}"
         try:
@@ -120,8 +222,8 @@ def copy_object(source: Location, target: Location, name: str) -> None:
             raise StoreError(
                 f"cannot copy {origin} to {copy}: {error}. May these credentials read the one and write the other?"
             ) from error
-        return
-    target.write(name, source.read(name))
+        return target.stamp(name)[1]
+    return target.write_streamed(name, source.read_streamed(name), source.size(name)).stamp
 
 
 def _linked(source: Path, target: Path) -> bool:

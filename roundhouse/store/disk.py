@@ -4,6 +4,10 @@ Invariants: an object appears under its name whole or not at all, also when the 
 name is, and its name before the call returns, with the names of directories that were made for it. A name never leads out of
 its directory, also not through a link. A temporary file that somebody deletes meanwhile is written again.
 
+A file's *stamp* is its time of modification, which `settle` sets a second back: whatever is written to the file later, also
+within the same tick of the kernel's clock, gives it another. So a file with the stamp of the moment in which its bytes were
+hashed holds these bytes, as far as programs change them; what a failing disk changes shows when they are read.
+
 What this rests on: rename and link are atomic, and fsync means what it says. Network file systems vary.
 """
 
@@ -14,13 +18,17 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from roundhouse.errors import StoreError
 
+Buffer = bytes | bytearray | memoryview
 _TRIES = 5
 """Of a write whose temporary file vanishes: each is another deletion in the same moment."""
+CHUNK_BYTES = 4 * 2**20
+"""What of a file is in memory at a time."""
+_SETTLED_NS = 1_000_000_000
 _TEMPORARY = re.compile(r"(?:^|/)\.[^/]+\.[0-9a-f]{32}$")
 
 
@@ -36,6 +44,60 @@ def create(target: Path, data: bytes) -> None:
         FileExistsError: it does.
     """
     _place(os.link, target, data)
+
+
+def replace_streamed(target: Path, chunks: Iterable[Buffer]) -> str:
+    """Write the object as its bytes come, whatever was there; its stamp."""
+    _make_directory(target.parent)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("wb") as stream:
+            for chunk in chunks:
+                stream.write(chunk)
+        return move(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move(source: Path, target: Path) -> str:
+    """Make a file of the same file system the object, whatever was there; its stamp.
+
+    Raises:
+        OSError: EXDEV where it lies on another file system.
+    """
+    _make_directory(target.parent)
+    mark = settle(source)
+    os.replace(source, target)
+    sync_directory(target.parent)
+    return mark
+
+
+def settle(path: Path, *, sync: bool = True) -> str:
+    """Give a file that is written no more its stamp, and return it.
+
+    Args:
+        sync: put the file's bytes on the disk.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        found = os.fstat(descriptor)
+        os.utime(descriptor, ns=(found.st_atime_ns, found.st_mtime_ns - _SETTLED_NS))
+        if sync:
+            os.fsync(descriptor)
+        return str(os.fstat(descriptor).st_mtime_ns)
+    finally:
+        os.close(descriptor)
+
+
+def stamp(path: Path) -> str:
+    return str(path.stat().st_mtime_ns)
+
+
+def chunks_of(path: Path) -> Iterator[bytes]:
+    """A file's bytes, a bounded part at a time."""
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
 
 
 def _place(put: Callable[[Path, Path], None], target: Path, data: bytes) -> None:

@@ -33,8 +33,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from roundhouse.activity import announce
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.progress import announce
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.process_identity import birth, boot_id, is_alive
 

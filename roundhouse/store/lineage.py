@@ -1,25 +1,31 @@
-"""Where a run comes from when it does not begin at the beginning: the checkpoint of another run.
+"""A run's identity, and where a run comes from when it does not begin at the beginning: the checkpoint of another run.
 
 Invariant: a fork owns what it needs. It takes version 0 (the reference policy) and the version that it starts from into its own
-directory, so retention, garbage collection and deletion in the parent cannot take anything from it. On one file system that
-is a hard link and costs no bytes; inside of S3 the server copies, and nothing passes through this machine.
+directory, so retention, garbage collection and deletion in the parent cannot take anything from it. On one file system that is
+a hard link and costs no bytes; inside of S3 the server copies, and nothing passes through this machine.
 
     runs/wide/run.json   "parent": {"run_id": "base", "uid": "…", "version": 12, "checkpoint": {"uri": …, "digest": …}}
     runs/wide/checkpoints/000000/  000012/      the parent's files under manifests of the fork; it trains 000013 next
+
+A run's identity (`run.json`) is created once, and valid only while its configuration has the digest that was recorded with it.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from roundhouse.config.loading import differences, parse_config
+from roundhouse import __version__
+from roundhouse.config.loading import differences, digest_of_tree, parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.config.renamed import translated
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.store.directories import copy_object, own_place
-from roundhouse.store.identity import read_identity
+from roundhouse.store.directories import take_over
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Reference
 from roundhouse.store.stage import Stage, StageKind, read_manifest
@@ -105,15 +111,13 @@ def adopt_checkpoints(run: Run) -> Reference:
 
 
 def _adopt(run: Run, version: int, origin: Reference) -> Reference:
-    manifest, source, stage = read_manifest(origin), Location(origin.uri), run.checkpoint(version)
+    manifest, stage = read_manifest(origin), run.checkpoint(version)
     attempt = run.begin(stage, policy_version=version)
-    place = own_place(attempt.name)
-    theirs = source / manifest.directory if manifest.directory else source
-    for name, entry in manifest.model_files.by_name().items():
-        copy_object(theirs, stage.location / place, name)
-        attempt.adopt(entry.model_copy(update={"path": f"{place}/{name}"}))
+    taken = take_over(origin, stage.location, attempt.name)
+    for entry in taken.files:
+        attempt.adopt(entry)
     return attempt.commit(
-        inputs={"parent": origin}, metrics=manifest.metrics, details=manifest.details, directory=place
+        inputs={"parent": origin}, metrics=manifest.metrics, details=manifest.details, directory=taken.directory
     )
 
 
@@ -146,3 +150,39 @@ def _identity(run: str) -> dict[str, Any]:
         raise ConfigError(
             f"resume.path: {location.uri} has no run.json: the checkpoint has been moved out of its run."
         ) from None
+
+
+IDENTITY = "run.json"
+
+
+def read_identity(location: Location) -> dict[str, Any]:
+    """The identity of the run in this directory, its configuration under today's names.
+
+    Raises:
+        NotFound: there is no run.
+        StoreError: it is damaged, or its configuration is not the one that the run was created with.
+    """
+    data, place = location.read(IDENTITY), f"{location.uri}/{IDENTITY}"
+    try:
+        identity: dict[str, Any] = json.loads(data)
+        found, recorded = digest_of_tree(identity["config"]), identity["config_digest"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{place} is damaged: {error!r}. Restore it from a copy.") from error
+    if found != recorded:
+        raise StoreError(
+            f"{place}: its configuration has the digest {found}, and the run was created with {recorded}: somebody has edited "
+            "it. Restore it from a copy. A run goes on with other settings by --set, or as a fork."
+        )
+    return identity | {"config": translated(identity["config"])}
+
+
+@functools.cache
+def code_version() -> str:
+    """`0.1.0`, or `0.1.0+g1a2b3c4d5e6f` in a git checkout (the commit, without a look at uncommitted changes)."""
+    git = Path(__file__).resolve().parents[2] / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        commit = (git / head.removeprefix("ref: ")).read_text().strip() if head.startswith("ref: ") else head
+    except OSError:
+        return __version__
+    return f"{__version__}+g{commit[:12]}"

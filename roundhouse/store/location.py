@@ -13,11 +13,13 @@ Every failure is a `StoreError` that names the object and, where there is one, t
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +47,36 @@ class NotFound(StoreError):
 
 class NoBucket(StoreError):
     """The store's bucket is not there, so nothing in it can be told missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """What was written."""
+
+    size: int
+    sha256: str
+    stamp: str
+    """`Location.stamp`, when it was whole."""
+
+
+class _Hashed:
+    """Bytes that pass."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = chunks
+        self.size, self.sha256 = 0, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._chunks:
+            self.sha256.update(chunk)
+            self.size += len(chunk)
+            yield chunk
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a local file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class Location:
@@ -108,6 +140,81 @@ class Location:
                     if self.read(name) != data:
                         raise
 
+    def write_streamed(self, name: str, chunks: Iterable[bytes], size: int = 0) -> WrittenObject:
+        """Write or replace an object as its bytes come, hashed as they pass; a few parts are in memory at a time.
+
+        Args:
+            size: about how many bytes will come, where it is known: of an object above 150 GiB it must be.
+        """
+        passed = _Hashed(chunks)
+        with self._reported("write", name):
+            if self.is_local:
+                stamp = disk.replace_streamed(self._file(name), passed)
+            else:
+                bucket.upload(self._fs, self._key(name), passed, bucket.part_bytes_for(size))
+                stamp = self.stamp(name)[1]
+        return WrittenObject(passed.size, passed.sha256.hexdigest(), stamp)
+
+    def write_file(self, name: str, path: Path, sha256: str | None = None, *, move: bool = False) -> WrittenObject:
+        """Write or replace an object with a local file's bytes.
+
+        Args:
+            sha256: of the file, where somebody has hashed it; otherwise it is read.
+            move: the file is given up: on the store's own file system it becomes the object, and no byte is copied.
+        """
+        size = path.stat().st_size
+        if self.is_local and move:
+            digest = sha256 or file_digest(path)
+            with self._reported("write", name):
+                try:
+                    return WrittenObject(size, digest, disk.move(path, self._file(name)))
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+        return self.write_streamed(name, disk.chunks_of(path), size)
+
+    def read_streamed(self, name: str) -> Iterator[bytes]:
+        """The object's bytes, a bounded part at a time.
+
+        Raises:
+            NotFound: there is none.
+        """
+        with self._reported("read", name):
+            if self.is_local:
+                yield from disk.chunks_of(self._file(name))
+                return
+            begin = 0
+            while chunk := self._range(name, begin, begin + bucket.CHUNK_BYTES):
+                yield chunk
+                begin += len(chunk)
+                if len(chunk) < bucket.CHUNK_BYTES:
+                    return
+
+    def digest(self, name: str) -> tuple[int, str]:
+        """Bytes and SHA-256 of an object, read a bounded part at a time.
+
+        Raises:
+            NotFound: there is none.
+        """
+        passed = _Hashed(self.read_streamed(name))
+        for _ in passed:
+            pass
+        return passed.size, passed.sha256.hexdigest()
+
+    def stamp(self, name: str) -> tuple[int, str]:
+        """Bytes of an object, and what the store itself says of them, which a later write changes: a file's time of
+        modification, the ETag of an object in a bucket.
+
+        Raises:
+            NotFound: there is none.
+        """
+        with self._reported("look up", name):
+            if self.is_local:
+                path = self._file(name)
+                return path.stat().st_size, disk.stamp(path)
+            found = self._request("info", self._key(name))
+            return int(found["size"]), str(found.get("ETag", ""))
+
     def read(self, name: str) -> bytes:
         """The whole object.
 
@@ -130,7 +237,7 @@ class Location:
                 with self._file(name).open("rb") as stream:
                     stream.seek(begin)
                     return stream.read(end - begin)
-            return self._request("cat_file", self._key(name), start=begin, end=end)
+            return self._range(name, begin, end)
 
     def size(self, name: str) -> int:
         """Bytes of an object.
@@ -138,10 +245,7 @@ class Location:
         Raises:
             NotFound: there is none.
         """
-        with self._reported("look up", name):
-            if self.is_local:
-                return self._file(name).stat().st_size
-            return int(self._request("info", self._key(name))["size"])
+        return self.stamp(name)[0]
 
     def exists(self, name: str) -> bool:
         with self._reported("look up", name):
@@ -215,6 +319,15 @@ class Location:
 
     def _file(self, name: str) -> Path:
         return disk.inside(self._root, _checked(name))
+
+    def _range(self, name: str, begin: int, end: int) -> bytes:
+        """Of an object in a bucket; empty behind its end."""
+        try:
+            return self._request("cat_file", self._key(name), start=begin, end=end)
+        except OSError as error:
+            if bucket.code_of(error) == "InvalidRange":
+                return b""
+            raise
 
     def _request(self, operation: str, *arguments: Any, **options: Any) -> Any:
         work = getattr(self._fs, operation)

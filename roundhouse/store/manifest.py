@@ -1,20 +1,23 @@
 """Manifests and references: what makes a stage complete, and what passes between tasks instead of data.
 
-Invariant: a stage or checkpoint is complete exactly when its `manifest.json` exists and the digests in it hold. The
-manifest is written last, once, by one writer. A `Reference` is the manifest's place and digest plus the few numbers a
-person wants to see; it is a few hundred bytes, whatever it refers to.
+Invariant: a stage or checkpoint is complete exactly when its `manifest.json` exists and the digests in it hold. The manifest is
+written last, once, by one writer. A `Reference` is the manifest's place and digest plus the few numbers a person wants to see;
+it is a few hundred bytes, whatever it refers to.
+
+Metrics that had another name are read under today's (`current_names`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from roundhouse.errors import StoreError
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.metric_names import current_names
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -48,6 +51,8 @@ class FileEntry(BaseModel):
     sha256: str
     rows: int | None = None
     """Rows of a Parquet file."""
+    stamp: str | None = None
+    """`Location.stamp` when the digest was taken. While an object has it, its bytes need not be read to be known."""
 
     @field_validator("path")
     @classmethod
@@ -65,6 +70,8 @@ class ModelFiles(BaseModel):
     directory: str = ""
     """Below the manifest's, such as `a0002-1f3c9a2e`. Empty in stores of before, whose files lie beside the manifest."""
     files: list[FileEntry]
+    weights_digest: str | None = None
+    """Of the policy's tensors, where it was taken as they were written."""
 
     def by_name(self) -> dict[str, FileEntry]:
         """Each file by its name in the model's directory, such as `config.json`."""
@@ -72,8 +79,8 @@ class ModelFiles(BaseModel):
         return {entry.path.removeprefix(prefix): entry for entry in self.files}
 
     def named(self) -> list[FileEntry]:
-        """The files, with these names for paths."""
-        return [entry.model_copy(update={"path": name}) for name, entry in self.by_name().items()]
+        """The files by what they hold: with these names for paths, and without what tells when they were written."""
+        return [entry.model_copy(update={"path": name, "stamp": None}) for name, entry in self.by_name().items()]
 
 
 class Provenance(BaseModel):
@@ -130,6 +137,30 @@ class Manifest(BaseModel):
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
 
 
+def is_as_written(location: Location, entry: FileEntry) -> bool:
+    """Whether an object is the one whose digest was taken, told by its stamp, without reading it; False may mean unknown.
+
+    Raises:
+        NotFound: there is none.
+    """
+    return entry.stamp is not None and location.stamp(entry.path) == (entry.size, entry.stamp)
+
+
+def fault_of(location: Location, entry: FileEntry) -> str | None:
+    """What is wrong with an object, read to its end a bounded part at a time; None when its bytes are those of the entry."""
+    try:
+        size, digest = location.digest(entry.path)
+    except NotFound:
+        return "is missing"
+    except StoreError as error:
+        return f"cannot be read: {error}"
+    if size != entry.size:
+        return f"has {size} bytes, committed were {entry.size}"
+    if digest != entry.sha256:
+        return f"has digest {digest[:12]}…, committed was {entry.sha256[:12]}…"
+    return None
+
+
 def model_location(location: Location) -> Location:
     """Where a model's files lie: of a checkpoint, the directory that its manifest names; else the directory itself."""
     try:
@@ -141,3 +172,37 @@ def model_location(location: Location) -> Location:
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+RENAMED_METRICS = {
+    "train/idle_turns": "train/idle_microbatches",
+    "validate/put_aside": "validate/filtered",
+    "seconds/waited_for_rollouts": "time/rollout_wait",
+    "cost/money": "cost/total",
+    "wasted_tokens/failed": "waste/failed_tokens",
+    "wasted_tokens/quarantined": "waste/quarantined_tokens",
+    "wasted_tokens/omitted": "waste/omitted_tokens",
+    "wasted_tokens/untrained": "waste/untrained_tokens",
+    "wasted_tokens/share": "waste/token_fraction",
+    "evaluation/reward_mean": "evaluation/reward/mean",
+    "evaluation/reward_stderr": "evaluation/reward/stderr",
+    "evaluation/reward_low": "evaluation/reward/low",
+    "evaluation/reward_high": "evaluation/reward/high",
+}
+_PREFIXES = {"seconds/": "time/", "staleness/effective_sample/": "staleness/ess/"}
+"""Of all other names that begin so."""
+
+
+def current_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under today's names. Where an old and a new name meet, the renamed metric is the one that is kept."""
+    renamed = {new: metrics[old] for old in metrics if (new := current_name(old)) != old}
+    return {name: value for name, value in metrics.items() if current_name(name) == name} | renamed
+
+
+def current_name(name: str) -> str:
+    if name in RENAMED_METRICS:
+        return RENAMED_METRICS[name]
+    for old, new in _PREFIXES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

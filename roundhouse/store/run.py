@@ -8,8 +8,10 @@
 
 Iteration k (from 1) refits the engine to version k-1, and its training makes version k. Version 0 is the starting policy.
 
-Invariant: a run's identity is created once. Opening it again with a configuration that would make other data is refused;
-only keys that steer how the run is carried out may change (`config.section.Operational`).
+Invariant: a run's identity is created once. Opening it again with a configuration that would make other data is refused; only
+keys that steer how the run is carried out may change (`config.section.Operational`).
+
+`promoted.json` points to the version that is the one to use, as `roundhouse.stages.promotion` decides.
 """
 
 from __future__ import annotations
@@ -26,12 +28,11 @@ from pydantic import ValidationError
 from roundhouse.config.loading import changes_of_identity, config_digest, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.store.identity import IDENTITY, code_version, read_identity
 from roundhouse.store.lease import fence_of
-from roundhouse.store.lineage import Parent, parent_at, refuse_unloadable
+from roundhouse.store.lineage import IDENTITY, Parent, code_version, parent_at, read_identity, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
-from roundhouse.store.stage import Attempt, Stage, StageKind
+from roundhouse.store.stage import Attempt, Stage, StageKind, read_manifest
 
 
 @dataclass(frozen=True)
@@ -248,3 +249,80 @@ def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> 
             f"Run {config.run_id!r} exists with another configuration:\n{lines}\n"
             "Take these changes back to continue it, or start a new run with --set run_id=<another name>."
         )
+
+
+POINTER = "promoted.json"
+
+
+class Promoted(Reference):
+    """The promoted version's checkpoint."""
+
+    approval: str | None = None
+    """Who agreed, with what comment; None where nobody was asked."""
+
+
+def promoted_version(run: Run) -> int | None:
+    """The promoted version; None before the first evaluation."""
+    try:
+        return Promoted.model_validate_json(run.location.read(POINTER)).policy_version
+    except NotFound:
+        return None
+
+
+def promoted_checkpoint(run: Run) -> Reference | None:
+    """Its checkpoint."""
+    version = promoted_version(run)
+    return None if version is None else run.checkpoint(version).reference()
+
+
+def version_named(run: Run, name: str) -> int:
+    """The version that `newest`, `promoted` or a number means.
+
+    Raises:
+        ConfigError: nothing is promoted or made yet, or it is neither of these.
+    """
+    if name.isdecimal():
+        return int(name)
+    if name == "promoted":
+        if (promoted := promoted_version(run)) is None:
+            raise ConfigError(
+                f"Run {run.run_id!r} has no promoted checkpoint: no version was evaluated, or promotion is off "
+                "(evaluation.promotion_confidence). Name newest or a version, or evaluate it: roundhouse evaluate."
+            )
+        return promoted
+    if name != "newest":
+        raise ConfigError(f"{name!r} names no checkpoint: newest, promoted or the number of a version.")
+    if (newest := run.latest_checkpoint()) is None:
+        raise ConfigError(f"Run {run.run_id!r} has no checkpoint yet.")
+    return newest.policy_version
+
+
+def point_to_promoted(run: Run, version: int, approval: str | None = None) -> None:
+    """Move the pointer, never back: a repeated start passes by older decisions again."""
+    current, checkpoint = promoted_version(run), run.checkpoint(version).reference()
+    if checkpoint is not None and (current is None or current < version):
+        promoted = Promoted(**checkpoint.model_dump(), approval=approval)
+        run.refuse_lost_lease()
+        run.location.write(POINTER, promoted.model_dump_json(indent=1).encode())
+
+
+SKIPPED = "skipped"
+"""In the details of the train stage's manifest, and as metric `train/skipped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Why an iteration was not trained on."""
+
+    code: str
+    kind: str
+    error: str
+    reason: str
+    """Of the decision (`roundhouse.health.policy`)."""
+
+
+def skip_of(run: Run, iteration: int) -> Skip | None:
+    """Why an iteration was skipped; None when it was not."""
+    reference = run.stage(iteration, StageKind.TRAIN).reference()
+    details = {} if reference is None else read_manifest(reference).details
+    return Skip(**details[SKIPPED]) if SKIPPED in details else None

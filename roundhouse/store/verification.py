@@ -1,7 +1,8 @@
 """Whether a store still holds what its manifests say: every file, every digest, every reference.
 
 Invariant: it only reads. A stage without a manifest is unfinished, which is no problem: the run that owns it goes on there. A
-reference to a checkpoint that retention deleted is no problem either, since its numbers live on in the stages that used it.
+reference to a checkpoint that retention deleted is no problem either, since its numbers live on in the stages that used it; nor
+is one of re-scored rollouts to the collection that they were copied from.
 
 `find_garbage` lists files that no manifest names and nothing will ever read. Nothing that a run needs is garbage. Garbage is a
 file beside a manifest that the manifest does not name (a part of an attempt that lost, or was interrupted and done again), a
@@ -26,9 +27,9 @@ import pyarrow.parquet as pq
 
 from roundhouse.errors import StoreError
 from roundhouse.store.disk import is_temporary
-from roundhouse.store.identity import IDENTITY, read_identity
+from roundhouse.store.lineage import IDENTITY, read_identity
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, fault_of
 from roundhouse.store.stage import StageKind, read_manifest
 
 Faults = Callable[[Location, Manifest], Iterable[str]]
@@ -119,24 +120,39 @@ def _check_stage(location: Location, found: Verification, also: Faults | None) -
 
 def _fault(location: Location, entry: FileEntry) -> str | None:
     """What is wrong with a file; None when it is the one that was committed."""
+    if (what := fault_of(location, entry)) is not None or entry.rows is None or not entry.path.endswith(".parquet"):
+        return what
     try:
-        data = location.read(entry.path)
-    except NotFound:
-        return "is missing"
-    except StoreError as error:
-        return f"cannot be read: {error}"
-    if len(data) != entry.size:
-        return f"has {len(data)} bytes, committed were {entry.size}"
-    if sha256(data) != entry.sha256:
-        return f"has digest {sha256(data)[:12]}…, committed was {entry.sha256[:12]}…"
-    if entry.path.endswith(".parquet") and entry.rows is not None:
-        try:
-            rows = pq.read_metadata(io.BytesIO(data)).num_rows
-        except pa.ArrowInvalid as error:
-            return f"is no Parquet file: {error}"
-        if rows != entry.rows:
-            return f"has {rows} rows, the manifest says {entry.rows}"
-    return None
+        rows = pq.read_metadata(_Ranges(location, entry)).num_rows
+    except pa.ArrowInvalid as error:
+        return f"is no Parquet file: {error}"
+    return None if rows == entry.rows else f"has {rows} rows, the manifest says {entry.rows}"
+
+
+class _Ranges(io.RawIOBase):
+    """An object as a file, of which only what is asked for is read: of Parquet, the footer."""
+
+    def __init__(self, location: Location, entry: FileEntry) -> None:
+        self._location, self._entry, self._at = location, entry, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._entry.size if size < 0 else min(self._entry.size, self._at + size)
+        data = self._location.read_range(self._entry.path, self._at, end) if end > self._at else b""
+        self._at += len(data)
+        return data
 
 
 def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[StoreProblem]:
@@ -146,12 +162,13 @@ def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Sto
             read_manifest(reference)
         except StoreError as error:
             gone = not Location(reference.uri).exists(MANIFEST)
-            if gone and reference.kind == StageKind.CHECKPOINT:
+            owns_rows = manifest.kind == StageKind.COLLECT  # re-scored: its rows are its own
+            if gone and (reference.kind == StageKind.CHECKPOINT or owns_rows):
                 continue
             yield StoreProblem(location.uri, f"its {name} is not what it was made from: {error}", redo)
 
 
-_CHECKPOINT = re.compile(r"(?P<run>(?:runs/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")
+_CHECKPOINT = re.compile(r"(?P<run>(?:(?:runs|replays)/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")
 _KEPT_NAMES = re.compile(r"^(attempt-\d+\.json|manifest\.json)$")
 CUT_OFF_SECONDS = 86_400.0
 """A temporary file that is older is of a write that was cut off."""

@@ -220,6 +220,7 @@ CATALOGUE = (
                 "chance that one of k rollouts reaches evaluation.success_threshold (arXiv 2107.03374)",
             ),
             *_under("evaluation/", (*REWARD[1:], *ROLLOUTS)),
+            Entry("evaluation/*/*", "(as above)", "the same of one of `evaluation.sets`, by its name"),
             Entry("promotion/promoted", "(state)", "1 when this version became the promoted one"),
             Entry("promotion/difference", "tasks", "reward less the promoted version's, task by task", "> 0"),
             Entry("promotion/difference_low", "tasks", "lower end of its interval; promoted when above 0"),

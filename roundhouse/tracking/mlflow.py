@@ -26,8 +26,7 @@ from roundhouse.store.location import NotFound
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
-from roundhouse.tracking.registry import UID_TAG, delete_versions, follow_store, register_checkpoint
-from roundhouse.tracking.traces import TraceWriter
+from roundhouse.tracking.traces import UID_TAG, TraceWriter, delete_versions, follow_store, register_checkpoint
 from roundhouse.trajectories.records import as_markdown
 
 ITERATION_METRIC = "iteration"

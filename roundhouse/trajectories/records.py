@@ -1,15 +1,22 @@
-"""Rollouts and turns as Python objects: what the rollout engine makes and the Parquet writers take; and as a
-person reads them (`as_markdown`).
+"""Rollouts and turns as Python objects: what the rollout engine makes, validation judges and the Parquet writers take.
 
     task ── group ── rollout ── turn (one model call)
                         └────── sequence (what is trained on; made by validation)
 
-Invariant: a rollout that failed has no reward (`reward is None`), and a rollout that completed or was truncated has one.
-Token IDs are what the engine returned, never re-tokenised.
+Invariant: a rollout that failed has no reward (`reward is None`), and a rollout that completed or was truncated has one. Token
+IDs are what the engine returned, never re-tokenised.
+
+Spread of a group's rewards, without which it is not trained on, belongs to a whole group and never to one of its rollouts:
+measured over the others of a rollout, the single right answer among wrong ones would have none, and would be the one to be
+filtered out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -107,6 +114,16 @@ class Rollout:
         return f"{self.group_id}/{self.sample}"
 
 
+@dataclass(eq=False)
+class Refusal(Exception):
+    """Why a rollout was kept from training."""
+
+    reason: str
+    evidence: str
+    turn: int | None = None
+    outcome: Status = Status.MASKED
+
+
 def as_markdown(rollout: Rollout) -> str:
     """The conversation with its outcome, as Markdown."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
@@ -137,3 +154,64 @@ def item_text(item: dict[str, Any]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
+
+
+def digest_tokens(token_ids: Sequence[int]) -> str:
+    """First 16 hex digits of SHA-256 over the IDs as little-endian int32."""
+    data = array("i", token_ids)
+    return hashlib.sha256(data.tobytes()).hexdigest()[:16]
+
+
+class GrowingDigest:
+    """`digest_tokens` of a sequence that only grows, at the cost of what is new."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Append; the digest of everything so far.
+
+        Raises:
+            TypeError, OverflowError: they are no token IDs.
+        """
+        self._hash.update(array("i", token_ids).tobytes())
+        return self._hash.hexdigest()[:16]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**31) from named parts, e.g. (run seed, iteration, group, sample, turn).
+
+    The same parts give the same seed on every machine; different parts give unrelated ones.
+    """
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
+
+
+SPREAD_TOLERANCE = 1e-9
+"""Rewards of a group that differ by less (relative to the largest, at least 1) count as equal: it is rounding."""
+
+
+def groups_with_spread(rollouts: Iterable[Rollout]) -> list[str]:
+    """Group ids in order of first appearance; failed and masked rollouts do not count."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        own = rewards.setdefault(rollout.group_id, [])
+        if rollout.status in (Status.COMPLETED, Status.TRUNCATED) and rollout.reward is not None:
+            own.append(rollout.reward)
+    return [group for group, values in rewards.items() if values and has_spread(values)]
+
+
+def has_spread(rewards: list[float]) -> bool:
+    """Whether the rewards (at least one) are not all equal."""
+    highest, lowest = max(rewards), min(rewards)
+    return highest - lowest > SPREAD_TOLERANCE * max(1.0, abs(highest), abs(lowest))
+
+
+def pass_at_k(rollouts: int, passed: int, k: int) -> float:
+    """Probability that at least one of k rollouts passes, from `passed` of `rollouts`: 1 − C(n − c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, equation 1).
+    """
+    if not 1 <= k <= rollouts:
+        raise ValueError(f"pass@{k} of {rollouts} rollouts: k must be between 1 and their number")
+    return 1.0 - math.comb(rollouts - passed, k) / math.comb(rollouts, k)

@@ -5,49 +5,58 @@ dropped; whatever was refused, failed or masked is not seen by the group statist
 
 The proofs, in order; the first that does not hold gives the reason:
 
-    unique ids · a reward or a failure, not both                  here, `proofs.prove_failure`
-    reward, components, status, sample, times                     `proofs.prove_outcome`
-    every recorded turn is there                                  `proofs.prove_counts`
-    stored parts rebuild the prompts (length, digest, order)      `proofs.prove_prompts`
-    log-probabilities, vocabulary, policy version, limits         `proofs.prove_turn`, `proofs.prove_measured`
-    each prompt continues its parent (else `on_break` decides)    `sequences.chains_of`
-    messages are what the tokens say                              a `proofs.TextProof`, where one is given
-    no copies, no seed twice, one task a group                    `proofs.batch_refusals`
-    mask and log-probabilities of the finished table              `sequences.misaligned`
+    unique ids · a reward or a failure, not both                  `prove_failure`
+    reward, components, status, sample, times                     `prove_outcome`
+    every recorded turn is there                                  `prove_counts`
+    stored parts rebuild the prompts (length, digest, order)      `prove_prompts`
+    log-probabilities, vocabulary, policy version, limits         `prove_turn`, `prove_measured`
+    each prompt continues its parent (else `on_break` decides)    `schemas.chains_of`
+    messages are what the tokens say                              a `TextProof`, where one is given
+    no copies, no seed twice, one task a group                    `batch_refusals`
+    mask and log-probabilities of the finished table              `schemas.misaligned`
 
 That the log-probabilities are those of the recorded weights is proved where they are computed anyway, in the train stage
-(`roundhouse.stages.recomputed`).
+(`roundhouse.stages.validate`).
+
+Each proof either holds or raises a `Refusal` with a reason and the evidence. A proof of one rollout reads only what the rollout
+itself records and the terms it was collected under, so it says the same in every batch; and no rollout that our own engines and
+loops can produce is refused. Where a rule could hit an honest rollout (a policy so certain that every log-probability of a
+short answer is 0), it waits for `CERTAIN_TOKENS` tokens.
+
+Cost: lists are read by the built-ins that loop in C (`min`, `max`, `sum`); prompts are hashed once, also over many turns.
+
+`batch_refusals` proves what one row alone cannot show. Of rollouts that are the same work twice, the first in the given order
+is kept and the others are refused; whatever else agrees by chance (a certain policy says the same words with the same
+log-probabilities) is legal. So:
+
+* a copy is told by its clock: equal turns, and equal start and duration, which two measurements never share;
+* one seed twice in a group is one draw twice, whatever the texts;
+* members of a group are samples of one task: those whose task row or environment is not that of the most are refused, and
+  all of them when there is no most.
+
+Seed 0 stands for "not recorded": the rollout was imported, where rows of one task may carry fields of each rollout. The last
+two rules pass over it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.config.models import ValidationConfig
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.proofs import (
-    CollectionLimits,
-    Recorded,
-    Refusal,
-    TextProof,
-    batch_refusals,
-    prove_counts,
-    prove_failure,
-    prove_measured,
-    prove_outcome,
-    prove_prompts,
-    prove_turn,
-)
-from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.schemas import QUARANTINE
-from roundhouse.trajectories.sequences import Chain, chains_of, misaligned, sequences_table
+from roundhouse.trajectories.records import Refusal, Rollout, Status, Turn
+from roundhouse.trajectories.schemas import QUARANTINE, Chain, chains_of, misaligned, sequences_table
 
 Accepted = dict[str, tuple[Rollout, list[Chain]]]
 Refused = dict[str, tuple[Rollout, Refusal]]
@@ -207,3 +216,257 @@ def quarantine_table(refused: Iterable[tuple[Rollout, Refusal]]) -> pa.Table:
         for rollout, refusal in refused
     ]
     return pa.Table.from_pylist(rows, schema=QUARANTINE)
+
+
+LOG_PROB_SLACK = 1e-4
+"""A log-probability may exceed 0 by this much: float32 rounding of a certain token."""
+
+CERTAIN_TOKENS = 16
+"""Log-probabilities that are all equal are no measurement when there are at least so many of them."""
+
+COMPONENT_TOLERANCE = 1e-5
+"""Relative, of the sum of reward components against the reward; that of `roundhouse.rollout.protocol`."""
+
+CUT_SHORT = frozenset({"length", "max_tokens", "max_turns", "environment"})
+"""Finish reasons of rollouts that a limit or the world ended."""
+
+TURN_FINISHES = frozenset({"stop", "tool_calls", "length"})
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the `rollouts` dataset says of a rollout's turns, which lie in a dataset of their own."""
+
+    turns: int
+    generated_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionLimits:
+    """What a batch was collected under."""
+
+    vocabulary_size: int
+    """IDs lie in [0, vocabulary_size)."""
+    policy_version: int
+    """Version of the weights that must have answered, or the newest that may have."""
+    max_age: int = 0
+    """Answers of so many versions before it are allowed too."""
+    group_size: int | None = None
+    """Samples of a group are numbered from 0 to below this. None: not known."""
+    max_new_tokens: int | None = None
+    """Tokens of one model call at most. None: not known, as with agents that set their own limits; `max_turns` alike."""
+    max_turns: int | None = None
+
+
+class TextProof(Protocol):
+    """Holds a rollout's recorded messages against its tokens."""
+
+    def prove(self, rollout: Rollout) -> bool:
+        """True: they agree. False: this rollout cannot be judged.
+
+        Raises:
+            Refusal: they do not agree.
+        """
+        ...
+
+
+def prove_failure(rollout: Rollout) -> None:
+    """A rollout has a reward or a failure, not both.
+
+    Raises:
+        Refusal: `reward_of_failure`; a failed rollout stays failed.
+    """
+    if not rollout.status.rewarded and rollout.reward is not None:
+        evidence = f"status {rollout.status.value} with reward {rollout.reward}"
+        raise Refusal("reward_of_failure", evidence, outcome=rollout.status)
+    if rollout.status in (Status.COMPLETED, Status.TRUNCATED) and (rollout.failure_kind or rollout.failure_code):
+        marks = rollout.failure_code or rollout.failure_kind
+        raise Refusal("reward_of_failure", f"status {rollout.status.value} with failure {marks}")
+
+
+def prove_outcome(rollout: Rollout, terms: CollectionLimits) -> None:
+    """Reward, status, sample number and times make sense."""
+    if rollout.reward is None or not math.isfinite(rollout.reward):
+        raise Refusal("reward", f"reward is {rollout.reward}")
+    if rollout.reward_components:
+        total = math.fsum(rollout.reward_components.values())
+        if not math.isclose(total, rollout.reward, rel_tol=COMPONENT_TOLERANCE, abs_tol=1e-8):
+            raise Refusal("reward_components", f"they add up to {total}, the reward is {rollout.reward}")
+    whole = rollout.status is Status.COMPLETED
+    if rollout.finish_reason in CUT_SHORT if whole else rollout.finish_reason == "stop":
+        raise Refusal("finish_reason", f"status {rollout.status.value} with finish reason {rollout.finish_reason}")
+    if rollout.sample < 0 or (terms.group_size is not None and rollout.sample >= terms.group_size):
+        raise Refusal("sample", f"sample {rollout.sample} of a group of {terms.group_size}")
+    spent = (rollout.seconds, rollout.generation_seconds, rollout.environment_seconds, rollout.started_at)
+    times = (*spent, *(turn.latency_seconds for turn in rollout.turns))
+    if not math.isfinite(sum(times)) or min(times) < 0:
+        raise Refusal("timing", f"a time is negative or not finite: {times}")
+
+
+def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: CollectionLimits) -> None:
+    """The turns are all there: as many, with as many tokens, as were written down with the rollout."""
+    turns = rollout.turns
+    if not turns:
+        raise Refusal("no_turns", "the rollout has no model call")
+    if recorded is not None:
+        generated = sum(len(turn.generation_token_ids) for turn in turns)
+        total = generated + sum(len(turn.prompt_token_ids) for turn in turns)
+        found = Recorded(len(turns), generated, total)
+        if found != recorded:
+            raise Refusal("turn_count", f"found {found}, written down {recorded}")
+    if terms.max_turns is None:
+        return
+    if len(turns) > terms.max_turns:
+        raise Refusal("turn_count", f"{len(turns)} model calls, {terms.max_turns} allowed")
+    if rollout.finish_reason == "max_turns" and len(turns) < terms.max_turns:
+        raise Refusal("turn_count", f"finish reason max_turns after {len(turns)} of {terms.max_turns} model calls")
+    if rollout.finish_reason == "length" and turns[-1].finish_reason != "length":
+        raise Refusal(
+            "finish_reason", f"length, but the last call ended with {turns[-1].finish_reason}", len(turns) - 1
+        )
+
+
+def prove_prompts(turns: Sequence[Turn]) -> None:
+    """Turns stand in order, and the stored parts rebuild every prompt that the engine saw."""
+    ends: list[int] = []
+    hashes: list[hashlib._Hash] = []
+    for index, turn in enumerate(turns):
+        if turn.turn != index or (turn.parent is not None and not 0 <= turn.parent < index):
+            raise Refusal("turn_order", f"turn {turn.turn} with parent {turn.parent} at place {index}", index)
+        known = 0 if turn.parent is None else ends[turn.parent]
+        length = known + len(turn.prompt_token_ids)
+        if length != turn.prompt_length:
+            raise Refusal("prompt_length", f"{length} tokens rebuilt, the engine saw {turn.prompt_length}", index)
+        if length == 0:
+            raise Refusal("empty_prompt", "nothing stands before the first generated token to predict it", index)
+        running = hashlib.sha256() if turn.parent is None else hashes[turn.parent].copy()
+        running.update(_as_int32(turn.prompt_token_ids, index))
+        if running.hexdigest()[:16] != turn.prompt_digest:
+            raise Refusal("prompt_digest", "the rebuilt prompt is not what the engine saw", index)
+        running.update(_as_int32(turn.generation_token_ids, index))
+        hashes.append(running)
+        ends.append(length + len(turn.generation_token_ids))
+
+
+def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
+    """Tokens and log-probabilities of one model call, and who answered it."""
+    tokens, log_probs = turn.generation_token_ids, turn.generation_log_probs
+    if not tokens:
+        raise Refusal("empty_generation", "no token was generated", turn.turn)
+    if len(tokens) != len(log_probs):
+        raise Refusal("log_prob_count", f"{len(tokens)} tokens, {len(log_probs)} log-probabilities", turn.turn)
+    if max(log_probs) > LOG_PROB_SLACK or not math.isfinite(sum(log_probs)):
+        place, value = next(
+            (place, value) for place, value in enumerate(log_probs) if not -math.inf < value <= LOG_PROB_SLACK
+        )
+        raise Refusal("log_prob_value", f"log-probability {value} at generated token {place}", turn.turn)
+    lowest = min(min(tokens), min(turn.prompt_token_ids, default=0))
+    highest = max(max(tokens), max(turn.prompt_token_ids, default=0))
+    if lowest < 0 or highest >= terms.vocabulary_size:
+        token = lowest if lowest < 0 else highest
+        raise Refusal("vocabulary", f"token {token} is outside [0, {terms.vocabulary_size})", turn.turn)
+    if not 0 <= terms.policy_version - turn.policy_version <= terms.max_age:
+        older = f" or {terms.max_age} before it" if terms.max_age else ""
+        evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}{older}"
+        raise Refusal("policy_version", evidence, turn.turn)
+    if turn.version_spans is not None:
+        _prove_spans(turn, turn.version_spans)
+    if turn.finish_reason not in TURN_FINISHES:
+        raise Refusal("finish_reason", f"a model call ended with {turn.finish_reason!r}", turn.turn)
+    if terms.max_new_tokens is not None and len(tokens) > terms.max_new_tokens:
+        raise Refusal("generation_length", f"{len(tokens)} tokens, {terms.max_new_tokens} allowed", turn.turn)
+
+
+def _prove_spans(turn: Turn, spans: Sequence[dict[str, int]]) -> None:
+    """They cover the generated tokens, and the turn's version is their oldest: a rollout's age is that of its oldest token."""
+    counts = [span["tokens"] for span in spans]
+    oldest = min((span["version"] for span in spans), default=None)
+    if min(counts, default=0) < 1 or sum(counts) != len(turn.generation_token_ids) or oldest != turn.policy_version:
+        raise Refusal(
+            "version_spans",
+            f"{list(spans)} over {len(turn.generation_token_ids)} tokens, answered by version {turn.policy_version}",
+            turn.turn,
+        )
+
+
+def prove_measured(turns: Sequence[Turn]) -> None:
+    """The log-probabilities are measurements: not one number for every token.
+
+    All exactly 0 means certain everywhere, which has no gradient either, or an engine that did not tell them. Only for rollouts
+    of at least `CERTAIN_TOKENS` generated tokens.
+    """
+    count = sum(len(turn.generation_log_probs) for turn in turns)
+    first = turns[0].generation_log_probs[0]
+    if count >= CERTAIN_TOKENS and all(
+        turn.generation_log_probs.count(first) == len(turn.generation_log_probs) for turn in turns
+    ):
+        raise Refusal("log_probs_constant", f"all {count} log-probabilities are {first}")
+
+
+def _as_int32(token_ids: Sequence[int], turn: int) -> bytes:
+    try:
+        return array("i", token_ids).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise Refusal("vocabulary", f"no token IDs: {error}", turn) from error
+
+
+def batch_refusals(rollouts: Sequence[Rollout]) -> dict[str, Refusal]:
+    """Refusals by rollout id; give only rollouts with a reward."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.seed != 0:
+            groups.setdefault(rollout.group_id, []).append(rollout)
+    strangers = dict(refused for members in groups.values() for refused in _strangers(members))
+    return {**strangers, **_same_seeds(rollouts), **_copies(rollouts)}
+
+
+def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
+    found: dict[str, Refusal] = {}
+    originals: dict[tuple[float, float, float], list[Rollout]] = {}
+    for rollout in rollouts:
+        if not rollout.started_at or not rollout.seconds:
+            continue
+        timed = originals.setdefault((rollout.started_at, rollout.seconds, rollout.generation_seconds), [])
+        for original in timed:
+            if original.rollout_id != rollout.rollout_id and original.turns == rollout.turns:
+                evidence = (
+                    f"the same turns, begun at {rollout.started_at} for {rollout.seconds} s, as {original.rollout_id}"
+                )
+                found[rollout.rollout_id] = Refusal("copied_rollout", evidence)
+                break
+        else:
+            timed.append(rollout)
+    return found
+
+
+def _same_seeds(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
+    found: dict[str, Refusal] = {}
+    holders: dict[tuple[str, int], str] = {}
+    for rollout in rollouts:
+        if rollout.seed == 0:
+            continue
+        holder = holders.setdefault((rollout.group_id, rollout.seed), rollout.rollout_id)
+        if holder != rollout.rollout_id:
+            found[rollout.rollout_id] = Refusal("repeated_seed", f"seed {rollout.seed} is that of {holder}")
+    return found
+
+
+def _strangers(members: list[Rollout]) -> Iterable[tuple[str, Refusal]]:
+    first = members[0]
+    if all(each.task == first.task and each.environment == first.environment for each in members):
+        return
+    kinds: dict[tuple[str, str], list[Rollout]] = {}
+    for rollout in members:
+        # As text, in which also NaN equals itself.
+        kinds.setdefault((json.dumps(rollout.task, sort_keys=True), rollout.environment), []).append(rollout)
+    if len(kinds) == 1:
+        return
+    most = max(map(len, kinds.values()))
+    clear = sum(len(alike) == most for alike in kinds.values()) == 1
+    for alike in kinds.values():
+        if clear and len(alike) == most:
+            continue
+        for rollout in alike:
+            evidence = f"{len(alike)} of {len(members)} rollouts of the group have this task row and environment"
+            yield rollout.rollout_id, Refusal("task_row", evidence)

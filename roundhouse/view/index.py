@@ -15,12 +15,11 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from roundhouse.query.database import COLUMNS
 from roundhouse.query.parts import StageFiles, dataset_of
-from roundhouse.query.tables import COLUMNS
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS
-from roundhouse.view.catalog import Catalog
-from roundhouse.view.scope import Filters, Scope, spellings
+from roundhouse.view.catalog import Catalog, Filters, Scope, spellings
 
 KEPT = 6
 """Indexes in memory; one over 100,000 rollouts takes about 25 MB."""

@@ -1,15 +1,25 @@
-"""The viewer over HTTP, for the person at this machine.
+"""The viewer over HTTP, for the person at this machine, and one iteration of it as one file (`export_page`).
 
-Invariants: nothing can be written (only GET is answered); a page of another site can read nothing
-(`roundhouse.http.same_origin`, nothing is shared across origins); and nothing that a rollout says can run
-(Content-Security-Policy allows our own files only, and those build the page from text nodes).
+Invariants: nothing can be written (only GET is answered); a page of another site can read nothing (`roundhouse.http.asgi`,
+nothing is shared across origins); and nothing that a rollout says can run (Content-Security-Policy allows our own files only,
+and those build the page from text nodes).
+
+The same answers (`Answers`) fill an exported page: the viewer's own page with its data inside. It requests nothing. Its policy
+allows exactly the script and the style that are in it, by their digests, so that no text of a rollout can run there either.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.resources
 import mimetypes
+import os
+import re
+import threading
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -19,12 +29,14 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from roundhouse.errors import RoundhouseError, StoreError
-from roundhouse.http.same_origin import SameOrigin
-from roundhouse.view.answers import Answers
-from roundhouse.view.scope import ViewError
+from roundhouse.http.asgi import SameOrigin
+from roundhouse.view.catalog import LARGEST_PAGE, Catalog, Filters, Scope, ViewError
+from roundhouse.view.detail import Details
+from roundhouse.view.index import Index, Indexes
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -124,10 +136,236 @@ class _Guarded:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *_HEADERS.items()]
             await send(message)
 
         await self._app(scope, receive, send_guarded)
+
+
+Parameters = Mapping[str, str]
+
+
+class Answers:
+    """Answers over one store; each takes the parameters of a request."""
+
+    def __init__(self, store: str) -> None:
+        self.catalog = Catalog(store)
+        self.indexes = Indexes(self.catalog)
+        self.details = Details(self.catalog, self.indexes)
+
+    def routes(self) -> dict[str, Callable[[Parameters], Any]]:
+        """By name."""
+        return {
+            "store": self.store,
+            "run": self.run,
+            "curve": self.curve,
+            "rollouts": self.rollouts,
+            "facets": self.facets,
+            "rollout": self.rollout,
+            "group": self.group,
+            "quarantine": self.quarantine,
+            "compare": self.compare,
+        }
+
+    def store(self, parameters: Parameters) -> dict[str, Any]:
+        return {"store": self.catalog.root.uri, "runs": self.catalog.runs()}
+
+    def run(self, parameters: Parameters) -> dict[str, Any]:
+        run_id = Scope.of(parameters).run_id
+        iterations = self.catalog.iterations(run_id)
+        # A large vocabulary takes a moment to load: meanwhile the person looks at the table.
+        threading.Thread(target=self.details.decoder, args=(run_id,), daemon=True).start()
+        return {"run_id": run_id, "iterations": iterations}
+
+    def curve(self, parameters: Parameters) -> list[dict[str, Any]]:
+        return self.catalog.curve(Scope.of(parameters).run_id)
+
+    def rollouts(self, parameters: Parameters) -> dict[str, Any]:
+        scope, filters = Scope.of(parameters), Filters.of(parameters)
+        index = self.indexes.at(scope)
+        page = index.page(filters) | {"stages": stages_told(index)}
+        if wanted := parameters.get("find"):
+            page["position"] = index.position(filters, _number(parameters, "find_iteration"), wanted)
+        return page
+
+    def facets(self, parameters: Parameters) -> dict[str, Any]:
+        return self.indexes.at(Scope.of(parameters)).facets(Filters.of(parameters))
+
+    def rollout(self, parameters: Parameters) -> dict[str, Any]:
+        iteration = _number(parameters, "rollout_iteration")
+        return self.details.rollout(Scope.of(parameters), iteration, parameters.get("rollout", ""))
+
+    def group(self, parameters: Parameters) -> dict[str, Any]:
+        group = parameters.get("of", "")
+        exact = parameters.get("exact", "1") == "1"
+        return {"group": group, "rollouts": self.details.group(Scope.of(parameters), group, exact=exact)}
+
+    def quarantine(self, parameters: Parameters) -> dict[str, Any]:
+        scope = Scope.of(parameters)
+        index = self.indexes.at(scope)
+        return {
+            "stages": stages_told(index),
+            "reasons": index.refused(),
+            "failed": index.facets(Filters())["failure_code"],
+            "rows": self.details.quarantined(scope),
+        }
+
+    def compare(self, parameters: Parameters) -> dict[str, Any]:
+        """The tasks that two scopes share, with the mean reward in each."""
+        sides = [Scope.of(parameters), Scope.of(parameters, "b_")]
+        found = [{row["task"]: row for row in self.indexes.at(side).groups_compared()} for side in sides]
+        shared = [
+            {
+                "task": task,
+                "a": found[0][task],
+                "b": found[1][task],
+                "delta": _difference(found[0][task], found[1][task]),
+            }
+            for task in found[0].keys() & found[1].keys()
+        ]
+        return {
+            "tasks": sorted(shared, key=lambda row: (-abs(row["delta"] or 0.0), row["task"])),
+            "only_a": len(found[0].keys() - found[1].keys()),
+            "only_b": len(found[1].keys() - found[0].keys()),
+        }
+
+
+def stages_told(index: Index) -> dict[str, str]:
+    """Each stage as `complete`, `unfinished` (it has parts) or `absent`; over several iterations, the least of them."""
+    states: dict[str, str] = {}
+    worst = ("absent", "unfinished", "complete")
+    for stage in index.stages:
+        state = "complete" if stage.complete else "unfinished" if stage.names else "absent"
+        states[stage.stage] = min(states.get(stage.stage, "complete"), state, key=worst.index)
+    return states
+
+
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> float | None:
+    return None if a["reward"] is None or b["reward"] is None else b["reward"] - a["reward"]
+
+
+def _number(parameters: Parameters, name: str) -> int:
+    text = parameters.get(name, "")
+    if not text.isdecimal():
+        raise ViewError(f"{name}={text!r} is not the number of an iteration.")
+    return int(text)
+
+
+MODULES = (
+    "dom", "state", "source", "table", "timeline", "filters", "conversation", "group", "tokens", "rollout", "quarantine",
+    "compare", "app",
+)  # fmt: skip
+"""The page's scripts, each after those that it imports."""
+
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z]+)\.js";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:const|class|function) (\w+))", re.MULTILINE)
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<script type="application/json" id="exported">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def export_page(store: str, scope: Scope, file: Path, largest: int) -> int:
+    """Write the page of an iteration; its size in bytes.
+
+    Args:
+        largest: at most so many rollouts; of more, the first ones, whole groups in order.
+
+    Raises:
+        ViewError: there is no such iteration, or no rollout in it.
+    """
+    page = render(exported(Answers(store), scope, largest))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.part")
+        temporary.write_bytes(page)
+        os.replace(temporary, file)
+    except OSError as error:
+        raise RoundhouseError(f"--export {file}: {error.strerror}.") from error
+    return len(page)
+
+
+def exported(answers: Answers, scope: Scope, largest: int) -> dict[str, Any]:
+    """The data of a page: every answer that it may ask for."""
+    parameters = {"run": scope.run_id, "iteration": str(scope.iteration), "stage": scope.stage}
+    index = answers.indexes.at(scope)
+    rows: list[dict[str, Any]] = []
+    while len(rows) < min(largest, index.count):
+        rows += index.page(Filters(offset=len(rows), limit=min(LARGEST_PAGE, largest - len(rows))))["rows"]
+    details = {
+        row["rollout_id"]: answers.rollout(
+            parameters | {"rollout": row["rollout_id"], "rollout_iteration": str(row["iteration"])}
+        )
+        for row in rows
+    }
+    texts = {
+        name: orjson.dumps([name, found["rollout"]["task"], found["rollout"]["messages"]]).decode().lower()
+        for name, found in details.items()
+    }
+    runs = [run for run in answers.catalog.runs() if run["run_id"] == scope.run_id]
+    return {
+        "info": {
+            "at": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+            "run": scope.run_id,
+            "iteration": scope.iteration,
+            "stage": scope.stage,
+            "rollouts": len(rows),
+            "total": index.count,
+        },
+        "store": {"store": "", "runs": runs},  # the page leaves this machine; where the store lies does not
+        "run": {"run_id": scope.run_id, "iterations": [scope.iteration]},
+        "stages": stages_told(index),
+        "facets": answers.facets(parameters),
+        "rows": rows,
+        "rollout": details,
+        "text": texts,
+        "quarantine": answers.quarantine(parameters),
+    }
+
+
+def render(data: dict[str, Any]) -> bytes:
+    """The page with these data inside."""
+    style = (STATIC / "style.css").read_text()
+    script = "\n".join(bundled(name, (STATIC / f"{name}.js").read_text()) for name in MODULES)
+    allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
+    policy = f"default-src 'none'; {allowed}; img-src data:; base-uri 'none'; form-action 'none'"
+    info = data["info"]
+    title = _harmless(f"{info['run']}, iteration {info['iteration']}")
+    # In a script element only "<" could end it or begin a comment; in JSON it can be written otherwise.
+    embedded = orjson.dumps(data).decode().replace("<", "\\u003c")
+    page = _PAGE.format(policy=policy, title=title, style=style, data=embedded, script=script)
+    return page.encode()
+
+
+def bundled(name: str, module: str) -> str:
+    """A module as a part of one script: a function that is called at once and gives what the module exports.
+
+    Example: `import { h } from "./dom.js"; export const x = h;` becomes `const $t = (() => { const { h } = $dom; const x = h;
+    return { x }; })();`
+    """
+    given = ", ".join(match[2] for match in _EXPORT.finditer(module))
+    inner = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = $\2;", module))
+    return f"const ${name} = (() => {{\n{inner}\nreturn {{ {given} }};\n}})();"
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _harmless(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -87,33 +87,41 @@ def plant(striker: Striker) -> None:
     _plant_refit(striker)
     _plant_tracking(striker)
     _plant_prefect(striker)
-    import roundhouse.stages.train_process as train_process
+    import roundhouse.stages.train as train_stage
 
-    train_process.MODULE = "tests.chaos.planted_step"
+    train_stage.STEP = "tests.chaos.planted_step"
 
 
 def plant_store(striker: Striker) -> None:
     from roundhouse.store import location
 
     _plant_files(striker)
+    within = threading.local()
 
     def planted(verb: str) -> None:
         original = getattr(location.Location, verb)
+        operation = "write" if verb.startswith("write_") else verb
 
         @functools.wraps(original)
-        def call(self: location.Location, *arguments: Any) -> Any:
+        def call(self: location.Location, *arguments: Any, **keywords: Any) -> Any:
+            if getattr(within, "write_file", False):  # whose copy is a stream
+                return original(self, *arguments, **keywords)
             folder = re.sub(r"^.*/runs/[^/]+/?", "", self.uri)
             # Beside the run: a step's report to the stage that started it. The lease is renewed by the clock, in no order.
             if "://" in folder or folder == "lease":
-                return original(self, *arguments)
+                return original(self, *arguments, **keywords)
             name = "/".join(part for part in (folder, arguments[0] if arguments else "") if part)
-            phases = _ON_STORE if self.is_local and verb in ("write", "create") else _ON_BUCKET
-            label = f"{verb} {_ATTEMPT.sub(lambda found: 'a' + (found[1] or '') + '*', name)}"
-            return striker.around(label, phases, lambda: original(self, *arguments))
+            phases = _ON_STORE if self.is_local and operation in ("write", "create") else _ON_BUCKET
+            label = f"{operation} {_ATTEMPT.sub(lambda found: 'a' + (found[1] or '') + '*', name)}"
+            within.write_file = verb == "write_file"
+            try:
+                return striker.around(label, phases, lambda: original(self, *arguments, **keywords))
+            finally:
+                within.write_file = False
 
         setattr(location.Location, verb, call)
 
-    for verb in ("write", "create", "delete", "delete_tree"):
+    for verb in ("write", "write_file", "write_streamed", "create", "delete", "delete_tree"):
         planted(verb)
 
 
@@ -124,7 +132,7 @@ def _plant_files(striker: Striker) -> None:
     def torn(descriptor: Any) -> None:
         state = os.fstat(descriptor)
         if "torn" in striker.due() and stat.S_ISREG(state.st_mode):
-            os.ftruncate(descriptor, state.st_size // 2)
+            os.truncate(f"/proc/self/fd/{descriptor}", state.st_size // 2)  # it may be open for reading alone
             fsync(descriptor)
             striker.strike(striker.due()["torn"])
         fsync(descriptor)

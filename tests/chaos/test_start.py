@@ -13,11 +13,9 @@ from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 
 import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
-from flows.collect import collect
-from flows.evaluate import evaluate
 from flows.iteration import iteration
-from flows.train import train
-from flows.train_offline import offline_iteration, train_offline
+from flows.on_demand import collect, evaluate
+from flows.train import train, train_offline
 from roundhouse.config.loading import load_config
 from roundhouse.fast_imports import gc_paused, hide_packages
 
@@ -93,9 +91,7 @@ def test_what_a_block_has_made_is_no_longer_searched_for_garbage_and_collection_
     assert gc.get_freeze_count() >= frozen + len(made)
 
 
-@pytest.mark.parametrize(
-    "flow", [train, train_offline, iteration, offline_iteration, evaluate, collect], ids=lambda flow: flow.name
-)
+@pytest.mark.parametrize("flow", [train, train_offline, iteration, evaluate, collect], ids=lambda flow: flow.name)
 def test_a_flow_takes_a_whole_configuration_without_a_form_and_still_checks_it(flow: Flow[..., object]) -> None:
     assert flow.parameters.definitions == {}
     config = load_config("configs/quickstart.yaml", [])

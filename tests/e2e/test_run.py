@@ -25,8 +25,7 @@ import yaml
 
 from roundhouse.config.loading import load_config
 from roundhouse.infra import services
-from roundhouse.store.promoted import promoted_version
-from roundhouse.store.run import Run, open_run
+from roundhouse.store.run import Run, open_run, promoted_version
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.tracking.catalogue import meaning_of
 from tests.chaos.strikes import PLAN_VARIABLE, Plan, Strike

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
+from roundhouse.generation.protocol import Draw, EnginePoisoned, Generated
 from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.weight_sync.cache import NodeCache

@@ -18,9 +18,9 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from roundhouse.config.colocation import REPLICA_CPUS, reservation
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.config.placement import REPLICA_CPUS, reservation
 from roundhouse.errors import InfraError
 from roundhouse.generation.deployment import engine_arguments
 from roundhouse.generation.serve_app import APPLICATION, DEPLOYMENT, arguments_of, build, placement_options

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from roundhouse.errors import DeploymentFailed
-from roundhouse.generation.engine_services import ProcessEngine
+from roundhouse.generation.deployment import ProcessEngine
 from tests.generation.test_standalone import CONFIG, engine_process
 
 

@@ -133,13 +133,21 @@ def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_
     refit("first", 35)
 
     async def in_flight() -> list[Completion]:
+        """Of each lane the answers until the weights have come, and the one that runs then: some are running at any moment."""
+        answers: list[Completion] = []
+        came = asyncio.Event()
+
+        async def lane(seed: int) -> None:
+            while not came.is_set():
+                answers.append(await policy.complete(LONG, [], Sampling(max_new_tokens=250), seed))
+
         async with HttpPolicyClient(deployed.http_url, config) as policy:
-            calls = [policy.complete(LONG, [], Sampling(max_new_tokens=250), seed) for seed in range(16)]
-            answers = asyncio.gather(*calls)
-            await asyncio.sleep(0.3)
+            lanes = asyncio.gather(*map(lane, range(16)))
             weights, options = str(policies["second"]), RefitOptions(running="continue")
             await asyncio.to_thread(deployment.refit, config, deployed, weights=weights, version=36, options=options)
-            return await answers
+            came.set()
+            await lanes
+        return answers
 
     answers = asyncio.run(in_flight())
     mixed = [answer for answer in answers if answer.version_spans is not None]

@@ -12,8 +12,9 @@ import pytest
 from roundhouse.generation import served_policy
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import ChatServer
-from roundhouse.generation.engine import Draw, EnginePoisoned, Generated
+from roundhouse.generation.protocol import Draw, EnginePoisoned, Generated
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
+from roundhouse.retry import Backoff
 from roundhouse.weight_sync.replica_state import DesiredPolicy
 
 
@@ -120,7 +121,7 @@ async def test_refused_weights_leave_the_engine_untouched_and_healthy(policy, en
 
 
 async def test_weights_that_appear_later_are_picked_up_without_a_new_wish(policy, policies, tmp_path, monkeypatch):
-    monkeypatch.setattr(served_policy, "FIRST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(served_policy, "RETRIES", Backoff(0.05))
     late = tmp_path / "late"
     await policy.apply(DesiredPolicy(1, str(late), request=1))
     shutil.copytree(policies["first"], late)

@@ -13,8 +13,8 @@ import pytest
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DeploymentFailed
-from roundhouse.generation.engine import Draw, Generated
-from roundhouse.generation.engine_services import ProcessEngine
+from roundhouse.generation.deployment import ProcessEngine
+from roundhouse.generation.protocol import Draw, Generated
 from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
 from roundhouse.weight_sync.replica_state import DesiredPolicy, RefitOptions, ReplicaReport
 from tests.generation import tiny

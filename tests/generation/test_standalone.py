@@ -19,7 +19,7 @@ from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.engine_services import EngineGone, ProcessEngine
+from roundhouse.generation.deployment import EngineGone, ProcessEngine
 from tests.generation import tiny
 
 CONFIG = GenerationConfig(backend="transformers", max_model_len=512, engine_args={"max_num_seqs": 1})

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import DeploymentFailed
-from roundhouse.generation.backends import environment
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.engine_services import ProcessEngine
+from roundhouse.generation.deployment import ProcessEngine
 from roundhouse.generation.protocol import Completion
+from roundhouse.generation.serve_app import environment
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roundhouse.errors import DataError, StoreError
-from roundhouse.generation import weights_check
+from roundhouse.generation import served_policy
 from roundhouse.weight_sync.cache import NodeCache, node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from roundhouse.weight_sync.tensor_files import digest_of, weight_files
@@ -50,7 +50,7 @@ def test_an_empty_prefix_is_refused_by_name(bucket, tmp_path):
 
 @pytest.mark.parametrize("name", ["first", "untied"])
 def test_the_expected_tensors_are_those_of_the_checkpoint(policies, name):
-    assert weights_check.expected_shapes(policies[name]) == weights_check.shapes(policies[name])
+    assert served_policy.expected_shapes(policies[name]) == served_policy.tensor_shapes(policies[name])
 
 
 def test_an_index_that_names_a_missing_file_is_refused(policies, tmp_path):

@@ -114,7 +114,7 @@ def make_model(path: Path, *, seed: int, tie: bool = True, sharpness: float = 4.
         bos_token_id=None,
         initializer_range=0.02 * sharpness,
     )
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(path)
+    Qwen3ForCausalLM(config).float().save_pretrained(path)
     return path
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.config.alerts import AlertsConfig
 from roundhouse.config.loading import parse_config
-from roundhouse.health.alerts import KL, MISMATCH, REWARD, new_alerts
+from roundhouse.config.operations import AlertsConfig
+from roundhouse.health.errors import KL, MISMATCH, REWARD, new_alerts
 from roundhouse.stages.report import AlertWatch
 from roundhouse.store.run import open_run
 

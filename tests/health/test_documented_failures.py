@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from roundhouse.config.failures import FailuresConfig
+from roundhouse.config.operations import FailuresConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.health.policy import Past, after_failure
-from roundhouse.health.taxonomy import code_of_type
+from roundhouse.health.policy import Past, after_failure, code_of_type
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "failures.md").read_text()

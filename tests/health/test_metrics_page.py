@@ -10,14 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from roundhouse.activity import Activity
+from roundhouse.activity import Activity, announce, logger
+from roundhouse.compat.nemo_gym.servers import endpoints
 from roundhouse.errors import ConfigError
 from roundhouse.generation import chat_server as engine_metrics
 from roundhouse.health import metrics_page
 from roundhouse.health.metrics_page import Announced, InFlightCollector
-from roundhouse.http import request_metrics
 from roundhouse.logs import about
-from roundhouse.progress import announce, logger
 
 PAGE = Path(__file__).parents[2] / "docs/kubernetes-reference.md"
 
@@ -111,7 +110,7 @@ async def test_requests_of_an_environment_are_measured_by_route_and_status() -> 
         return None
 
     registry = CollectorRegistry()
-    measured = request_metrics.MeasuredRequests(app, registry)
+    measured = endpoints.MeasuredRequests(app, registry)
     for path in ("/verify", "/rollout-7/verify", "/calculator", "/what_a_policy_made_up"):
         await measured({"type": "http", "method": "POST", "path": path}, nothing, nothing)
     page = told(generate_latest(registry).decode())
@@ -121,7 +120,7 @@ async def test_requests_of_an_environment_are_measured_by_route_and_status() -> 
 
 def test_the_documentation_has_every_name_and_meaning() -> None:
     text = PAGE.read_text()
-    names = {**metrics_page.METRICS, **request_metrics.METRICS, **engine_metrics.METRICS}
+    names = {**metrics_page.METRICS, **endpoints.METRICS, **engine_metrics.METRICS}
     for name, meaning in names.items():
         assert f"| `{name}` | {meaning} |" in text
     documented = set(re.findall(r"^\| `(roundhouse_\w+)`", text, re.MULTILINE))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.config.failures import FailuresConfig, stall_seconds
 from roundhouse.config.loading import parse_config
+from roundhouse.config.operations import FailuresConfig, stall_seconds
 from roundhouse.errors import (
     ConfigError,
     DataError,
@@ -21,8 +21,7 @@ from roundhouse.errors import (
     TooFewSequences,
 )
 from roundhouse.health.errors import Severity
-from roundhouse.health.policy import Past, Step, after_failure
-from roundhouse.health.taxonomy import Kind, code_of, kind_of, severity_of, typed
+from roundhouse.health.policy import Kind, Past, Step, after_failure, code_of, kind_of, severity_of, typed
 
 FAILURES = [InfraError("i"), DataError("d"), ConfigError("c"), StoreError("s"), KeyError("defect")]
 

@@ -19,7 +19,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.environments.base import Environment
 from roundhouse.errors import InfraError
 from roundhouse.health.watchdog import Stalled, supervised
-from roundhouse.launch.child_process import ChildProcess
+from roundhouse.launch.subprocesses import ChildProcess
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run

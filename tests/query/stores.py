@@ -19,9 +19,8 @@ from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn, derive_seed, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
-from roundhouse.trajectories.tokens import derive_seed, digest_tokens
 from roundhouse.trajectories.validation import validate
 
 TEXTS = ["What is 3 + 4?", "The answer is 7.", "I call the calculator.", "7"]

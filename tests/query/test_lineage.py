@@ -7,9 +7,8 @@ from typer.testing import CliRunner
 
 from roundhouse.cli import app
 from roundhouse.errors import StoreError
-from roundhouse.query.comparison import compare_runs
 from roundhouse.query.database import QueryError
-from roundhouse.query.lineage import Segment, prompt_of, row_history, segments_of, trained_on
+from roundhouse.query.lineage import Segment, compare_runs, prompt_of, row_history, segments_of, trained_on
 from roundhouse.store.run import load_run
 from tests.query.stores import write_run
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from roundhouse.cli import app
 from roundhouse.errors import StoreError
-from roundhouse.query.database import QueryError, run_query
-from roundhouse.query.tables import TABLES
+from roundhouse.query.database import TABLES, QueryError, run_query
 from roundhouse.stages.datasets import TaskDraw
 from tests.query.stores import begin_stage, write_dataset, write_run
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from roundhouse.health import metrics_page
-from roundhouse.http import http_thread
-from roundhouse.http.same_origin import VARIABLE, SameOrigin, is_loopback
+from roundhouse.http import ports
+from roundhouse.http.asgi import ALLOWED_HOSTS, SameOrigin, is_loopback
 from roundhouse.view.server import create_app
 from tests.security.test_servers import MAINS
 
@@ -54,7 +54,7 @@ async def status(app: Any, method: str = "GET", **headers: str | None) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(ALLOWED_HOSTS, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_beyond_loopback_names_are_the_operators_and_origins_still_count(m
         app = SameOrigin(Reached(), host)
         assert await status(app, host=service) == 200
         assert await status(app, host=service, origin="https://evil.example") == 403
-    monkeypatch.setenv(VARIABLE, "Hub.example.org, roundhouse-engine.roundhouse.svc")
+    monkeypatch.setenv(ALLOWED_HOSTS, "Hub.example.org, roundhouse-engine.roundhouse.svc")
     for host in ("0.0.0.0", "127.0.0.1"):
         app = SameOrigin(Reached(), host)
         assert await status(app, host=service) == 200
@@ -224,9 +224,9 @@ def test_the_metrics_page_refuses_other_sites_and_is_this_machines_unless_told_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bound: list[str] = []
-    made: Callable[..., None] = http_thread.HttpThread.__init__
+    made: Callable[..., None] = ports.HttpThread.__init__
     monkeypatch.setattr(
-        http_thread.HttpThread,
+        ports.HttpThread,
         "__init__",
         lambda self, app, host, port: bound.append(host) or made(self, app, host, port),
     )

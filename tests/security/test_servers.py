@@ -18,13 +18,13 @@ from roundhouse.compat.nemo_gym.servers import resources
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import CalculatorEnvironment
 from roundhouse.config.generation import TOKEN_VARIABLE as ENGINE_TOKEN
-from roundhouse.config.model_server import ModelServerConfig
-from roundhouse.config.train_service import TOKEN_VARIABLE as TRAIN_TOKEN
+from roundhouse.config.gym_servers import ModelServerConfig
+from roundhouse.config.training import TOKEN_VARIABLE as TRAIN_TOKEN
 from roundhouse.environments import load
 from roundhouse.generation import standalone
 from roundhouse.generation.chat_server import ENGINE_ROUTES, ChatServer
 from roundhouse.generation.standalone import StandaloneEngine
-from roundhouse.http.body_limit import BodyLimit
+from roundhouse.http.asgi import BodyLimit
 from roundhouse.training.service import server as train_server
 
 LIMIT = 10_000

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.config.loading import parse_config
+from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.config.models import RunConfig
-from roundhouse.config.trust import unnamed_code
 from roundhouse.store.run import open_run
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")

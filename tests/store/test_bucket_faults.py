@@ -11,7 +11,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +19,7 @@ import s3fs
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError, InfraError, StoreError
-from roundhouse.store.bucket import FIRST_PAUSE, LONGEST_PAUSE, StoreUnavailable, pauses
+from roundhouse.store.bucket import PAUSES, StoreUnavailable
 from roundhouse.store.location import AlreadyExists, Location, NoBucket, NotFound
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
@@ -111,9 +110,9 @@ def test_a_limit_that_is_no_number_is_named(store: str, monkeypatch: pytest.Monk
 
 
 def test_attempts_come_ever_more_rarely_and_not_in_step() -> None:
-    drawn = [list(islice(pauses(random.Random(seed)), 12)) for seed in range(20)]
-    assert all(0.5 * FIRST_PAUSE <= each[0] <= FIRST_PAUSE and each[-1] <= LONGEST_PAUSE for each in drawn)
-    assert all(later > 0.99 * earlier for each in drawn for earlier, later in pairwise(each[:7]))
+    drawn = [[PAUSES.pause(attempt) for attempt in range(1, 13)] for _ in range(20)]
+    assert all(0.5 * PAUSES.first <= each[0] <= 1.5 * PAUSES.first for each in drawn)
+    assert all(0.5 * PAUSES.longest <= each[-1] <= 1.5 * PAUSES.longest for each in drawn)
     assert len({round(each[3], 6) for each in drawn}) == 20
 
 

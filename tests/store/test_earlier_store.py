@@ -25,8 +25,7 @@ from roundhouse.stages.refit import engine_at, refit_iteration
 from roundhouse.stages.report import report_iteration
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_iteration
-from roundhouse.store.promoted import promoted_version
-from roundhouse.store.run import Run, load_run, open_run
+from roundhouse.store.run import Run, load_run, open_run, promoted_version
 from roundhouse.store.verification import verify
 from tests.fixtures.make_earlier_store import BUCKET, STORE
 from tests.generation.test_standalone import engine_process

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.health.taxonomy import Kind, kind_of
+from roundhouse.health.policy import Kind, kind_of
 from roundhouse.health.watchdog import supervised
 from roundhouse.store import lease as leases
 from roundhouse.store.lease import (
@@ -36,8 +36,7 @@ from roundhouse.store.lease import (
 )
 from roundhouse.store.location import Location
 from roundhouse.store.process_identity import birth
-from roundhouse.store.promoted import point_to_promoted
-from roundhouse.store.run import open_run
+from roundhouse.store.run import open_run, point_to_promoted
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.cost import run_totals
-from roundhouse.store.metric_names import RENAMED_METRICS, current_names
+from roundhouse.store.manifest import RENAMED_METRICS, current_names
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.catalogue import meaning_of

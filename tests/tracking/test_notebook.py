@@ -13,9 +13,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from roundhouse.config.loading import parse_config
-from roundhouse.stages.approval import answer
 from roundhouse.stages.checkpoint import retain
-from roundhouse.stages.promotion import promote
+from roundhouse.stages.promotion import answer, promote
 from roundhouse.stages.report import report_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import mlflow as notebook

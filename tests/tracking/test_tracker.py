@@ -17,7 +17,7 @@ from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import tracker as tracking
 from roundhouse.tracking.mlflow import FIRST_LOOK, table_url
-from roundhouse.tracking.registry import UID_TAG
+from roundhouse.tracking.traces import UID_TAG
 from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
 from tasks import report as tasks
 from tests.stages.test_promotion import evaluated

@@ -16,19 +16,16 @@ from roundhouse.config.models import RunConfig, Sampling, WarmStartPolicy
 from roundhouse.environments import load_any
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
-from roundhouse.generation.engine import Generated
-from roundhouse.generation.protocol import Completion
+from roundhouse.generation.protocol import Completion, Generated
 from roundhouse.generation.requests import read_request
 from roundhouse.policy.warm_start import write_engine_files
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
-from roundhouse.stages.text_proof import DecodedText
-from roundhouse.stages.validate import limits_of, recorded_counts
-from roundhouse.trajectories.proofs import Recorded
+from roundhouse.stages.validate import DecodedText, limits_of, recorded_counts
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
-from roundhouse.trajectories.validation import Validated, validate
+from roundhouse.trajectories.validation import Recorded, Validated, validate
 
 VERSION, GROUPS, SIZE = 3, 3, 4
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roundhouse.trajectories.records import Rollout, Status, Turn
-from roundhouse.trajectories.tokens import digest_tokens
+from roundhouse.trajectories.records import Rollout, Status, Turn, digest_tokens
 
 
 def turn(index: int, before: Sequence[int], new: Sequence[int], generated: Sequence[int], version: int = 0) -> Turn:

@@ -13,7 +13,7 @@ import pytest
 
 from roundhouse.trajectories import validation
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from roundhouse.trajectories.sequences import sequences_table
+from roundhouse.trajectories.schemas import sequences_table
 from tests.trajectories.collected import SIZE, VERSION, Batch, collected
 
 Plant = Callable[[Rollout, Batch], None]

@@ -3,7 +3,7 @@ from dataclasses import asdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.trajectories.records import FailureKind, Status
+from roundhouse.trajectories.records import FailureKind, Status, derive_seed, digest_tokens
 from roundhouse.trajectories.schemas import (
     ROLLOUTS,
     TURNS,
@@ -12,7 +12,6 @@ from roundhouse.trajectories.schemas import (
     rollouts_table,
     turns_table,
 )
-from roundhouse.trajectories.tokens import derive_seed, digest_tokens
 from tests.trajectories.rollouts import rollout, turn
 
 

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundhouse.config.models import ValidationConfig
-from roundhouse.trajectories.proofs import CollectionLimits
 from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.validation import validate
+from roundhouse.trajectories.validation import CollectionLimits, validate
 from tests.trajectories.rollouts import rollout, turn
 
 CONFIG = ValidationConfig()

@@ -11,9 +11,15 @@ import pytest
 
 from roundhouse.store.location import Location
 from roundhouse.store.stage import read_part
-from roundhouse.trajectories.proofs import CollectionLimits, Refusal, prove_turn
-from roundhouse.trajectories.schemas import TURNS, rollouts_from_tables, rollouts_table, turns_table
-from roundhouse.trajectories.sequences import chains_of, sequences_table
+from roundhouse.trajectories.schemas import (
+    TURNS,
+    chains_of,
+    rollouts_from_tables,
+    rollouts_table,
+    sequences_table,
+    turns_table,
+)
+from roundhouse.trajectories.validation import CollectionLimits, Refusal, prove_turn
 from tests.trajectories.rollouts import rollout, turn
 
 SPANS = [{"version": 3, "tokens": 1}, {"version": 4, "tokens": 2}]

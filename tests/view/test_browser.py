@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from roundhouse.view.export import export_page
-from roundhouse.view.scope import Scope
+from roundhouse.view.catalog import Scope
+from roundhouse.view.server import export_page
 from tests.query.stores import HOSTILE, write_run
 from tests.view.conftest import viewing
 

@@ -4,11 +4,10 @@ import duckdb
 import httpx
 import pytest
 
-from roundhouse.view.answers import Answers
-from roundhouse.view.catalog import Catalog
+from roundhouse.view.catalog import Catalog, Filters, Scope, ViewError, spellings
+from roundhouse.view.detail import Decoder, chains_of
 from roundhouse.view.index import Indexes
-from roundhouse.view.scope import Filters, Scope, ViewError, spellings
-from roundhouse.view.token_streams import Decoder, chains_of
+from roundhouse.view.server import Answers
 from tests.query.stores import HOSTILE, begin_stage, write_run
 
 
