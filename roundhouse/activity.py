@@ -7,11 +7,15 @@ ending work is progress of that work and of everything that it is part of, so a 
                 └── rollout g1/1 ── environment calculator
 
 Work begun inside the block of other work (also in its coroutines, and in threads that take over its context) is part of it.
+
+Stages report progress by `announce`, as log records of one logger; what shows them adds a handler to the logger
+`roundhouse.progress` and reads the record's `event` and `facts`. Nobody listening costs nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import Counter
@@ -19,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +193,14 @@ class Activity:
 
 ACTIVITY = Activity()
 """The activity of this process, as it has one root logger."""
+
+
+logger = logging.getLogger("roundhouse.progress")
+logger.setLevel(logging.INFO)
+
+
+def announce(event: str, **facts: Any) -> None:
+    """Publish an event: `warm_start`, `engine`, `collect`, `iteration`, `evaluation`, … with its facts. It is also a sign of
+    life of the stage that it comes from."""
+    ACTIVITY.advance()
+    logger.info(event, extra={"event": event, "facts": facts})

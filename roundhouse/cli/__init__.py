@@ -9,25 +9,18 @@ import typer
 
 from roundhouse import __version__
 from roundhouse.cli import (
-    alerts,
-    cost,
-    decisions,
-    deploy,
-    gym,
     gym_data,
-    lineage,
+    gym_servers,
     offline,
-    query,
+    prefect,
+    replay,
+    reports,
     runs,
-    schedules,
     services,
-    simulation,
-    status,
     store,
     training,
-    view,
 )
-from roundhouse.cli.options import error_console, out
+from roundhouse.cli.options import error_console, exit_code, out
 from roundhouse.errors import ConfigError, RoundhouseError
 
 RENAMED_COMMANDS = (
@@ -54,22 +47,23 @@ app = typer.Typer(
 )
 app.add_typer(training.app)
 app.add_typer(services.app)
-app.add_typer(deploy.app)
-runs.app.add_typer(cost.app)
-runs.app.command("approve")(decisions.runs_approve)
+app.add_typer(prefect.app)
+runs.app.add_typer(reports.app)
 app.add_typer(runs.app, name="runs")
-runs.app.command("status")(status.runs_status)
 app.add_typer(offline.app)
 app.add_typer(offline.datasets_app, name="datasets")
-app.add_typer(schedules.app, name="schedule")
-app.add_typer(alerts.app, name="alerts")
-runs.app.add_typer(lineage.app)
+app.add_typer(replay.app)
+app.add_typer(replay.replays_app, name="replays")
+app.add_typer(replay.env_app, name="env")
+app.add_typer(prefect.schedule_app, name="schedule")
+app.add_typer(prefect.alerts_app, name="alerts")
 app.add_typer(store.app, name="store")
-app.add_typer(gym.app, name="gym")
+gym = typer.Typer(no_args_is_help=True, help="Environments by NeMo Gym's contracts: configuration, servers, data.")
+gym.add_typer(gym_servers.app)
+gym.add_typer(gym_data.app)
+app.add_typer(gym, name="gym")
 app.add_typer(gym_data.export_app)
-app.add_typer(query.app)
-app.add_typer(view.app)
-app.add_typer(simulation.app)
+app.add_typer(store.commands)
 
 
 def _refuse_renamed(group: typer.Typer, name: str, old: str, new: str) -> None:
@@ -96,8 +90,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        from roundhouse.cli.exit_codes import exit_code
-        from roundhouse.health.taxonomy import typed
+        from roundhouse.health.policy import typed
 
         if not isinstance(known := typed(error), RoundhouseError):
             raise

@@ -64,8 +64,8 @@ def start(
     ++dry_run=true checks it, prints it with its secrets masked, and starts nothing.
     """
     from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
+    from roundhouse.compat.nemo_gym.servers.start import StartOptions, run
     from roundhouse.errors import ConfigError
-    from roundhouse.infra.gym_servers import StartOptions, run
 
     roots = _roots(search_dirs, root)
     told = [] if head_port is None else [f"++head_server.port={head_port or _free_port()}"]
@@ -145,7 +145,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Which servers run, and whether they answer; exit code 1 if one does not."""
-    from roundhouse.compat.nemo_gym.servers.status import server_statuses
+    from roundhouse.compat.nemo_gym.servers.head import server_statuses
 
     servers = server_statuses(head)
     if as_json:
@@ -199,7 +199,7 @@ def _show_warnings(resolution: Resolution) -> None:
 
 
 def _free_port() -> int:
-    from roundhouse.compat.nemo_gym.config.addresses import PORT_RANGE, free_port
+    from roundhouse.compat.nemo_gym.config.resolve import PORT_RANGE, free_port
 
     return free_port(PORT_RANGE, ())
 

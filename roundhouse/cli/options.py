@@ -1,4 +1,12 @@
-"""The options that several commands share, and how a command writes."""
+"""The options that several commands share, how a command writes, and its exit codes.
+
+Invariant: a kind of error has one number, that of a training step's process (`roundhouse.errors`), so that one
+`podFailurePolicy` reads flows and steps alike. `FINAL` are those for which repeating cannot help; 1 is everything that has no
+kind, and repeating it may.
+
+    0 done   1 an error without a kind, a finding   2 a wrong command line   65 data   74 store   75 machines, networks
+    77 a used up budget   78 configuration   130 Ctrl-C
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from roundhouse.errors import EXIT_CODES, ConfigError, DataError, RoundhouseError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +75,7 @@ def load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 def accept_code(config: RunConfig, overrides: list[str] | None, trust_store: bool) -> None:
     """Have a person at the terminal accept the code that only the store names; refuse it where nobody can be asked."""
-    from roundhouse.config.trust import refuse_unnamed_code, unnamed_code
+    from roundhouse.config.loading import refuse_unnamed_code, unnamed_code
 
     named = overrides or []
     if trust_store or not (found := unnamed_code(config, named)):
@@ -118,3 +128,23 @@ def error_console() -> Console:
 
 def out(text: str) -> None:
     sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+USAGE = 2
+"""As typer has it."""
+NOT_PERMITTED = 77
+"""A person has to allow more (EX_NOPERM)."""
+FINAL = sorted([USAGE, NOT_PERMITTED, EXIT_CODES[DataError], EXIT_CODES[ConfigError]])
+
+
+def exit_code(error: RoundhouseError) -> int:
+    """The number of an error that has reached the command's border.
+
+    >>> exit_code(ConfigError("no such key"))
+    78
+    """
+    from roundhouse.stages.cost import BudgetReached
+
+    if isinstance(error, BudgetReached):
+        return NOT_PERMITTED
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

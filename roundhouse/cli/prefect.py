@@ -1,12 +1,34 @@
-"""Which Prefect server a command talks to.
+"""`roundhouse deploy | schedule | alerts`: what stands on a Prefect server, and which server a command talks to.
 
-Invariant: called before Prefect is imported, since its client reads its settings then.
+Invariant: `find_prefect` and `at_prefect` are called before Prefect is imported, since its client reads its settings then.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roundhouse.cli.options import (
+    DEFAULT_STATE,
+    DEFAULT_STORE,
+    JsonOption,
+    StateOfStoreOption,
+    StateOption,
+    StoreOption,
+    console,
+    out,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flows.schedules import Scheduled
 
 
 def find_prefect(state: Path) -> bool:
@@ -33,3 +55,251 @@ def at_prefect(state: Path) -> None:
         raise InfraError(
             f"No Prefect server runs in {state / 'services'}, and PREFECT_API_URL is not set. Start it with `roundhouse up`."
         )
+
+
+app = typer.Typer()
+
+TEMPLATE = Path("k8s/components/work-pool/base-job-template.yaml")
+PRESETS = Path("k8s/components/work-pool/presets")
+
+
+@app.command("deploy")
+def deploy_command(
+    file: Annotated[Path, typer.Argument(help="Deployments, in Prefect's format.")] = Path("prefect.yaml"),
+    template: Annotated[Path, typer.Option(help="The work pool's base job template.")] = TEMPLATE,
+    presets: Annotated[
+        Path, typer.Option(help="Presets that the form of `train` offers; those in the pods.")
+    ] = PRESETS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be made or changed.")] = False,
+    as_json: JsonOption = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Register the flows on the Kubernetes work pool: the pool, its job template, deployments, schedules."""
+    from flows.forms import PRESETS_VARIABLE, preset_names
+    from roundhouse.config.deployments import read_deployments, read_template
+    from roundhouse.config.secrets import masked_text
+    from roundhouse.errors import ConfigError
+
+    os.environ[PRESETS_VARIABLE] = str(presets)
+    if not preset_names():
+        raise ConfigError(
+            f"--presets {presets}: no run configurations are there, so that the form of `train` has no choice."
+        )
+    pool = read_template(template)
+    wanted = read_deployments(file, pool)
+    if "PREFECT_API_URL" not in os.environ:  # a server that is named counts, also while `roundhouse up` runs here
+        at_prefect(state)
+    import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
+    from flows.work_pool import deploy
+
+    server = masked_text(os.environ["PREFECT_API_URL"])
+    if not as_json:
+        out(f"Prefect server: {server}")
+    lines = []
+    for line in deploy(wanted, pool, dry_run=dry_run):
+        lines.append(line)
+        if not as_json:
+            out(line)
+    if as_json:
+        out(json.dumps({"server": server, "dry_run": dry_run, "done": lines}, indent=1))
+    elif dry_run:
+        out("nothing was changed (--dry-run)")
+
+
+schedule_app = typer.Typer(no_args_is_help=True, help="Collect rollouts on a schedule.")
+NameArgument = Annotated[str, typer.Argument(help="The dataset's name.")]
+
+
+@schedule_app.command("collect")
+def schedule_collect(
+    cron: Annotated[str, typer.Option(help="When: five fields, such as '0 2 * * *' for 02:00 every night.")],
+    name: Annotated[str, typer.Option(help="Name of the dataset.")],
+    run: Annotated[str, typer.Option(help="The run whose checkpoint plays.")],
+    version: Annotated[int | None, typer.Option(help="Policy version; the newest when left out.", min=0)] = None,
+    promoted: Annotated[
+        bool, typer.Option("--promoted", help="With the checkpoint that is promoted at that moment.")
+    ] = False,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Versions of the dataset to keep; all when left out.", min=1)
+    ] = None,
+    keep_days: Annotated[float | None, typer.Option(help="Days for which a version is kept at least.")] = None,
+    timezone: Annotated[str, typer.Option(help="In whose hours: UTC, Europe/Berlin, …")] = "UTC",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key of the run's configuration.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    state: StateOfStoreOption = None,
+) -> None:
+    """Collect rollouts of a run's checkpoint by a cron expression into datasets/<name>/<moment>."""
+    from pydantic import ValidationError
+
+    from flows.forms import CollectForm
+    from roundhouse.config.yaml_text import in_words
+    from roundhouse.errors import ConfigError
+    from roundhouse.store.location import Location
+
+    given = {
+        "version": version,
+        "checkpoint": "promoted" if promoted else "newest",
+        "keep_last": keep_last,
+        "keep_days": keep_days,
+        "overrides": overrides or [],
+    }
+    try:
+        form = CollectForm.model_validate({"run_id": run, "store": Location(store).uri, "name": name} | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = f"--{first['loc'][0]} {first['input']!r}: " if first["loc"] else ""
+        mismatch = first["type"] == "string_pattern_mismatch"
+        raise ConfigError(
+            f"{named}{'must be ' + in_words(first['ctx']['pattern']) if mismatch else first['msg']}"
+        ) from None
+    form.resolve()  # an unknown run or override is told now, not at two in the morning
+    at_prefect(state_of(store, state))
+    from flows.schedules import add_schedule
+
+    made = add_schedule(form, cron, timezone)
+    out(f"{name}: {cron} ({timezone}), next at {_moment(made.next_moment)}")
+
+
+@schedule_app.command("list")
+def schedule_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
+    """All schedules."""
+    at_prefect(state)
+    from flows.schedules import schedules
+
+    found = schedules()
+    if as_json:
+        out(json.dumps([_schedule_facts(each) for each in found], indent=1))
+        return
+    from rich.table import Table
+
+    table = Table("dataset", "run", "version", "cron", "time zone", "next", "keeps", box=None)
+    for each in found:
+        facts = _schedule_facts(each)
+        table.add_row(
+            *(str(facts[name]) for name in ("name", "run", "version", "cron", "timezone", "next", "keep_last"))
+        )
+    console().print(table)
+
+
+@schedule_app.command("remove")
+def schedule_remove(name: NameArgument, state: StateOption = DEFAULT_STATE) -> None:
+    """Stop collecting into a dataset; what was collected stays."""
+    at_prefect(state)
+    from flows.schedules import remove_schedule
+
+    remove_schedule(name)
+    out(f"{name}: no longer scheduled")
+
+
+@schedule_app.command("backfill")
+def schedule_backfill(
+    name: NameArgument,
+    since: Annotated[datetime, typer.Option(help="From this day (UTC) on.", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"])],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the moments.")] = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Collect the moments of a schedule that were missed: the machine was off, or the collection failed."""
+    at_prefect(state)
+    from flows.schedules import back_fill, missed
+
+    moments = missed(name, since.replace(tzinfo=UTC))
+    for moment in moments:
+        out(_moment(moment))
+    if not dry_run:
+        back_fill(name, moments)
+    out(f"{name}: {len(moments)} {'missed' if dry_run else 'asked for'}")
+
+
+def _schedule_facts(schedule: Scheduled) -> dict[str, object]:
+    form = schedule.form
+    return {
+        "name": schedule.name,
+        "run": form.run_id,
+        "store": form.store,
+        "version": form.checkpoint if form.version is None else form.version,
+        "cron": schedule.cron,
+        "timezone": schedule.timezone,
+        "next": _moment(schedule.next_moment),
+        "keep_last": "all" if form.keep_last is None else form.keep_last,
+        "keep_days": form.keep_days,
+        "active": schedule.active,
+    }
+
+
+def _moment(moment: datetime | None) -> str:
+    return "never" if moment is None else f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+alerts_app = typer.Typer(
+    no_args_is_help=True, help="Be told when a run fails, stalls, collapses or has used its budget."
+)
+
+
+@alerts_app.command("install")
+def alerts_install(
+    webhook: Annotated[
+        str | None,
+        typer.Option(
+            help="URL that alerts are sent to as JSON, with a `text` as Slack wants it.",
+            envvar="ROUNDHOUSE_ALERTS_WEBHOOK",
+        ),
+    ] = None,
+    suspend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An alert on which the run is suspended too: reward_collapse, kl, mismatch. May be repeated."
+        ),
+    ] = None,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Create the automations on a Prefect server, or change what they do; what a person added to them stays."""
+    at_prefect(state)
+    from flows.alerts import install
+
+    _show(install(webhook, suspend or []))
+
+
+@alerts_app.command("list")
+def alerts_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
+    """The automations that there are, and what each does."""
+    at_prefect(state)
+    from flows.alerts import installed
+
+    found = installed()
+    if as_json:
+        out(json.dumps([_automation_facts(each) for each in found], indent=1))
+    else:
+        _show(found)
+
+
+@alerts_app.command("remove")
+def alerts_remove(state: StateOption = DEFAULT_STATE) -> None:
+    """Delete the automations. To silence one for a time, switch it off in Prefect's page."""
+    at_prefect(state)
+    from flows.alerts import remove
+
+    out(f"removed: {', '.join(remove()) or 'there was none'}")
+
+
+def _show(automations: Sequence[Any]) -> None:
+    from rich.table import Table
+
+    table = Table("alert", "on", "does", box=None)
+    for each in automations:
+        facts = _automation_facts(each)
+        table.add_row(facts["name"], "yes" if facts["enabled"] else "no", ", ".join(facts["actions"]))
+    console().print(table if automations else "No alerts are installed: roundhouse alerts install")
+
+
+def _automation_facts(automation: Any) -> dict[str, Any]:
+    from flows.alerts import PREFIX
+
+    shown = {
+        "do-nothing": "shows it in Prefect's event feed",
+        "call-webhook": "calls the webhook",
+        "suspend-flow-run": "suspends the run",
+    }
+    actions = [shown.get(action.type, action.type) for action in automation.actions]
+    return {"name": automation.name.removeprefix(PREFIX), "enabled": automation.enabled, "actions": actions}

@@ -1,4 +1,4 @@
-"""`roundhouse runs`: look at what a store holds, and go on from it."""
+"""`roundhouse runs`: look at what a store holds, resume it, and decide about promotions and limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roundhouse.cli.prefect import at_prefect, find_prefect
 from roundhouse.cli.training import links, train_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from roundhouse.store.run import Run
@@ -122,20 +122,23 @@ def runs_delete(
     store: StoreOption = DEFAULT_STORE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a run: from the store (iterations, checkpoints, record), and what MLflow and Prefect show of it.
+    """Delete a run: from the store (iterations, checkpoints, replays, record), and what MLflow and Prefect show of it.
 
     Not while a process drives it. Forks of it keep their own checkpoints, and datasets that were collected with it stay. A
     server that does not answer keeps its records; the command names it.
     """
-    from roundhouse.stages.deletion import delete_run
+    from roundhouse.replay.stages import delete_replays_of
+    from roundhouse.stages.policy import delete_run
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
     if not yes:
-        made = f"{len(run.checkpoint_versions())} checkpoints"
+        made = f"{len(run.checkpoint_versions())} checkpoints and its replays"
         typer.confirm(f"Delete run {run_id!r} with {made} in {run.location.uri}?", abort=True, err=True)
+    replays = delete_replays_of(run)
     delete_run(run)
-    out(f"{run_id}: deleted from the store")
+    gone = f" with {len(replays)} replays ({', '.join(replays)})" if replays else ""
+    out(f"{run_id}: deleted from the store{gone}")
     state = state_of(store, None)
     out(f"MLflow: {_deleted_from_mlflow(run, state)}")
     out(f"Prefect: {_deleted_from_prefect(run_id, state)}")
@@ -213,8 +216,6 @@ def runs_resume(
     trains in this terminal. The configuration is the store's, with the changes of --set.
     """
     if budget and not dry_run:
-        from roundhouse.cli.decisions import raise_limits
-
         raise_limits(store, run_id, budget, comment)
     if not (overrides or here or dry_run) and find_prefect(state_of(store, None)):
         from flows.controls import resume
@@ -302,3 +303,71 @@ def runs_fork(
 
 def _reward(evaluation: dict[str, Any] | None) -> str:
     return "–" if evaluation is None else f"{evaluation['reward_mean']:.3f} ± {evaluation['reward_stderr']:.3f}"
+
+
+@app.command("approve")
+def runs_approve(
+    run_id: str,
+    version: Annotated[
+        int | None, typer.Argument(help="Policy version; left out: list those that wait.", min=0)
+    ] = None,
+    refuse: Annotated[bool, typer.Option("--refuse", help="Do not promote it.")] = False,
+    comment: Annotated[str, typer.Option(help="Why; kept with the answer.")] = "",
+    store: StoreOption = DEFAULT_STORE,
+    state: StateOfStoreOption = None,
+) -> None:
+    """Approve the promotion of a version, or refuse it. The first answer counts."""
+    from roundhouse.stages.promotion import answer
+    from roundhouse.store.run import load_run
+
+    run = load_run(store, run_id)
+    if version is None:
+        return _show_waiting(run)
+    given = answer(run, version, not refuse, comment)
+    if find_prefect(state_of(store, state)):
+        from flows.approval import carry_out
+
+        carry_out(run, version, given)
+    else:
+        from roundhouse.tracking.mlflow import tell_mlflow
+
+        tell_mlflow(run, version)
+    return out(f"{run_id}: version {version} was {given}")
+
+
+def raise_limits(store: str, run_id: str, wanted: Sequence[str], comment: str) -> None:
+    """Record `--budget name=value` in the store.
+
+    Raises:
+        ConfigError: not of that form, no such limit, or no raise.
+    """
+    import getpass
+
+    from roundhouse.errors import ConfigError
+    from roundhouse.stages.cost import raise_budget
+    from roundhouse.store.run import load_run
+
+    limits = {}
+    for text in wanted:
+        name, _, value = text.partition("=")
+        try:
+            limits[name.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"--budget {text!r} is not of the form limit=number, such as gpu_hours=10.") from None
+    raised = raise_budget(load_run(store, run_id), limits, comment, getpass.getuser())
+    out(f"{run_id}: budget raised to {', '.join(f'{name}={value:g}' for name, value in raised.limits.items())}")
+
+
+def _show_waiting(run: Run) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from roundhouse.stages.promotion import open_questions
+
+    questions = open_questions(run)
+    table = Table("version", "why", "until", "then", box=None)
+    for question in questions:
+        until = "" if question.until is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(question.until))
+        then = "" if question.until is None else question.at_limit
+        table.add_row(str(question.version), Text(question.why), until, then)
+    console().print(table if questions else f"No version of {run.run_id} waits for approval.")

@@ -73,7 +73,7 @@ def doctor(
     """What is missing or unreachable on this machine or cluster, and what to do about it."""
     from rich.markup import escape
 
-    from roundhouse.infra.doctor import diagnose, diagnose_cluster
+    from roundhouse.infra.checks import diagnose, diagnose_cluster
 
     resolved = None if config is None else load(config, overrides)
     findings = diagnose_cluster(resolved) if kubernetes else diagnose(resolved, state)

@@ -1,4 +1,4 @@
-"""`roundhouse train | quickstart | collect | evaluate`: the flows, with the local services that they need."""
+"""`roundhouse train | quickstart | collect | evaluate | simulate`: the flows, with the local services that they need."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from roundhouse.cli.options import ConfigPath, DryRun, Overrides, console, error_console, load, out
+from roundhouse.cli.options import (
+    DEFAULT_STORE,
+    ConfigPath,
+    DryRun,
+    JsonOption,
+    NewStoreOption,
+    Overrides,
+    console,
+    error_console,
+    load,
+    out,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from roundhouse.config.models import RunConfig
+    from roundhouse.simulation.comparison import Row
     from roundhouse.store.run import Run
 
 T = TypeVar("T")
@@ -77,7 +89,7 @@ def collect(
 
     def work() -> str:
         from flows._prefect.tuning import tagged
-        from flows.collect import collect as flow
+        from flows.on_demand import collect as flow
 
         reference = tagged(flow, f"run:{resolved.run_id}", f"dataset:{name}")(
             resolved,
@@ -109,7 +121,7 @@ def evaluate(
 
     def work() -> str:
         from flows._prefect.tuning import tagged
-        from flows.evaluate import evaluate as flow
+        from flows.on_demand import evaluate as flow
         from roundhouse.store.stage import read_manifest
 
         reference = tagged(flow, f"run:{resolved.run_id}")(resolved, version)
@@ -154,7 +166,7 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
 
             def work() -> dict[str, Any]:
                 from flows._prefect.tuning import tagged
-                from flows.train_offline import training_flow
+                from flows.train import training_flow
 
                 return tagged(training_flow(config), f"run:{config.run_id}")(config)
 
@@ -235,3 +247,58 @@ def links(run: Run) -> dict[str, str]:
 
             pages["all runs"] = table_url(page)
     return links | (pages or {"pages": "start them again with `roundhouse up`"})
+
+
+@app.command()
+def simulate(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Scenario, see configs/simulation/example.yaml.")
+    ] = None,
+    from_run: Annotated[str | None, typer.Option("--from-run", help="Take plan and durations from this run.")] = None,
+    store: NewStoreOption = DEFAULT_STORE,
+    mode: Annotated[list[str] | None, typer.Option("--mode", help="sync, batch-async, fully-async, windowed.")] = None,
+    staleness: Annotated[list[int] | None, typer.Option("--staleness", help="Bound on the age, in versions.")] = None,
+    replicas: Annotated[list[int] | None, typer.Option("--replicas", help="Replicas of the engine.")] = None,
+    overrides: Overrides = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare modes, bounds and replicas in virtual time; each option may be given several times."""
+    from roundhouse.config.simulation import scenario_tree
+    from roundhouse.simulation.comparison import as_json as rows_as_json
+    from roundhouse.simulation.comparison import compare, recorded_scenario, variants
+    from roundhouse.store.run import load_run
+
+    base = recorded_scenario(load_run(store, from_run)) if from_run is not None else None
+    tree = scenario_tree(config, overrides or [], base)
+    rows = compare(list(variants(tree, mode or [], staleness or [], replicas or [])))
+    if as_json:
+        out(json.dumps(rows_as_json(rows), indent=1))
+    else:
+        _print(rows)
+
+
+def _print(rows: list[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for name in ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.mode,
+            str(row.staleness),
+            str(row.replicas),
+            f"{row.iterations_per_hour:.2f}",
+            f"{row.speedup:.2f}×",
+            f"{row.iterations_per_gpu_hour:.3f}",
+            f"{row.trainer_wait:.0%}",
+            f"{row.engine_idle:.0%}",
+            f"{row.discarded:.1%}",
+        )
+    console().print(table)
+    out("speed: against the first row; /GPU-h: iterations a GPU hour; waits: the trainer; idle: slots of the engine;")
+    out(f"lost: slot time of attempts that were not trained on. {rows[0].hours:.2f} simulated hours in the first row")
+    console().print("\nage of what was trained on, in versions: share of rollouts", highlight=False)
+    for row in rows:
+        shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
+        out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")

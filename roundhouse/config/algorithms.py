@@ -1,23 +1,251 @@
-"""What an iteration learns from its rewards: one section an algorithm, told apart by `kind`.
+"""What the algorithm of a run does: how rewards become advantages (one section per algorithm), and the loss on tokens.
 
-Invariant: a kind fixes what makes the algorithm what it is (by a field with a single allowed value) and leaves the rest open,
-with the defaults of its paper. Formulas: docs/algorithms.md.
-
-    train:
-      algorithm:
-        kind: rloo
-        kl_coefficient: 0.01
+Invariant: a section refuses by itself what its own keys cannot do together; what an algorithm shares with other sections is
+checked in `config.checks`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
-from roundhouse.config.objectives import MismatchCorrection, PolicyGradient, TokenLoss
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import PositiveInt, Target
+from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section, Target, is_recorded
+
+Aggregation = Literal["token", "sequence", "rollout", "fixed_length"]
+MismatchCorrection = Literal["none", "tis", "icepop", "seq-mask-tis"]
+
+DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "seq-mask-tis": (0.999, 1.002)}
+"""`mismatch_bounds` where it is not set; (0.5, 5.0) for every correction that is not listed. Truncation has no lower bound: it
+would lift the weight of exactly the tokens that the policy has unlearnt."""
+
+
+class AdaptiveKL(Section):
+    """A KL coefficient that steers the measured KL to a target (Ziegler et al., arXiv 1909.08593, section 2.2).
+
+    After each iteration: coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon.
+    """
+
+    target: PositiveFloat = 6.0
+    """Wanted KL a token, in nats."""
+    horizon: PositiveFloat = 10_000.0
+    """Rollouts in which the coefficient can change by about a fifth."""
+
+
+class Scaling(Section):
+    """Rewards mapped linearly from a source range to a target range."""
+
+    source: tuple[float, float] = (0.0, 1.0)
+    target: tuple[float, float] = (-1.0, 1.0)
+    outside: Literal["refuse", "clamp"] = "refuse"
+    """What happens to a reward outside of `source`. refuse: the step fails and names the sequence. clamp: it counts as the
+    nearest bound, so that all rewards beyond it are one."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        for name, (low, high) in (("source", self.source), ("target", self.target)):
+            if not low < high:
+                raise ValueError(f"{name} is [{low}, {high}], an empty range. Give the lower bound first.")
+        return self
+
+
+class OverlongShaping(Section):
+    """A penalty that grows in the last tokens before a limit (DAPO, arXiv 2503.14476, equation 13).
+
+    With n the tokens that the whole rollout generated: max(-penalty, min(0, (limit - buffer - n) / buffer * penalty)).
+    """
+
+    max_generated_tokens: PositiveInt
+    """The limit, over all turns of a rollout."""
+    buffer_tokens: PositiveInt = 128
+    """Tokens before the limit in which the penalty grows from 0 to its full size, where it stays."""
+    penalty: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.buffer_tokens > self.max_generated_tokens:
+            raise ValueError(
+                f"buffer_tokens ({self.buffer_tokens}) is above max_generated_tokens ({self.max_generated_tokens}): every "
+                "rollout would be penalised. Lower it."
+            )
+        return self
+
+
+class RewardShaping(Section):
+    """What happens to a reward before it becomes an advantage; the recorded reward and group spread stay the environment's.
+
+    In this order: scaling, the factor of truncated rollouts, the overlong penalty.
+    """
+
+    scaling: Scaling | None = None
+    truncated_factor: Fraction | None = None
+    """Multiplies the reward of a truncated rollout; 0 takes it away. Unset: 1."""
+    overlong: OverlongShaping | None = None
+
+    @model_validator(mode="after")
+    def _one_truncation_rule(self) -> Self:
+        if self.truncated_factor is not None and self.overlong is not None:
+            raise ValueError(
+                f"truncated_factor ({self.truncated_factor}) and overlong both punish length. Unset one of them."
+            )
+        return self
+
+
+class TokenLoss(Section):
+    """Keys of every algorithm's loss: how token terms become a mean, KL to a reference, entropy."""
+
+    loss_aggregation: Aggregation = "token"
+    """token: mean over all trained tokens of an update. sequence: mean over sequences of their token means. rollout: the same
+    in two stages, so that a rollout of several sequences counts once. fixed_length: sum over tokens, divided by rollouts times
+    `fixed_length` (Dr. GRPO)."""
+    fixed_length: PositiveInt | None = None
+    """Tokens that stand for every rollout's length under loss_aggregation fixed_length; it only sets the loss' size."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference (the starting policy). 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Unset with kl_placement reward: k1, the only one whose reward has the KL's gradient."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy's, with its own gradient. reward: subtracted from the reward, token by token."""
+    kl_importance_weighting: bool = False
+    """Weight the KL term by exp(cur - gen), at most 2, which corrects it for tokens that an older policy sampled."""
+    adaptive_kl: AdaptiveKL | None = None
+    """Steers kl_coefficient, which is then where it starts. Unset: it stays."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a rollout is judged against the others of its group, so that a group of one teaches nothing."""
+        return True
+
+    @property
+    def reference_source(self) -> str | None:
+        """What the trainer has to hold beside the policy: `start` (version 0), the directory of a model, or None."""
+        return "start" if self.kl_coefficient > 0 else None
+
+    @property
+    def single_update_only(self) -> str | None:
+        """The setting that is right for one optimizer step an iteration alone, as `key: value`, if there is one."""
+        return None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator(cls, values: Any) -> Any:
+        """In the reward, an estimator that is not named is k1."""
+        if isinstance(values, dict) and values.get("kl_placement") == "reward":
+            return {"kl_estimator": "k1"} | values
+        return values
+
+    @model_validator(mode="after")
+    def _loss(self, info: ValidationInfo) -> Self:
+        if (self.loss_aggregation == "fixed_length") != (self.fixed_length is not None):
+            raise ValueError(
+                f"loss_aggregation is {self.loss_aggregation} and fixed_length is {self.fixed_length}: the two belong "
+                "together. Set both (loss_aggregation: fixed_length) or leave fixed_length unset."
+            )
+        if self.adaptive_kl is not None and self.kl_coefficient == 0:
+            raise ValueError(
+                "adaptive_kl multiplies kl_coefficient, which is 0 and would stay so. Set kl_coefficient, 0.1 for example."
+            )
+        if self.kl_importance_weighting and self.kl_placement == "reward":
+            raise ValueError(
+                "kl_importance_weighting is for the KL term of the loss, but kl_placement is reward. Unset one of them."
+            )
+        if self.kl_placement == "reward" and self.kl_estimator != "k1" and not is_recorded(info):
+            raise ValueError(
+                f"kl_estimator is {self.kl_estimator} and kl_placement reward: as a reward, its expected gradient leads "
+                "away from the reference as often as back to it. Set kl_estimator to k1, or kl_placement to loss."
+            )
+        return self
+
+
+class PolicyGradient(TokenLoss):
+    """Keys of the algorithms that weigh tokens by an advantage."""
+
+    policy_loss: Literal["clipped", "cispo", "reinforce"] = "clipped"
+    """clipped: PPO's surrogate. cispo: log-probability weighted by the clipped ratio, no gradient through it. reinforce:
+    log-probability alone, for one update an iteration: nothing corrects for the policy that the others start from."""
+    importance_ratio: Literal["token", "sequence", "on_policy"] = "token"
+    """token: exp(cur - old) of each token. sequence: the geometric mean of these over the sequence (GSPO). on_policy: 1 with
+    a gradient, for one update an iteration."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The ratio counts as at least 1 - clip_low; 1 sets no lower bound."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The ratio counts as at most 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss where the advantage is negative."""
+    advantage_clip: tuple[float, float] | None = None
+    """Bounds of the advantage."""
+    positive_nll_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of cross-entropy on the rollouts with a positive reward (VAPO, arXiv 2504.05118)."""
+    mask_truncated: bool = False
+    """Do not train on truncated rollouts; they count in the baseline all the same (DAPO's overlong filtering)."""
+    reward: RewardShaping = RewardShaping()
+    mismatch_correction: MismatchCorrection = "none"
+    """What to do about trainer and engine disagreeing on log-probabilities; it is always measured."""
+    mismatch_bounds: tuple[float, float] | None = None
+    """Bounds of exp(trainer - engine) log-probability: of a token, or (seq-mask-tis, importance_ratio sequence) of a sequence's
+    geometric mean. Unset: 0.5 to 5, for tis 0 to 2, for seq-mask-tis 0.999 to 1.002."""
+    max_sequence_error: Annotated[float, Field(gt=1)] | None = None
+    """Leave out the policy term of sequences whose mean of exp(abs(trainer - engine)) is above this. Unset: of none."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """`mismatch_bounds`, or what stands for it."""
+        return self.mismatch_bounds or DEFAULT_BOUNDS.get(self.mismatch_correction, (0.5, 5.0))
+
+    @property
+    def single_update_only(self) -> str | None:
+        if self.policy_loss == "reinforce":
+            return "policy_loss: reinforce"
+        return "importance_ratio: on_policy" if self.importance_ratio == "on_policy" else None
+
+    @model_validator(mode="after")
+    def _policy(self) -> Self:
+        for wrong, why in _impossible(self):
+            if wrong:
+                raise ValueError(why)
+        return self
+
+
+def _impossible(loss: PolicyGradient) -> list[tuple[bool, str]]:
+    """Combinations that cannot be right, each with its reason and remedy."""
+    low, high = loss.bounds
+    kind, ratio, mean = loss.policy_loss, loss.importance_ratio, loss.loss_aggregation
+    return [
+        (
+            kind != "clipped" and loss.dual_clip is not None,
+            f"dual_clip ({loss.dual_clip}) bounds the clipped loss, but policy_loss is {kind}. Unset dual_clip.",
+        ),
+        (
+            kind != "clipped" and ratio != "token",
+            f"importance_ratio {ratio} has no meaning with policy_loss {kind}. Set importance_ratio to token, or "
+            "policy_loss to clipped.",
+        ),
+        (
+            kind == "cispo" and mean != "token",
+            f"policy_loss cispo is a mean over tokens, but loss_aggregation is {mean}. Set loss_aggregation to token.",
+        ),
+        (
+            ratio == "sequence" and mean not in ("sequence", "rollout"),
+            f"importance_ratio sequence gives one ratio to a whole sequence, but loss_aggregation is {mean}, which weighs "
+            "sequences by their length. Set loss_aggregation to sequence or rollout.",
+        ),
+        (
+            ratio == "sequence" and loss.mismatch_correction == "seq-mask-tis",
+            "mismatch_correction seq-mask-tis keeps weights a token, but importance_ratio is sequence. Set "
+            "mismatch_correction to tis or icepop.",
+        ),
+        (
+            not 0 <= low < 1 < high,
+            f"mismatch_bounds is [{low}, {high}]: engine and trainer that agree have a ratio of 1, which must lie inside. "
+            "Give 0 <= low < 1 < high.",
+        ),
+        (
+            loss.advantage_clip is not None and not loss.advantage_clip[0] < loss.advantage_clip[1],
+            f"advantage_clip is {loss.advantage_clip}, an empty range. Give the lower bound first.",
+        ),
+    ]
 
 
 class GroupRelativeConfig(PolicyGradient):
@@ -197,7 +425,7 @@ class CustomAlgorithmConfig(PolicyGradient):
 
     kind: Literal["custom"]
     target: Target
-    """`module:Class` or `path/to/file.py:Class` of an `Algorithm` (roundhouse.training.algorithm), made with this section and
+    """`module:Class` or `path/to/file.py:Class` of an `Algorithm` (roundhouse.training.algorithms), made with this section and
     `parameters`."""
     parameters: Parameters = Field(default_factory=dict)
     """Keyword arguments of the class."""

@@ -1,12 +1,16 @@
-"""Our agent server and our resources server as instances of a NeMo Gym configuration.
+"""Our agent server, resources server and model server as instances of a NeMo Gym configuration.
 
-Invariant: every waiting has a limit. Unknown fields are refused, but for those that NeMo Gym puts beside every server's own
-(`INSTANCE_FIELDS`): one configuration serves both.
+Invariants: every wait, retry and record has a limit. Unknown fields are refused, except those that NeMo Gym adds to every
+server (`INSTANCE_FIELDS`): one configuration serves both. Secrets (`api_key`, header values, `capture_token`) are not shown
+when the configuration is printed. The model server has the field names of NeMo Gym's `vllm_model`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, field_validator
 
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
@@ -82,3 +86,94 @@ class EnvironmentServerConfig(Section):
 def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """An instance's fields without those of `INSTANCE_FIELDS`."""
     return {key: value for key, value in fields.items() if key not in INSTANCE_FIELDS}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class ModelServerConfig(Section):
+    """A model server in front of one or more inference engines."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    base_url: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    """OpenAI base URL of each engine (a URL or a list of them): chat is at `<base_url>/chat/completions`. A URL without any
+    path gets `/v1`. Health and error texts show it: secrets belong to the fields below."""
+    api_key: SecretStr = SecretStr("")
+    """Sent to the engines as a bearer token; empty sends none."""
+    model: str = "policy"
+    """Name of the model at the engines; what callers name is replaced by it."""
+    return_token_id_information: bool = True
+    """Ask the engines for token IDs and log-probabilities, and put them on the replies' last items."""
+    request_prompt_and_generation_token_ids: bool = False
+    """Ask vLLM for token IDs beside the message (`return_token_ids`) as well."""
+    uses_reasoning_parser: bool = True
+    """The engine or the model separates reasoning: think blocks become reasoning items and are cut out of the history."""
+    uses_interleaved_reasoning: bool = True
+    """Send the history's reasoning to the engine in fields of its own (`reasoning_content` and `reasoning`)."""
+    preserve_reasoning_in_assistant_content: bool = False
+    """Leave think blocks in the history's content."""
+    replace_developer_role_with_system: bool = False
+    """Send developer messages as system messages."""
+    sequential_reasoning_allowed: bool = True
+    """False: a conversation whose last assistant turn held reasoning only ends with content_filter, unasked."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template; those in a request's metadata win."""
+    sampling_overrides: dict[str, Any] | None = None
+    """Sampling parameters that every engine call gets, whatever the caller and `extra_body` say."""
+    extra_body: dict[str, Any] | None = None
+    """More fields of the engine call; those in a request's metadata win, and the request's own fields win over both."""
+    default_headers: Annotated[dict[str, str], Field(repr=False)] = Field(default_factory=dict)
+    """More headers of the engine call."""
+    is_responses_native: Literal[False] = False
+    """Not supported: the engine is always asked for chat completions."""
+    use_completions_api: Literal[False] = False
+    """Not supported: base models without a chat template."""
+    render_chat_template: Literal[False] = False
+    """Not supported: the engine renders the chat template."""
+    tokenizer: str | None = None
+    """Accepted and not used: the engine tokenises."""
+    audio_root: None = None
+    """Not supported: audio comes in the request (`metadata.audio_data`), not from this server's files."""
+
+    request_timeout_seconds: PositiveFloat = 600
+    """Time limit of one call, all its attempts together."""
+    connect_timeout_seconds: PositiveFloat = 5
+    """Time limit to reach an engine, and of a health check."""
+    max_attempts: PositiveInt = 4
+    """Engine calls for one request at most; only calls that an engine cannot have answered are repeated."""
+    outage_wait_seconds: Annotated[float, Field(ge=0)] = 5
+    """How long a request waits for an engine to come back when all are out, before it is answered 503."""
+    health_check_seconds: PositiveFloat = 2
+    """Pause between health checks of an engine (GET /health)."""
+    max_sessions: PositiveInt = 100_000
+    """Sessions whose engine is remembered; the longest unused is forgotten first."""
+
+    capture_all: bool = False
+    """Record the token IDs of every call under /ng-rollout/<id>, not only of those that ask for it in their path."""
+    capture_continues: bool = True
+    """Give the engine the recorded tokens of a captured rollout's history where the agent repeats it word for word, so that the
+    next prompt continues them exactly although the agent echoes no token IDs."""
+    capture_token: SecretStr | None = None
+    """Bearer token that GET and DELETE /captures want. Unset: they answer callers on this machine only."""
+    capture_max_calls: PositiveInt = 100_000
+    """Recorded calls kept in memory; the oldest rollouts go first, and are then reported as incomplete."""
+    capture_max_mebibytes: PositiveInt = 1024
+    """Memory for recorded calls, in MiB."""
+    capture_max_age_seconds: PositiveFloat = 7200
+    """A rollout's record goes when it was not added to for this long."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _openai_base(cls, urls: list[str]) -> list[str]:
+        return [_with_version(url) for url in urls]
+
+
+def _with_version(url: str) -> str:
+    parts = urlsplit(url.rstrip("/"))
+    if "@" in parts.netloc:
+        raise ValueError("a base URL holds no user and password: give a secret as api_key or in default_headers")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
+    return urlunsplit(parts._replace(path="/v1")) if not parts.path else urlunsplit(parts)

@@ -27,11 +27,16 @@ class Toleration(Section):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
+TRAINER_IMAGE = "roundhouse/trainer:0.1.0"
+"""As images/build.sh tags it, without the device."""
+
+
 class TrainerPods(Section):
     """The pods of a training step, with `train.service.kind: process`. Each runs `train.service.processes` processes."""
 
-    image: Annotated[str, Field(min_length=1)] = "roundhouse/trainer:0.1.0"
-    """With the trainer in it; name a digest in production."""
+    image: Annotated[str, Field(min_length=1)] | None = None
+    """With the trainer in it; name a digest in production. Unset: roundhouse/trainer:0.1.0-cpu, or -cuda where gpus are asked
+    for."""
     pods: PositiveInt = 1
     """Above 1, torchrun makes one group of the processes of all pods."""
     gpus: Annotated[int, Field(ge=0)] = 0

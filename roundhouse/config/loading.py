@@ -14,19 +14,20 @@ import os
 import re
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from roundhouse.config.checks import refuse_unsound, with_correction
+from roundhouse.config.kubernetes import CollectorPods, TrainerPods
 from roundhouse.config.models import RunConfig
-from roundhouse.config.patterns import in_words
 from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.section import RECORDED, operational_keys
-from roundhouse.config.soundness import refuse_unsound, with_correction
-from roundhouse.config.yaml_text import load_yaml, read_yaml
+from roundhouse.config.yaml_text import in_words, load_yaml, read_yaml
 from roundhouse.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -215,3 +216,44 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
     return []
+
+
+_CODE = re.compile(
+    r"environment\.(target|worker|evaluator|workspace)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
+)
+_OURS = {
+    None, "simple", "agent", "mock", TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default
+}  # fmt: skip
+"""Values of these keys that name no code but Roundhouse's own."""
+
+
+def unnamed_code(config: RunConfig, overrides: Iterable[str]) -> dict[str, str]:
+    """Keys of the configuration that name code (classes, files, images), with their values, but for those that `overrides`
+    (`key=value`) give."""
+    given = [override.partition("=")[0].strip() for override in overrides]
+    return {
+        key: str(value)
+        for key, value in flatten(config.model_dump(mode="json")).items()
+        if _CODE.fullmatch(key)
+        and value not in _OURS
+        and not any(key == one or key.startswith(f"{one}.") for one in given)
+    }
+
+
+def refuse_unnamed_code(config: RunConfig, overrides: Iterable[str]) -> None:
+    """Refuse to run what only the store names.
+
+    A person who can write to a store can write a run's run.json. Code that it names is executed only when the person who starts
+    the run has named it too, or declares the store trusted.
+
+    Raises:
+        ConfigError: with the keys, and how to accept them.
+    """
+    if found := unnamed_code(config, overrides):
+        lines = "\n".join(f"  {key}: {value}" for key, value in found.items())
+        named = " ".join(f"--set {key}={value}" for key, value in found.items())
+        raise ConfigError(
+            f"The store's configuration of run {config.run_id!r} names code that would be executed here:\n{lines}\n"
+            "Whoever can write to the store can have written that. If it is what you expect, say so with --trust-store, or "
+            f"name it yourself: {named}"
+        )

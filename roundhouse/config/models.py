@@ -10,32 +10,44 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from roundhouse.config.alerts import AlertsConfig
-from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.checks import check_combinations
-from roundhouse.config.colocation import PlacementConfig
-from roundhouse.config.cost import CostConfig
 from roundhouse.config.environments import (
+    AgentEnvironment,
     CalculatorEnvironment,
     CustomEnvironment,
     EnvironmentConfig,
     GuessNumberEnvironment,
+    RemoteEnvironment,
     SortEnvironment,
 )
-from roundhouse.config.failures import FailuresConfig
 from roundhouse.config.generation import GenerationConfig, Sampling
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.offline import OfflineConfig
-from roundhouse.config.operations import CheckpointConfig, EvaluationConfig, LocalInfra, ResumeConfig, TrackingConfig
-from roundhouse.config.policies import PolicyConfig, PretrainedPolicy, WarmStartPolicy
-from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
-from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
+from roundhouse.config.operations import (
+    AlertsConfig,
+    CheckpointConfig,
+    CostConfig,
+    EvaluationConfig,
+    FailuresConfig,
+    LocalInfra,
+    ResumeConfig,
+    TrackingConfig,
+)
+from roundhouse.config.placement import PlacementConfig
+from roundhouse.config.rollout import Asynchrony, OfflineConfig, RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
 from roundhouse.config.section import Operational, PositiveInt, Section, is_recorded
-from roundhouse.config.training import OptimizerConfig, TrainConfig
+from roundhouse.config.training import (
+    BundledPolicy,
+    OptimizerConfig,
+    PolicyConfig,
+    PretrainedPolicy,
+    TrainConfig,
+    WarmStartPolicy,
+)
 
 __all__ = [
     "AgentEnvironment",
+    "BundledPolicy",
     "CalculatorEnvironment",
     "CheckpointConfig",
     "CustomEnvironment",

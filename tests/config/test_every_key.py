@@ -1,14 +1,13 @@
 """No key of a run's configuration does nothing: each is read by what carries the run out.
 
-The net over all keys is coarse: it looks for a read of the key's name outside `roundhouse.config`, so that a key nobody reads
-is found when its name is its own. What is handed over whole, and so read by no name, is shown by what it changes.
+Two nets. The coarse one looks for a read of the key's name outside `roundhouse.config`, so that a key nobody reads is found
+when its name is its own. The fine one is a table, shown_by.txt: of each key a test that fails when the key is ignored.
 """
 
 from __future__ import annotations
 
 import ast
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,26 @@ import pytest
 from pydantic import BaseModel
 
 from roundhouse.config.environments import (
+    AgentEnvironment,
     CodeEnvironment,
     CustomEnvironment,
     EnvironmentConfig,
     FrozenLakeEnvironment,
     GuessNumberEnvironment,
+    RemoteEnvironment,
     WorkerEnvironment,
 )
 from roundhouse.config.kubernetes import TrainerPods
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
-from roundhouse.config.remote_environments import AgentEnvironment, RemoteEnvironment
 from roundhouse.environments import load_any
 from roundhouse.infra.kubernetes.stage_pod import pod
-from roundhouse.stages.budget import over_budget
-from roundhouse.stages.cost import totals_after
+from roundhouse.stages.cost import budget_of, over_budget, totals_after
+from roundhouse.store.run import open_run
+from tools.ignore_keys import READERS, all_keys, sections, table
 
 ROOT = Path(__file__).parents[2]
+OPEN = 195
 SHOWN_BY = {
     "Budget": "tests/config/test_every_key.py",
     "FailuresConfig.stall_seconds": "tests/health/test_policy.py",
@@ -45,16 +47,6 @@ SHOWN_BY = {
     "Toleration.effect": "tests/config/test_every_key.py",
 }
 """Keys that are handed over whole or read inside of `roundhouse.config`, and the tests that set them."""
-
-
-def sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a type speaks of."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-        for field in annotation.model_fields.values():
-            yield from sections(field.annotation)
-    for argument in typing.get_args(annotation):
-        yield from sections(argument)
 
 
 SECTIONS = sorted(set(sections(RunConfig)), key=lambda section: section.__name__)
@@ -94,11 +86,29 @@ def test_what_is_handed_over_whole_is_set_by_a_test(shown: tuple[str, str]) -> N
     assert [name for name in ([key] if key else fields) if name not in text] == []
 
 
-def test_every_limit_of_a_budget_is_held() -> None:
+def test_every_key_stands_in_the_table_of_what_shows_it() -> None:
+    """`python -m tools.ignore_keys` proves the lines. An `open` key has the net above alone; there are not to be more."""
+    lines = table()
+    assert [line.key for line in lines] == list(all_keys()), (
+        "a new key needs a line in shown_by.txt (tools/ignore_keys.py)"
+    )
+    assert {line.readers for line in lines} <= {*READERS, "default", "open"}
+    assert sum(line.readers == "open" for line in lines) <= OPEN
+    texts = {file: (ROOT / file).read_text() for line in lines for file in [line.test.split("::")[0]] if file}
+    for line in lines:
+        if line.test:
+            file, test = line.test.split("::", 1)
+            assert f"def {test.split('[')[0]}(" in texts[file], f"{line.key}: {line.test} is not there"
+
+
+def test_every_limit_of_a_budget_is_held(tmp_path: Path) -> None:
     metrics = ("time/iteration", "cost/gpu_seconds", "cost/cpu_seconds", "cost/generated_tokens", "cost/total")
     used = totals_after({}, dict.fromkeys(metrics, 1e9))
     for limit in ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money"):
-        [line] = over_budget({limit: 1.0}, used)
+        run = open_run(
+            parse_config({"run_id": limit.replace("_", "-"), "store": str(tmp_path), "cost": {"budget": {limit: 1.0}}})
+        )
+        [line] = over_budget(budget_of(run), used)
         assert f"cost.budget.{limit}=1 are used" in line
 
 
@@ -114,7 +124,7 @@ FEW: dict[str, Any] = {"problems": 40}
 OTHER: dict[str, Any] = {
     "heldout_fraction": 0.5, "digits": 5, "upper": 15, "guesses": 5, "problems": 60, "operators": 4, "hops": 5, "entries": 20,
     "numbers": 4, "largest": 20, "blanks": 8, "most": 30, "worlds": 3, "changes": 0.9, "steps": 5, "constraints": 5, "size": 5,
-    "holes": 2,
+    "holes": 2, "families": ("capitals", "sentences"), "max_tokens": 20,
 }  # fmt: skip
 NOT_IN_TASKS = {(CodeEnvironment, "concurrency"), (FrozenLakeEnvironment, "steps"), (GuessNumberEnvironment, "guesses")}
 """How many processes run answers, and when an episode ends."""
@@ -127,6 +137,13 @@ def tasks(section: type[BaseModel], **keys: Any) -> list[list[Any]]:
     tree = {"kind": typing.get_args(kind)[0], **few, **keys}
     environment = load_any(parse_config({"run_id": "r", "environment": tree}).environment)
     return [list(environment.tasks(split)) for split in ("train", "heldout")]
+
+
+@pytest.mark.parametrize("section", BUILT_IN, ids=lambda section: section.__name__)
+def test_a_built_in_environment_is_made_by_its_kind(section: type[BaseModel]) -> None:
+    [kind] = typing.get_args(section.model_fields["kind"].annotation)
+    environment = load_any(parse_config({"run_id": "r", "environment": {"kind": kind}}).environment)
+    assert type(environment).__name__ + "Environment" == section.__name__
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from roundhouse.config.loading import (
     parse_config,
 )
 from roundhouse.config.models import GenerationConfig, RunConfig
-from roundhouse.config.patterns import in_words
-from roundhouse.config.train_service import ProcessService
+from roundhouse.config.training import ProcessService
+from roundhouse.config.yaml_text import in_words
 from roundhouse.errors import ConfigError
 
 
@@ -107,7 +107,10 @@ def test_differences_name_the_keys_that_changed() -> None:
             {"run_id": "a", "train": {"algorithm": {"kind": "grpoo"}}},
             "train.algorithm.kind: 'grpoo' is none. Did you mean 'grpo'?",
         ),
-        ({"run_id": "a", "policy": {"kind": "?"}}, "policy.kind: '?' is none. There are: pretrained, warm_start."),
+        (
+            {"run_id": "a", "policy": {"kind": "?"}},
+            "policy.kind: '?' is none. There are: pretrained, bundled, warm_start.",
+        ),
     ],
 )
 def test_a_pattern_or_a_kind_is_explained_in_words(tree: dict, said: str) -> None:

@@ -1,8 +1,9 @@
-"""`roundhouse runs lineage | compare`: what a checkpoint was trained on, what became of a row, and how two runs differ."""
+"""`roundhouse runs status | cost | lineage | compare`: what a store says of a run."""
 
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,10 +13,134 @@ from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, conso
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from roundhouse.query.comparison import Comparison
-    from roundhouse.query.lineage import TrainedOn
+    from roundhouse.health.heartbeat import Beat
+    from roundhouse.query.lineage import RunComparison, TrainedOn
 
 app = typer.Typer()
+
+STATES = {
+    "working": "[green]working[/]",
+    "idle": "[green]idle[/], between stages",
+    "ended": "ended",
+    "silent": "[red]silent[/]: its process is gone, or hangs altogether; start the run again, it goes on where it stopped",
+}
+COLORS = {"healthy": "green", "warning": "yellow", "error": "red"}
+
+
+@app.command("status")
+def runs_status(
+    run_id: str,
+    store: StoreOption = DEFAULT_STORE,
+    errors: Annotated[int, typer.Option(help="How many of the newest errors to show.", min=0)] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """What a run's process is doing: work in flight with its age, health, the newest errors."""
+    from roundhouse.errors import StoreError
+    from roundhouse.health.heartbeat import read_beat
+    from roundhouse.store.run import load_run
+
+    run = load_run(store, run_id)
+    beat = read_beat(run.location)
+    if beat is None:
+        raise StoreError(
+            f"Run {run_id!r} has no heartbeat: no process has worked on it since it was created. Start it."
+        )
+    if as_json:
+        out(json.dumps({"state": beat.state(time.time()), **beat.model_dump(mode="json")}, indent=1))
+        return
+    show(beat, errors)
+
+
+def show(beat: Beat, errors: int) -> None:
+    """The heartbeat on a terminal."""
+    from rich.markup import escape
+
+    now, terminal = time.time(), console()
+    age = now - beat.written_at
+    terminal.print(
+        f"process {beat.pid} on {beat.host}: {STATES[beat.state(now)]} (heartbeat {age:.0f} s ago)", highlight=False
+    )
+    health = beat.health
+    when = "health" if beat.state(now) in ("working", "idle") else "health at the last heartbeat"
+    terminal.print(f"{when}: [{COLORS[health.status]}]{health.status}[/], {escape(health.message)}", highlight=False)
+    for name, count in beat.counts.items():
+        terminal.print(f"  {count:>5} {name}{_oldest(beat, name)}", highlight=False, markup=False)
+    for error in beat.errors[-errors:] if errors else []:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(error.timestamp))
+        said = f"{stamp}  {error.severity}  {error.module_name} ({error.work_context}): {error.message}"
+        terminal.print(said, highlight=False, markup=False)
+
+
+def _oldest(beat: Beat, name: str) -> str:
+    """The oldest work of a kind, where it is among those that are listed."""
+    works = [work for work in beat.in_flight if f"{work.module}: {work.kind}" == name]
+    if not works:
+        return ""
+    oldest = max(works, key=lambda work: work.seconds)
+    what = " ".join(word for word in (oldest.about, oldest.where) if word)
+    return f"  oldest {what or '–'}: {oldest.seconds:.0f} s, silent for {oldest.silent_seconds:.0f} s"
+
+
+WHY = {
+    "failed": "the rollout has no reward",
+    "quarantined": "validation refused the rollout",
+    "omitted": "the group was too small, or more than was wanted",
+    "untrained": "no weight, its group had one reward throughout",
+}
+"""What each reason means, as `roundhouse.stages.cost` counts it."""
+
+
+@app.command("cost")
+def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+    """What a run used, what was wasted and why, and its budget."""
+    from roundhouse.store.run import load_run
+
+    found = run_cost(load_run(store, run_id))
+    if as_json:
+        out(json.dumps(found, indent=1))
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    used = Table("used", "", "budget", box=None)
+    for name, total in found["totals"].items():
+        if total or name in found["budget"]:
+            limit = found["budget"].get(name)
+            hours = f" ({_duration(total)})" if name.endswith("_hours") else ""
+            used.add_row(name.replace("_", " "), f"{total:,.4g}{hours}", "" if limit is None else f"{limit:,.10g}")
+    console().print(used)
+    if generated := found["totals"]["generated_tokens"]:
+        wasted = Table("not learnt from", "tokens", "share", box=None)
+        for reason, tokens in found["wasted_tokens"].items():
+            wasted.add_row(f"{reason}: {WHY[reason]}", f"{tokens:,.0f}", f"{tokens / generated:.1%}")
+        console().print(wasted)
+    for line in found["over_budget"]:
+        console().print(f"[yellow]{escape(line)}[/]: the run waits for it to be raised")
+
+
+def _duration(hours: float) -> str:
+    """0.00728 hours say little: 26 s."""
+    seconds = hours * 3600
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if hours < 2 else f"{hours:.0f} h"
+
+
+def run_cost(run: Any) -> dict[str, Any]:
+    """Totals over the reported iterations, wasted tokens by reason, the budget and what of it is used up."""
+    from roundhouse.stages.cost import budget_of, is_waste, over_budget, run_totals
+
+    latest = run.latest_checkpoint()
+    version = run.first_version if latest is None else latest.policy_version
+    totals = run_totals(run, version if run.is_reported(version) else max(version - 1, run.first_version))
+    wasted = {name[len("waste/") : -len("_tokens")]: value for name, value in totals.items() if is_waste(name)}
+    return {
+        "run_id": run.run_id,
+        "totals": {name: value for name, value in totals.items() if not is_waste(name)},
+        "wasted_tokens": wasted,
+        "currency": run.config.cost.prices.currency,
+        "budget": budget_of(run),
+        "over_budget": over_budget(budget_of(run), totals),
+    }
+
 
 ITERATIONS_SHOWN, SPARK_WIDTH = 16, 32
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -58,7 +183,7 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Two runs side by side: what their configurations do not share, and their curves."""
-    from roundhouse.query.comparison import compare_runs
+    from roundhouse.query.lineage import compare_runs
 
     found = compare_runs(store, a, b, metrics)
     if as_json:
@@ -177,7 +302,7 @@ def _went_into(entry: dict[str, Any]) -> str:
     return f"{own}, and {', '.join(entry['forks'])}" if entry["forks"] else own
 
 
-def _show_comparison(found: Comparison) -> None:
+def _show_comparison(found: RunComparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
