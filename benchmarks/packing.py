@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from roundhouse.training.balance import CostModel, deal, imbalance, waiting
-from roundhouse.training.packing import pack
+from roundhouse.training.packing import CostModel, deal, imbalance, pack, waiting
 
 BUDGET, RANKS, SEQUENCES, SEEDS = 16_384, 8, 2_048, 5
 COST = CostModel(knee=35_000)

@@ -26,7 +26,7 @@ import torch
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.engine_services import ProcessEngine
+from roundhouse.generation.deployment import ProcessEngine
 from roundhouse.generation.protocol import Completion
 from roundhouse.weight_sync.replica_state import RefitOptions
 from tests.generation import tiny
@@ -114,7 +114,7 @@ def load(work: Path, refits: int, callers: int, backend: Literal["vllm", "transf
 @contextmanager
 def _engine(config: GenerationConfig, model: Path) -> Iterator[ProcessEngine]:
     """A standalone engine at version 0."""
-    from roundhouse.generation.backends import environment
+    from roundhouse.generation.serve_app import environment
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -36,7 +36,7 @@ import yaml
 
 from benchmarks.trend import BLOCKS, Trend, trend
 from roundhouse.config.environments import CalculatorEnvironment
-from roundhouse.config.policies import WarmStartPolicy
+from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy

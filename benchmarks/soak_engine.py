@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation import backends, standalone
+from roundhouse.generation import serve_app, standalone
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.engine import AsgiApp, Draw, Engine, Generated
+from roundhouse.generation.protocol import AsgiApp, Draw, Engine, Generated
 
 _QUESTION = re.compile(r"(\d+)\*(\d+)\+(\d+)")
 
@@ -78,7 +78,7 @@ def main() -> None:
     def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
         return InstantEngine(config, codec)
 
-    backends.make_engine = make_engine
+    serve_app.make_engine = make_engine
     standalone.main()
 
 

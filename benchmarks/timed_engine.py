@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.soak_engine import InstantEngine
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation import backends, standalone
+from roundhouse.generation import serve_app, standalone
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.engine import Draw, Engine, Generated
+from roundhouse.generation.protocol import Draw, Engine, Generated
 
 
 class TimedEngine(InstantEngine):
@@ -54,7 +54,7 @@ def main() -> None:
     def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
         return TimedEngine(config, codec)
 
-    backends.make_engine = make_engine
+    serve_app.make_engine = make_engine
     standalone.main(rest)
 
 

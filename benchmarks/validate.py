@@ -27,14 +27,10 @@ import pyarrow as pa
 
 from roundhouse.config.models import ValidationConfig
 from roundhouse.policy.tokenizer import TURN_END, train_tokenizer
-from roundhouse.stages.recomputed import mismatched
-from roundhouse.stages.text_proof import DecodedText
-from roundhouse.stages.validate import recorded_counts
-from roundhouse.trajectories.proofs import CollectionLimits
-from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.stages.validate import DecodedText, mismatched, recorded_counts
+from roundhouse.trajectories.records import GrowingDigest, Rollout, Status, Turn, derive_seed
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
-from roundhouse.trajectories.tokens import GrowingDigest, derive_seed
-from roundhouse.trajectories.validation import validate
+from roundhouse.trajectories.validation import CollectionLimits, validate
 
 GROUP, ITERATION_SECONDS, WORDS = 8, 10.0, [f"word{number} of {number * 7}" for number in range(200)]
 

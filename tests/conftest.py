@@ -37,6 +37,7 @@ SHARED = {
         "flows/test_flow_run_page",
         "flows/test_gates",
         "flows/test_other_sites",
+        "flows/test_own_stage",
         "flows/test_overlapped_controls",
         "flows/test_prefect_workarounds",
         "flows/test_run_form",

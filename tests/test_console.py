@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from roundhouse.console import Pace, RunView
-from roundhouse.progress import announce
+from roundhouse.activity import announce
+from roundhouse.console import Pace, RunView, print_summary
 
 METRICS = {"reward/mean": 0.5, "rollout/turns_mean": 2.0, "time/iteration": 30.0}
 
@@ -72,3 +72,19 @@ def _without_codes(text: str) -> str:
     import re
 
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_the_summary_shows_every_evaluation_set_and_that_weights_were_dequantised() -> None:
+    def evaluation(reward: float, greedy: float) -> dict:
+        own = {"reward_mean": reward, "reward_stderr": 0.02, "tasks": 190}
+        return own | {"sets": {"greedy": {"reward_mean": greedy, "reward_stderr": 0.03}}}
+
+    summary = {
+        "evaluation": {"before": evaluation(0.2, 0.4), "after": evaluation(0.5, 0.7)},
+        "converted_from": "model.gguf", "ledger": {}, "iterations": 2, "wall_seconds": 3, "stage_seconds": {},
+        "overhead_seconds_per_iteration": {},
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(console, summary, {}, [])
+    assert "greedy: 0.400 → 0.700" in console.file.getvalue()
+    assert "model.gguf, dequantised to float32: not the published weights" in console.file.getvalue()
