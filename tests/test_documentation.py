@@ -4,6 +4,7 @@ each block that is a configuration loads."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import re
 import textwrap
@@ -141,6 +142,29 @@ def test_every_module_and_every_file_is_there(page: Path) -> None:
     assert {name for name in files if not list(ROOT.glob(name))} == set()
     tests = {named for line in lines for named in re.findall(r"(tests/[\w/]+\.py)::(\w+)", line)}
     assert {f"{file}::{name}" for file, name in tests if f"def {name}(" not in (ROOT / file).read_text()} == set()
+
+
+def test_every_name_that_can_be_imported_is_there(page: Path) -> None:
+    named = {
+        found
+        for line in code(page.read_text())
+        for found in re.findall(r"\b(roundhouse(?:\.\w+)+):([A-Z]\w*|[a-z_]+)", line)
+    }
+    assert {f"{module}:{name}" for module, name in named if not hasattr(importlib.import_module(module), name)} == set()
+
+
+def test_the_feature_map_has_all_rows_and_each_a_test_that_is_there_or_the_word_that_there_is_none() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| [^|]+ \| (works|in part|not yet) \| (.+) \|$", (ROOT / "docs/seed-map.md").read_text(), re.M
+    )
+    assert [int(number) for number, *_ in rows] == list(range(1, 91))
+    for number, state, cells in rows:
+        shown = re.findall(r"`(tests/[\w/]+\.py)`", cells)
+        assert shown or state == "not yet" or "not yet" in cells, f"row {number} {state}, but names no test"
+        assert all((ROOT / file).is_file() for file in shown), f"row {number}: {shown}"
+        assert state != "works" or "`" in cells.split(" | ")[0] or "every" in cells, (
+            f"row {number} names nothing that reaches it"
+        )
 
 
 def test_every_key_is_one_of_the_configuration(page: Path) -> None:
