@@ -7,8 +7,11 @@ used only while every file in it has the digest that was written down.
     <cache>/<digest>/report.json, files/
 
 transformers reads the file, but refuses to save what it read (`GgufConfig` counts as a quantisation), so the state goes into a
-fresh model of the same configuration. Its chat template comes from the file, and may know less than a run needs
-(`roundhouse.policy.chat_template`).
+fresh model of the same configuration. This is done in a process of its own (`python -m roundhouse.policy.gguf FILE DIRECTORY`):
+it needs packages that a process with a trainer in it may have been told to do without (`roundhouse.fast_imports`), and its
+memory, twice the model, is given back at its end.
+
+The chat template comes from the file, and may know less than a run needs (`roundhouse.policy.chat_template`).
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import ConfigError
-from roundhouse.fast_imports import lean_transformers
 from roundhouse.policy.chat_template import ChatTemplate
 from roundhouse.store.manifest import sha256
 
@@ -173,39 +178,54 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def _convert(file: Path, directory: Path, on_progress: OnProgress) -> None:
+    """`main` in a process of its own, which ends with this one.
+
+    Raises:
+        ConfigError: what it said when it failed.
+    """
+    parent = ["-m", "roundhouse.infra.die_with_parent", str(os.getpid())]
+    command = [sys.executable, "-P", *parent, sys.executable, "-P", "-m", __name__, str(file), str(directory)]
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                on_progress(line.strip())
+        errors.seek(0)
+        said = errors.read().strip()
+    if process.returncode < 0:
+        raise ConfigError(
+            f"{file} cannot be converted: the process was ended by signal {-process.returncode}. It needs memory for twice the "
+            "model in float32; free some and start again."
+        )
+    if process.returncode:
+        reason = said.splitlines()[-1] if said else f"the process ended with {process.returncode}"
+        raise ConfigError(f"{file} cannot be converted: {reason}. Copy or download it again.")
+
+
+def main(file: Path, directory: Path) -> None:
+    """Convert `file` into the new `directory`; a line on standard output for each step."""
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
     from transformers.utils import logging
 
-    with lean_transformers():
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
-
-    with_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the caller has its own display
-    try:
-        on_progress(f"reading {file.name}")
-        with contextlib.redirect_stderr(io.StringIO()):  # another bar, which nothing turns off
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            read = AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
-            )
-        config = type(read.config).from_dict(
-            {key: value for key, value in read.config.to_dict().items() if not key.startswith("_name")}
+    print(f"reading {file.name}", flush=True)  # noqa: T201
+    with contextlib.redirect_stderr(io.StringIO()):  # another bar, which nothing turns off
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        read = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-        with torch.random.fork_rng(devices=[]):
-            model = type(read)(config).float()
-        model.load_state_dict(read.state_dict())
-        model.tie_weights()
-        model.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-        )
-        on_progress(f"writing {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M parameters")
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    except (ValueError, KeyError, IndexError, OSError) as error:  # what the reader meets in a damaged file
-        raise ConfigError(f"{file} cannot be converted: {error}. Copy or download it again.") from error
-    finally:
-        if with_bars:
-            logging.enable_progress_bar()
+    config = type(read.config).from_dict(
+        {key: value for key, value in read.config.to_dict().items() if not key.startswith("_name")}
+    )
+    model = type(read)(config).float()
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    print(f"writing {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M parameters", flush=True)  # noqa: T201
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
