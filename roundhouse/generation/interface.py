@@ -221,12 +221,13 @@ class VllmGeneration(GenerationInterface):
         self._ready = True
 
     def _start(self) -> None:
-        from roundhouse.generation.vllm_engine import engine_arguments, environment
+        from roundhouse.generation.vllm_engine import allow_proxies, engine_arguments, environment
 
         for key, value in environment(self.tokenized.config).items():
             os.environ.setdefault(key, value)
         from vllm import LLM
 
+        allow_proxies()
         self._llm = LLM(**engine_arguments(self.tokenized.config, self.model_dir))
         if any(Path(self.model_dir).glob("*.safetensors")):
             self.load_weights(self.model_dir)

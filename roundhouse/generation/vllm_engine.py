@@ -8,7 +8,9 @@ Pinned to vLLM 0.32. What else would go wrong silently is guarded here:
   - seeded sampling of a prompt that is prefilled in chunks kills vLLM's CPU engine ("CPU Generator does not use offset"), so
     prompts are prefilled whole on CPU;
   - the prefix cache outlives weights unless it is cleared;
-  - more than one OpenMP thread a process makes small models several times slower on shared cores.
+  - more than one OpenMP thread a process makes small models several times slower on shared cores;
+  - its CPU engine asks every object of every imported module for attributes, and some objects of other libraries answer with
+    an error (`allow_proxies`).
 """
 
 from __future__ import annotations
@@ -59,6 +61,23 @@ def environment(config: GenerationConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+
+
+def allow_proxies() -> None:
+    """Let a CPU engine start in a process that has imported Flask, as MLflow's server and others do.
+
+    vLLM's `_rebind_kernels` looks through the names of every module and takes `hasattr` for harmless; Flask's `request` and its
+    like raise RuntimeError outside of a request.
+    """
+    from vllm.triton_utils import dispatcher
+
+    def has(value: Any, name: str) -> bool:
+        try:
+            return hasattr(value, name)
+        except RuntimeError:
+            return False
+
+    vars(dispatcher)["hasattr"] = has
 
 
 TRANSFER_LIMITS = 3
@@ -164,6 +183,7 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        allow_proxies()
         arguments = engine_arguments(self.config, self._model_dir)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(disable_log_stats=True, **arguments))
         # The first step pays for lazy imports and allocations; better now than in the first rollout.

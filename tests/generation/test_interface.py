@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import flask
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -20,6 +21,8 @@ from roundhouse.generation.interface import (
 from roundhouse.generation.vllm_engine import engine_arguments
 from tests.generation import tiny
 
+OBJECT_OF_FLASK = flask.request
+"""An engine is started in a process whose modules hold such a thing, which refuses to be looked at."""
 CONFIG = GenerationConfig(kv_cache_gib=0.125, max_model_len=256, sampling=Sampling(max_new_tokens=10))
 PROMPTS = [[1, 40, 50, 60], list(range(30, 180)), [7]]
 
