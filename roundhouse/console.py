@@ -169,6 +169,9 @@ class RunView(logging.Handler):
         )
         self.say(f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs status`")
 
+    def _on_retraining(self, iterations: int, version: int) -> None:
+        self.say(f"  training {iterations} iterations again for the optimizer state of version {version}")
+
     def _on_evaluate(self, version: int, finished: int, planned: int) -> None:
         self.activity(f"evaluating version {version}", finished, planned, self._pace.note())
 

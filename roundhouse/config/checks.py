@@ -65,6 +65,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _reachable_store(config)
     if not recorded:
         _trainer_gpus(config)
+        _optimizer_every(config)
     _distribution(config)
 
 
@@ -94,6 +95,23 @@ def _groups(config: RunConfig, *, recorded: bool) -> None:
         raise ValueError(
             f"train.minibatches ({config.train.minibatches}) exceeds the rollouts of an iteration "
             f"({rollout.prompts_per_iteration * rollout.group_size}). Lower it."
+        )
+
+
+def _optimizer_every(config: RunConfig) -> None:
+    """A trainer that is loaded anew for each step would train up to `optimizer_every` - 1 steps again each time."""
+    every, service = config.checkpoint.optimizer_every, config.train.service
+    if every == 1:
+        return
+    if isinstance(service, ProcessService):
+        raise ValueError(
+            f"checkpoint.optimizer_every is {every}, but train.service.kind is process: each step begins from the store and "
+            "needs the optimizer's state there. Set optimizer_every to 1, or kind to resident, ray or remote."
+        )
+    if engine_sleeps(config):
+        raise ValueError(
+            f"checkpoint.optimizer_every is {every}, but the trainer gives its memory back after each step (placement): it "
+            "needs the optimizer's state in the store. Set optimizer_every to 1, or placement.engine_sleeps to false."
         )
 
 

@@ -65,11 +65,15 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Which checkpoints are kept. The newest complete one and version 0 always are."""
+    """What checkpoints hold, and which are kept. The newest complete one and version 0 always are."""
 
     keep_last: PositiveInt = 3
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Keep each version divisible by this for good; 0 keeps none beyond `keep_last`."""
+    optimizer_every: PositiveInt = 1
+    """Versions divisible by this, and the last, hold the optimizer's state, which is twice the size of the weights; the others
+    hold the weights alone. A resume from one of them trains the iterations since the newest state again, from their stored
+    sequences, and must arrive at the recorded weights."""
 
 
 class ResumeConfig(Section):

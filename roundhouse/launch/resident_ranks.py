@@ -71,7 +71,7 @@ class ResidentRanks(ChannelService):
         self._facts = None
         return Cursor.model_validate_json(self.channel.change("load_directory", asked.model_dump_json().encode()))
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
         asked = protocol.SaveDirectory(directory=str(directory.resolve()), cursor=cursor)
         self.channel.change("save_directory", asked.model_dump_json().encode())
 

@@ -112,17 +112,50 @@ def is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
+def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]:
+    """The newest checkpoint up to this one that a trainer continues from, and the sequences of the iterations since, in order.
+
+    That checkpoint holds the trainer's state, or is where training began. It is found by lineage: a checkpoint names the train
+    stage that made it, which names its sequences and the checkpoint that it began from. A skipped iteration has none.
+
+    Raises:
+        StoreError: one of them is gone.
+    """
+    since: list[Reference] = []
+    while True:
+        manifest = read_manifest(version)
+        if (
+            any(name.startswith(f"{TRAINER}/") for name in manifest.model_files.by_name())
+            or version.policy_version == 0
+        ):
+            return version, since[::-1]
+        if (origin := manifest.inputs.get("parent")) is None:
+            train = read_manifest(manifest.inputs["train"]) if "train" in manifest.inputs else None
+            if train is None or (origin := train.inputs.get("base")) is None:
+                return version, since[::-1]
+            if "sequences" in train.inputs:
+                since.append(train.inputs["sequences"])
+        version = origin
+
+
 def retain(run: Run, newest: int) -> list[int]:
     """Delete the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep; return their versions.
 
     Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve, the promoted
-    one, and those about which a person has been asked.
+    one, those about which a person has been asked, and for each that is kept the one with its optimizer's state.
     """
-    config = run.config.checkpoint
-    deleted, always = [], {0, run.first_version, promoted_version(run), *questioned_versions(run)}
-    for version in run.checkpoint_versions():
-        kept_for_good = version in always or (config.keep_every > 0 and version % config.keep_every == 0)
-        if kept_for_good or version > newest - config.keep_last:
+    config, versions = run.config.checkpoint, run.checkpoint_versions()
+    kept = {0, run.first_version, promoted_version(run), *questioned_versions(run)} & set(versions)
+    kept |= {
+        version
+        for version in versions
+        if version > newest - config.keep_last or (config.keep_every > 0 and version % config.keep_every == 0)
+    }
+    references = [run.checkpoint(version).reference() for version in kept]
+    kept |= {trained_since_state(one)[0].policy_version for one in references if one is not None}
+    deleted = []
+    for version in versions:
+        if version in kept:
             continue
         run.refuse_lost_lease()
         location = run.checkpoint(version).location

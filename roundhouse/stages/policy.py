@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from roundhouse.activity import announce
 from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.policy.bundled import bundled_file
 from roundhouse.policy.gguf import gguf_file
-from roundhouse.stages.checkpoint import publish_starting_policy
+from roundhouse.stages.checkpoint import publish_starting_policy, trained_since_state
 from roundhouse.store import lease
-from roundhouse.store.directories import local_directory, plain_directory, scratch_beside
+from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, take_over, upload_model
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference, model_location, sha256
-from roundhouse.store.run import Run
+from roundhouse.store.manifest import ModelFiles, Reference, model_location, sha256
+from roundhouse.store.run import Run, load_run
 from roundhouse.store.stage import read_file, read_manifest
 
 
@@ -31,7 +33,7 @@ def starting_policy(run: Run) -> Reference:
         ConfigError: the pretrained directory is missing, incomplete or damaged.
     """
     if run.parent is not None:
-        return adopt_checkpoints(run)
+        return adopt_checkpoints(run, partial(_with_optimizer, run))
     if (done := run.checkpoint(0).reference()) is not None:
         return done
     policy = run.config.policy
@@ -49,6 +51,25 @@ def starting_policy(run: Run) -> Reference:
             else:
                 _check(made, str(details["source"]))
         return publish_starting_policy(run, made, details, move=made == scratch)
+
+
+def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: str) -> ModelFiles:
+    """Take the parent's version over; the trainer's state of one that was published without it is made again, by the parent's
+    configuration from the parent's sequences (`checkpoint.optimizer_every`)."""
+    if not trained_since_state(origin)[1]:
+        return take_over(origin, location, attempt)
+    from roundhouse.stages.train import write_with_optimizer
+
+    assert fork.parent is not None, "only a fork adopts"
+    parent = load_run(origin.uri.rsplit("/runs/", 1)[0], fork.parent.run_id)
+    service = fork.config.train.service
+    here = {"service": ResidentService() if isinstance(service, ProcessService) else service}
+    train = parent.config.train.model_copy(update=here | {"threads": fork.config.train.threads})
+    machine = {"train": train, "infra": fork.config.infra, "placement": fork.config.placement}
+    parent = replace(parent, config=parent.config.model_copy(update=machine))
+    with scratch_beside(location) as scratch:
+        write_with_optimizer(parent, origin, scratch, checkpoint_cache(fork.config))
+        return upload_model(location, attempt, scratch, move=True)
 
 
 def vocabulary_size(run: Run) -> int:
@@ -74,7 +95,7 @@ def engine_files(run: Run) -> Path:
     """
     target = checkpoint_cache(run.config) / f"engine-{run.uid}"
     if run.parent is not None:
-        adopt_checkpoints(run)  # a fork's tokenizer is its parent's, whatever its environment
+        starting_policy(run)  # a fork's tokenizer is its parent's, whatever its environment
     start = run.checkpoint(0).reference()
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
+from roundhouse.activity import announce
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps
 from roundhouse.config.training import ProcessService, ResidentService
-from roundhouse.errors import DataError
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
-from roundhouse.stages.checkpoint import TRAINER, is_weights
+from roundhouse.stages.checkpoint import TRAINER, is_weights, trained_since_state
 from roundhouse.stages.checkpoint import recorded as written_files
 from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.freshness import (
@@ -51,6 +52,8 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_trainable
 from roundhouse.trajectories.schemas import tolerances
+from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
+from roundhouse.weight_sync.tensor_files import digest_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +105,7 @@ def train_iteration(
             **drifted,
             **(staleness_metrics(recorded, columns, base.policy_version) if run.config.asynchrony.staleness else {}),
             "time/compute": compute,
+            "train/checkpoint_bytes": float(sum(entry.size for entry in result.checkpoint.files)),
             "waste/untrained_tokens": untrained_tokens(recorded, columns),
         },
         details={
@@ -187,7 +191,7 @@ def _log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache:
             return trainer.log_probs(batch)
         finally:
             trainer.close()
-    trainer = _trainer_at(run, base, cache)
+    trainer, _ = _trainer_at(run, base, cache)
     try:
         found = trainer.log_probs(batch)
     except BaseException:
@@ -212,14 +216,15 @@ def _in_service(
     from roundhouse.training.service.one_shot import TrainStepResult
 
     batch = TrainingSequences.from_table(read_table(sequences, "sequences"))
-    trainer = _trainer_at(run, base, cache)
+    trainer, again = _trainer_at(run, base, cache)
     try:
         judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))
         report = trainer.step(batch, iteration, judged)
-        place = run.checkpoint(iteration).location
+        place, began = run.checkpoint(iteration).location, time.monotonic()
         with scratch_beside(place) as directory:
-            trainer.save(directory)
+            trainer.save(directory, state=has_optimizer(run, iteration))
             written = upload_model(place, attempt, directory, move=True)
+        saved = {"save_seconds": time.monotonic() - began, "retrained_iterations": float(again)}
     except BaseException:
         trainer.close()
         raise
@@ -227,7 +232,7 @@ def _in_service(
     result = TrainStepResult(
         sequences=len(batch),
         updates=report.updates,
-        metrics=report.metrics,
+        metrics=report.metrics | saved,
         seconds=report.seconds,
         tokens=report.tokens,
         checkpoint=written,
@@ -244,6 +249,13 @@ def _in_process(
     config, began = run.config, time.monotonic()
     service = config.train.service
     assert isinstance(service, ProcessService)
+    origin, since = trained_since_state(base)
+    if since:
+        raise ConfigError(
+            f"train.service.kind is process, but version {base.policy_version} holds weights without the optimizer's state, "
+            f"which version {origin.policy_version} has (checkpoint.optimizer_every). Continue with kind resident, which "
+            f"trains {len(since)} iterations again, or fork from version {origin.policy_version}."
+        )
     name = service.launcher or ("kubernetes" if isinstance(config.infra, KubernetesInfra) else "subprocess")
     with open_launcher(name, "train.service.launcher", run) as launcher, tempfile.TemporaryDirectory() as scratch:
         spec = StepSpec(
@@ -291,21 +303,41 @@ def step_program(spec: StepSpec, service: ProcessService, place: Location) -> Pr
     )
 
 
-def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
-    """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it."""
+def has_optimizer(run: Run, version: int) -> bool:
+    """Whether this version is saved with the trainer's state."""
+    return version % run.config.checkpoint.optimizer_every == 0 or version == run.config.iterations
+
+
+def write_with_optimizer(run: Run, version: Reference, directory: Path, cache: Path) -> None:
+    """Write a version that was published without the trainer's state into an empty directory, with it.
+
+    Raises:
+        DataError: training the iterations since the newest state again does not give the recorded weights.
+    """
+    trainer, _ = _trainer_at(run, version, cache)
+    try:
+        trainer.save(directory)
+    finally:
+        trainer.close()
+
+
+def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
+    """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it; and how
+    many iterations it trained again for that."""
     from roundhouse.launch.train_service import open_service
     from roundhouse.training.trainer import Trainer
 
     key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))
     if (kept := _resident.pop(key, None)) is not None:
-        return kept
+        return kept, 0
     release_trainer()
-    config, model = run.config, local_directory(base, cache)
+    origin, since = trained_since_state(base)
+    config, model = run.config, local_directory(origin, cache)
     state = model / TRAINER
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
     service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near)
     try:
-        return Trainer.over(
+        trainer = Trainer.over(
             service,
             model,
             config.train,
@@ -313,9 +345,41 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> Trainer:
             reference_dir=reference_directory(run, cache),
             seed=config.seed,
         )
+        if since:
+            _train_again(run, trainer, since, base, cache)
     except BaseException:
         service.close()
         raise
+    return trainer, len(since)
+
+
+def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Reference, cache: Path) -> None:
+    """Train the iterations that brought about `base` again, from their recorded sequences.
+
+    Raises:
+        DataError: the weights are not those of `base`.
+    """
+    from roundhouse.training.batch import TrainingSequences
+
+    versions = f"{since[0].iteration} to {base.policy_version}"
+    logger.warning("Version %d holds no optimizer state: training %s again", base.policy_version, versions)
+    announce("retraining", iterations=len(since), version=base.policy_version)
+    for sequences in since:
+        batch = TrainingSequences.from_table(read_table(sequences, "sequences"))
+        judged = tolerances(batch.policy_versions, sequences.iteration - 1, tolerance_of(run.config))
+        trainer.step(batch, sequences.iteration, judged)
+    recorded = read_manifest(base).details.get(WEIGHTS_DIGEST)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as directory:
+        trainer.save(Path(directory), state=False)
+        found = digest_of(Path(directory))
+    if found != recorded:
+        raise DataError(
+            f"Version {base.policy_version} holds no optimizer state (checkpoint.optimizer_every), and training iterations "
+            f"{versions} again gave weights with the digest {found}, where {recorded} is recorded. Train with the library "
+            "versions, threads and number of processes that the run had, or fork from version "
+            f"{since[0].iteration - 1}, which holds the state."
+        )
 
 
 def _weights_digest(files: ModelFiles) -> str:

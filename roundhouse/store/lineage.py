@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from roundhouse.config.renamed import translated
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.directories import take_over
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Reference
+from roundhouse.store.manifest import MANIFEST, ModelFiles, Reference
 from roundhouse.store.stage import Stage, StageKind, read_manifest
 
 if TYPE_CHECKING:
@@ -93,8 +94,15 @@ def refuse_unloadable(parent: Parent, config: RunConfig) -> None:
         )
 
 
-def adopt_checkpoints(run: Run) -> Reference:
+Take = Callable[[Reference, Location, str], ModelFiles]
+"""Makes the files of a checkpoint those of an attempt at another one, as `take_over` does."""
+
+
+def adopt_checkpoints(run: Run, take: Take = take_over) -> Reference:
     """Take the parent's checkpoints into the fork, once; the reference of the version that it starts from.
+
+    Args:
+        take: of the version that the fork starts from.
 
     Raises:
         StoreError: the parent has lost one before it was taken.
@@ -104,16 +112,16 @@ def adopt_checkpoints(run: Run) -> Reference:
     if (done := run.checkpoint(parent.version).reference()) is not None:
         return done
     if parent.version > 0 and run.checkpoint(0).reference() is None:
-        _adopt(run, 0, _parents_reference(parent, 0))
-    reference = _adopt(run, parent.version, _parents_reference(parent, parent.version))
+        _adopt(run, 0, _parents_reference(parent, 0), take_over)
+    reference = _adopt(run, parent.version, _parents_reference(parent, parent.version), take)
     run.point_to(reference)
     return reference
 
 
-def _adopt(run: Run, version: int, origin: Reference) -> Reference:
+def _adopt(run: Run, version: int, origin: Reference, take: Take) -> Reference:
     manifest, stage = read_manifest(origin), run.checkpoint(version)
     attempt = run.begin(stage, policy_version=version)
-    taken = take_over(origin, stage.location, attempt.name)
+    taken = take(origin, stage.location, attempt.name)
     for entry in taken.files:
         attempt.adopt(entry)
     return attempt.commit(

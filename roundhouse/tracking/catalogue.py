@@ -141,6 +141,18 @@ CATALOGUE = (
         (
             Entry("train/skipped", "(state)", "1 where the iteration was skipped ([failures](failures.md))", "absent"),
             Entry(
+                "train/checkpoint_bytes", "(bytes)", "of the new version, and of the trainer's state where it has one"
+            ),
+            Entry(
+                "train/save_seconds", "(seconds)", "to write them to the store; not of `train.service.kind: process`"
+            ),
+            Entry(
+                "train/retrained_iterations",
+                "(count)",
+                "trained again for the optimizer's state that their versions lack (`checkpoint.optimizer_every`)",
+                "0, but after a restart",
+            ),
+            Entry(
                 "train/kubernetes_calls", "(count)", "calls of the API server for a step as a Job, repeated ones too"
             ),
             Entry("train/kubernetes_seconds", "(seconds)", "of a step as a Job beyond its own: pods, images, imports"),

@@ -157,10 +157,10 @@ class Trainer:
         logger.info("iteration %d: %d updates in %.2f s", iteration, report.updates, report.seconds["total"])
         return report
 
-    def save(self, directory: Path) -> None:
-        """Write the model's Hugging Face directory, and the trainer's state under `trainer/`."""
+    def save(self, directory: Path, *, state: bool = True) -> None:
+        """Write the model's Hugging Face directory, and with `state` the trainer's under `trainer/`."""
         self._refuse_after_failure()
-        self.learner.service.save_checkpoint(directory, self.cursor)
+        self.learner.service.save_checkpoint(directory, self.cursor if state else None)
 
     def close(self) -> None:
         """Give the service back."""

@@ -126,14 +126,15 @@ class TrainEngine:
         self._drop_gradient()
         return Applied(grad_norm=norm)
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
-        state = directory / TRAINER_DIRECTORY
-        state.mkdir(parents=True, exist_ok=True)
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
         save_model(self.model, self._side_files, directory, self.ranks)
-        save_optimizer(self.model, self.optimizer, state, self.ranks)
-        save_adapter(self.model, state, self.ranks)
-        if self.ranks.leads:
-            save_cursor(cursor, state)
+        if cursor is not None:
+            state = directory / TRAINER_DIRECTORY
+            state.mkdir(exist_ok=True)
+            save_optimizer(self.model, self.optimizer, state, self.ranks)
+            save_adapter(self.model, state, self.ranks)
+            if self.ranks.leads:
+                save_cursor(cursor, state)
         self.ranks.wait()
 
     def load_checkpoint(

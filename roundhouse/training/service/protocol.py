@@ -14,7 +14,7 @@ safetensors (`wire`), everything else as JSON.
     POST   /v1/missing                FileList                       -> digests that have to be sent
     PUT    /v1/blobs/<sha256>?size=   bytes of a file
     POST   /v1/load_checkpoint        LoadCheckpoint, numbered       -> Cursor
-    POST   /v1/save_checkpoint        Cursor, numbered               -> FileList
+    POST   /v1/save_checkpoint        SavedCursor, numbered          -> FileList
     GET    /v1/blobs/<sha256>                                        -> bytes of a file
     POST   /v1/load_directory         LoadDirectory, numbered        -> Cursor         resident ranks of the driver's machine
     POST   /v1/save_directory         SaveDirectory, numbered        -> {}             only (`ranks`)
@@ -127,11 +127,15 @@ class LoadDirectory(_Body):
     trainer_state: str | None
 
 
+class SavedCursor(RootModel[Cursor | None]):
+    """Body of `save_checkpoint`: None writes the weights alone."""
+
+
 class SaveDirectory(_Body):
     """`save_checkpoint` to a directory that driver and service both see."""
 
     directory: str
-    cursor: Cursor
+    cursor: Cursor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.parallel import Ranks, join, leave
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
+from roundhouse.training.service.protocol import SavedCursor
 from roundhouse.training.service.served import ServedTrainEngine
 from roundhouse.training.service.server import Service, build_app
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch
@@ -117,8 +118,8 @@ class LeadingEngine(TrainEngine):
         self._verbs.send("optim_step", learning_rate=learning_rate, max_grad_norm=max_grad_norm)
         return super().optim_step(learning_rate, max_grad_norm)
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
-        self._verbs.send("save_checkpoint", cursor.model_dump_json().encode(), directory=str(directory))
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
+        self._verbs.send("save_checkpoint", SavedCursor(cursor).model_dump_json().encode(), directory=str(directory))
         super().save_checkpoint(directory, cursor)
 
     def load_checkpoint(
@@ -158,7 +159,7 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
     elif verb == "optim_step":
         engine.optim_step(head["learning_rate"], head["max_grad_norm"])
     elif verb == "save_checkpoint":
-        engine.save_checkpoint(Path(head["directory"]), Cursor.model_validate_json(body))
+        engine.save_checkpoint(Path(head["directory"]), SavedCursor.model_validate_json(body).root)
     elif verb == "load_checkpoint":
         state = head["trainer_state"]
         engine.load_checkpoint(

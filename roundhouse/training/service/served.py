@@ -22,7 +22,6 @@ import numpy as np
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
-from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.files import TransferredFile, inside, list_files, write_checked, write_checked_async
 from roundhouse.training.service.protocol import (
@@ -33,6 +32,7 @@ from roundhouse.training.service.protocol import (
     LoadDirectory,
     LogProbs,
     OptimStep,
+    SavedCursor,
     SaveDirectory,
     parse,
     refusal,
@@ -138,9 +138,9 @@ class ServedTrainEngine:
         return _json(cursor.model_dump())
 
     def _save_checkpoint(self, body: bytes) -> CallReply:
-        cursor, directory = parse(Cursor, body), self._scratch / "saving"
+        asked, directory = parse(SavedCursor, body), self._scratch / "saving"
         shutil.rmtree(directory, ignore_errors=True)
-        self._held().save_checkpoint(directory, cursor)
+        self._held().save_checkpoint(directory, asked.root)
         files = self.shelf.keep_only(directory)
         shutil.rmtree(directory)
         return _json(FileList(files=files).model_dump())

@@ -122,7 +122,9 @@ class TinkerTrainService:
         self._has_gradient = False
         return Applied(grad_norm=(answer.metrics or {}).get(GRAD_NORM))
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
+        if cursor is None:
+            raise ConfigError("Tinker stores weights and optimizer together. Set checkpoint.optimizer_every to 1.")
         assert self._pointer is not None or self._held()
         name = f"{self.run}-iteration-{cursor.iteration or 0:06d}"
         answer = self._result("save_state", lambda: self._held().save_state(name, overwrite=True))

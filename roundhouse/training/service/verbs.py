@@ -144,8 +144,12 @@ class TrainService(Protocol):
         """
         ...
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
-        """Write the Hugging Face directory, and optimizer and cursor under `trainer/`, on the caller's machine."""
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
+        """Write the Hugging Face directory, and optimizer and cursor under `trainer/`, on the caller's machine.
+
+        Args:
+            cursor: None writes the weights alone.
+        """
         ...
 
     def load_checkpoint(

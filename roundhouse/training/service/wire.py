@@ -236,8 +236,8 @@ class ChannelService:
         self._facts = None
         return Cursor.model_validate_json(self.channel.change("load_checkpoint", asked.model_dump_json().encode()))
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor) -> None:
-        listed = self.channel.change("save_checkpoint", cursor.model_dump_json().encode())
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
+        listed = self.channel.change("save_checkpoint", protocol.SavedCursor(cursor).model_dump_json().encode())
         for file in protocol.FileList.model_validate_json(listed).files:
             self.channel.fetch(file, inside(directory, file.path))
 
