@@ -1,4 +1,4 @@
-"""AdamW with linear warm-up, and its state as safetensors.
+"""AdamW with its learning rate by schedule, and its state as safetensors.
 
 Invariant: the learning rate of an update depends on nothing but the number of updates before it, and a saved state read
 back continues bit for bit.
@@ -6,6 +6,7 @@ back continues bit for bit.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,19 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.op
 
 
 def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
-    """Learning rate of the update after `steps_before` others: linear from 1/warmup_steps of the full rate, then full."""
-    if config.warmup_steps == 0:
+    """Learning rate of the update after `steps_before` others.
+
+    Linear from 1/warmup_steps of the full rate, then as the schedule says. A falling one has come down to `final_share` of the
+    full rate after `decay_steps` more updates: in a straight line, or by half a cosine (Loshchilov and Hutter,
+    arXiv:1608.03983, one period), and stays there.
+    """
+    if steps_before < config.warmup_steps:
+        return config.learning_rate * (steps_before + 1) / config.warmup_steps
+    if config.decay_steps is None:
         return config.learning_rate
-    return config.learning_rate * min(1.0, (steps_before + 1) / config.warmup_steps)
+    progress = min(1.0, (steps_before - config.warmup_steps) / config.decay_steps)
+    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
