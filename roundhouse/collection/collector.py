@@ -32,6 +32,7 @@ from roundhouse.activity import ACTIVITY, announce
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, finished_in, shares, split
+from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.config.rollout import InProcessCollection
 from roundhouse.errors import InfraError, TooFewRollouts
@@ -104,6 +105,19 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for status in Status:
             metrics[f"rollout/{status.value}_rate"] = mean([float(rollout.status is status) for rollout in rollouts])
     return metrics | _failure_metrics(rollouts) | _environment_metrics(rollouts)
+
+
+def metrics_by_environment(config: RunConfig, rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
+    """The metrics of each environment of a mixture's rollouts, under `<prefix><environment>/`; of one environment none."""
+    if not isinstance(config.environment, MixtureEnvironment):
+        return {}
+    return {
+        f"{prefix}{name}/{metric}": value
+        for name in config.environment.environments
+        for metric, value in rollout_metrics(
+            [each for each in rollouts if each.group_id.startswith(f"{name}/")]
+        ).items()
+    }
 
 
 def mean(values: Sequence[float]) -> float:

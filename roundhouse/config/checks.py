@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from roundhouse.config.algorithms import PolicyGradient, ReinforcePlusPlusConfig, TokenLoss
-from roundhouse.config.environments import AgentEnvironment, RemoteEnvironment
+from roundhouse.config.environments import AgentEnvironment, MixtureEnvironment, RemoteEnvironment, environments_in
 from roundhouse.config.generation import check_transport, inflight_requests, refits_in_flight
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps
@@ -53,6 +53,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     Raises:
         ValueError: names key, value and remedy.
     """
+    _environments(config)
     _groups(config, recorded=recorded)
     _sampling(config)
     _one_engine(config)
@@ -67,6 +68,22 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
         _trainer_gpus(config)
         _optimizer_every(config)
     _distribution(config)
+
+
+def _environments(config: RunConfig) -> None:
+    """Refuse an environment without training tasks, and evaluations of one name."""
+    environment = config.environment
+    if not isinstance(environment, MixtureEnvironment) or environment.train_tasks is None:
+        for key, each in environments_in(environment).items():
+            if isinstance(each, RemoteEnvironment | AgentEnvironment) and each.train_tasks is None:
+                raise ValueError(f"{key}.train_tasks is unset: name the JSON lines file of its training task rows.")
+    if isinstance(environment, MixtureEnvironment) and (
+        both := sorted(environment.environments.keys() & config.evaluation.sets.keys())
+    ):
+        raise ValueError(
+            f"evaluation.sets has {', '.join(both)}, the name of an environment in the mixture, whose evaluation is reported "
+            "under it already. Give the set another name."
+        )
 
 
 def _groups(config: RunConfig, *, recorded: bool) -> None:
@@ -346,9 +363,9 @@ def _collectors(config: RunConfig) -> None:
             "rollout.distribution.kind is job, but generation.engine_url and infra.engine are unset: the engine would run "
             "beside the flow, where pods do not reach it. Set one of them."
         )
-    environment = config.environment
-    if isinstance(environment, RemoteEnvironment | AgentEnvironment):
-        urls["environment.url"] = environment.url
+    for place, environment in environments_in(config.environment).items():
+        if isinstance(environment, RemoteEnvironment | AgentEnvironment):
+            urls[f"{place}.url"] = environment.url
     for key, url in urls.items():
         if url is not None and _is_loopback(url):
             raise ValueError(

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from roundhouse.config.secrets import Parameters, VariableName
-from roundhouse.config.section import Fraction, Operational, PositiveInt, ProperFraction, Section, Target
+from roundhouse.config.section import (
+    Fraction,
+    Operational,
+    PositiveFloat,
+    PositiveInt,
+    ProperFraction,
+    Section,
+    Target,
+)
 
 Url = Annotated[str, Field(pattern=r"^https?://[^/]+")]
 ServerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]+([-_][A-Za-z0-9]+)*$")]
@@ -35,8 +43,8 @@ class RemoteEnvironment(Section):
     model calls are kept, and its tool calls (or steps) are made again on a new session, in order; where an answer differs, it
     starts again after all. For servers that answer the same every time and where a repeated call changes nothing outside the
     session."""
-    train_tasks: str
-    """JSON lines file of training task rows."""
+    train_tasks: str | None = None
+    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
     heldout_tasks: str | None = None
     """JSON lines file of held-out task rows."""
 
@@ -81,8 +89,8 @@ class AgentEnvironment(Section):
     """Environment variable that holds the bearer token that it asks for, if it does."""
     model_server_token_file: str | None = None
     """File that holds it instead."""
-    train_tasks: str
-    """JSON lines file of training task rows."""
+    train_tasks: str | None = None
+    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
     heldout_tasks: str | None = None
     """JSON lines file of held-out task rows."""
 
@@ -311,7 +319,7 @@ class CustomEnvironment(Section):
     """MCP servers (streamable HTTP) whose tools the policy gets as well, as `mcp__<name>__<tool>`: URL by name."""
 
 
-EnvironmentConfig = Annotated[
+SingleEnvironment = Annotated[
     CalculatorEnvironment
     | SortEnvironment
     | GuessNumberEnvironment
@@ -331,3 +339,62 @@ EnvironmentConfig = Annotated[
     | AgentEnvironment,
     Field(discriminator="kind"),
 ]
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+class MixtureEnvironment(Section):
+    """Several environments in one run. Every task belongs to one of them: its `task_id`, its group and its rollouts begin with
+    the environment's name, and each environment has its own metrics and its own held-out tasks."""
+
+    kind: Literal["mixture"]
+    environments: Annotated[dict[EnvironmentName, SingleEnvironment], Field(min_length=1)]
+    """The environments by name, each a section as `environment` itself."""
+    weights: dict[EnvironmentName, PositiveFloat] = Field(default_factory=dict)
+    """How often each environment's tasks are drawn, relative to the others; 1 where it is not named."""
+    train_tasks: str | None = None
+    """JSON lines file of training task rows of all environments, as a blend of NeMo Gym: `agent_ref.name` of a row names the
+    environment that plays it. Unset: each environment's own tasks, by weight."""
+    heldout_tasks: str | None = None
+    """The same for held-out task rows. Unset: each environment's own, in turn."""
+
+    @model_validator(mode="after")
+    def _names(self) -> MixtureEnvironment:
+        if unknown := sorted(self.weights.keys() - self.environments.keys()):
+            raise ValueError(
+                f"environment.weights names {', '.join(unknown)}, but environment.environments has "
+                f"{', '.join(self.environments)}. Name one of these."
+            )
+        if self.weights and self.train_tasks is not None:
+            raise ValueError(
+                f"environment.weights is set, but environment.train_tasks ({self.train_tasks}) says row by row which "
+                "environment plays. Leave one of the two out."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows(self) -> MixtureEnvironment:
+        for key in ("train_tasks", "heldout_tasks"):
+            if getattr(self, key) is None:
+                continue
+            for name, environment in self.environments.items():
+                if (own := getattr(environment, key, None)) is not None:
+                    raise ValueError(
+                        f"environment.environments.{name}.{key} is {own}, but environment.{key} has the rows of all "
+                        "environments. Leave one of the two out."
+                    )
+                if environment.kind == "worker":
+                    raise ValueError(
+                        f"environment.{key} is set, but environment.environments.{name}.kind is worker, which plays the items "
+                        f"of its data file. Leave environment.{key} out."
+                    )
+        return self
+
+
+EnvironmentConfig = Annotated[SingleEnvironment | MixtureEnvironment, Field(discriminator="kind")]
+
+
+def environments_in(config: EnvironmentConfig) -> dict[str, SingleEnvironment]:
+    """The environments of a configuration by the key of their section: one, or those of a mixture."""
+    if isinstance(config, MixtureEnvironment):
+        return {f"environment.environments.{name}": each for name, each in config.environments.items()}
+    return {"environment": config}

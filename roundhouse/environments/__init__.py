@@ -8,6 +8,7 @@ fields are the class's keyword arguments. Its module is imported when it is firs
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -24,6 +25,7 @@ from roundhouse.config.environments import (
     GuessNumberEnvironment,
     InstructionConstraintsEnvironment,
     LookupEnvironment,
+    MixtureEnvironment,
     ShortQuestionsEnvironment,
     SortEnvironment,
     SqlWorldEnvironment,
@@ -33,7 +35,7 @@ from roundhouse.config.environments import (
 )
 from roundhouse.config.secrets import resolved
 from roundhouse.config.section import Section
-from roundhouse.environments.base import Environment, GymnasiumEnvironment, TaskRow
+from roundhouse.environments.base import Environment, GymnasiumEnvironment, Split, TaskRow, TaskSource
 from roundhouse.environments.calculator import Calculator
 from roundhouse.environments.search import GuessNumber
 from roundhouse.environments.single_turn import Sort
@@ -96,11 +98,14 @@ def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
 
 def first_task(config: EnvironmentConfig) -> TaskRow | None:
     """The first training task, made as a run makes it: what fails at the first task fails here. None where an environment lives
-    in another process, or has none.
+    in another process, or has none. Of a mixture, the one with most tools.
 
     Raises:
         ConfigError: the environment or its task cannot be made.
     """
+    if isinstance(config, MixtureEnvironment):
+        rows = [row for each in config.environments.values() if (row := first_task(each)) is not None]
+        return max(rows, key=lambda row: len(row.get("responses_create_params", {}).get("tools") or ()), default=None)
     if type(config) not in BUILT_IN and not isinstance(config, CustomEnvironment):
         return None
     environment = load_any(config)
@@ -111,6 +116,58 @@ def first_task(config: EnvironmentConfig) -> TaskRow | None:
             f"environment.kind is {config.kind}: its first training task cannot be made: {type(error).__name__}: {error}. "
             "Change the section environment."
         ) from error
+
+
+class Mixture(TaskSource):
+    """The environments of a mixture that can be in this process and have demonstrations: what a warm start begins with."""
+
+    name = "mixture"
+
+    def __init__(self, parts: Sequence[TaskSource]) -> None:
+        self._parts = parts
+
+    def parts(self) -> Sequence[TaskSource]:
+        return self._parts
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return [row for part in self._parts for row in part.tasks(split)]
+
+
+def demonstrating(config: EnvironmentConfig) -> TaskSource:
+    """What a warm start learns from: the environment; of a mixture, those in it that have demonstrations.
+
+    Raises:
+        ConfigError: as `load_any`, or no environment of the mixture has any.
+    """
+    if not isinstance(config, MixtureEnvironment):
+        return load_any(config)
+    return Mixture([load_any(each) for each in config.environments.values() if _demonstrates(each)])
+
+
+def refuse_without_demonstrations(config: EnvironmentConfig) -> None:
+    """Refuse an environment that a warm start cannot begin with, before anything is made of it.
+
+    Raises:
+        ConfigError: it has no `demonstrations` of its own, or cannot be imported.
+    """
+    if isinstance(config, MixtureEnvironment):
+        if not any(_demonstrates(each) for each in config.environments.values()):
+            raise without_demonstrations("mixture")
+    elif class_of(config).demonstrations is TaskSource.demonstrations:
+        raise without_demonstrations(class_of(config).name)
+
+
+def _demonstrates(config: EnvironmentConfig) -> bool:
+    in_process = isinstance(config, CustomEnvironment) or type(config) in BUILT_IN
+    return in_process and class_of(config).demonstrations is not TaskSource.demonstrations
+
+
+def without_demonstrations(name: str) -> ConfigError:
+    """That a warm start has nothing to begin with."""
+    return ConfigError(
+        f"policy.kind is warm_start, but the environment {name} has no demonstrations to start on. Give it a "
+        "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
+    )
 
 
 def load(config: EnvironmentConfig) -> Environment:
@@ -156,6 +213,11 @@ def _elsewhere(config: EnvironmentConfig) -> str:
         return (
             f"environment.kind is worker ({config.worker}): its rollouts are played by that class, which has no "
             "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+        )
+    if isinstance(config, MixtureEnvironment):
+        return (
+            f"environment.kind is mixture ({', '.join(config.environments)}), but one environment is needed here. Name one of "
+            "these."
         )
     return (
         f"environment.kind is {config.kind} ({getattr(config, 'url', None)}): its tasks, tools and verifier live in that "

@@ -149,6 +149,10 @@ class TaskSource(ABC):
         """Conversations (chat messages with tool calls and results) to warm-start a policy on, if there are any."""
         raise NotImplementedError(f"The environment {self.name} has no demonstrations: start from a pretrained policy.")
 
+    def parts(self) -> Sequence[TaskSource]:
+        """The environments of a mixture; of any other environment itself."""
+        return (self,)
+
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools that every task row carries: none, unless an environment says otherwise."""
         return []

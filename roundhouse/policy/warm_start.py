@@ -15,6 +15,7 @@ reward. Measured recipes: docs/policies.md.
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import time
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundhouse.config.models import WarmStartPolicy
-from roundhouse.environments.base import Environment, GymnasiumEnvironment
-from roundhouse.errors import ConfigError, StoreError
+from roundhouse.environments import without_demonstrations
+from roundhouse.environments.base import TaskSource
+from roundhouse.errors import StoreError
 from roundhouse.fast_imports import lean_transformers
 from roundhouse.policy import warm_start_cache
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
@@ -86,7 +88,7 @@ class Example:
 
 def make_starting_policy(
     config: WarmStartPolicy,
-    environment: Environment | GymnasiumEnvironment,
+    environment: TaskSource,
     seed: int,
     directory: Path,
     *,
@@ -133,9 +135,7 @@ def make_starting_policy(
     return report
 
 
-def write_engine_files(
-    config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int, directory: Path
-) -> None:
+def write_engine_files(config: WarmStartPolicy, environment: TaskSource, seed: int, directory: Path) -> None:
     """Write what an engine needs to start before the policy is trained: its config and tokenizer, as they will be."""
     seed = seed if config.seed is None else config.seed
     tokenizer = train_tokenizer(_texts(config, environment, seed)[:MIN_DEMONSTRATIONS])
@@ -195,32 +195,22 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Exa
     return examples
 
 
-def _texts(config: WarmStartPolicy, environment: Environment | GymnasiumEnvironment, seed: int) -> list[str]:
+def _texts(config: WarmStartPolicy, environment: TaskSource, seed: int) -> list[str]:
     """The demonstrations as rendered text; the tokenizer is trained on the first of them."""
     count = min(max(config.steps * config.batch_size, MIN_DEMONSTRATIONS), MAX_DEMONSTRATIONS)
-    try:
-        conversations = environment.demonstrations("train", count, config.good_fraction, derive_seed(seed, "demos"))
-    except NotImplementedError as error:
-        raise _without_demonstrations(environment.name) from error
-    tools, blank = chat_tools(environment.tool_schemas()), blank_tokenizer()
-    return [render(blank, conversation, tools) for conversation in conversations]
-
-
-def refuse_without_demonstrations(environment: type[Environment] | type[GymnasiumEnvironment]) -> None:
-    """Refuse a class that a warm start cannot begin with, before anything is made of it.
-
-    Raises:
-        ConfigError: it has no `demonstrations` of its own.
-    """
-    if environment.demonstrations in (Environment.demonstrations, GymnasiumEnvironment.demonstrations):
-        raise _without_demonstrations(environment.name)
-
-
-def _without_demonstrations(name: str) -> ConfigError:
-    return ConfigError(
-        f"policy.kind is warm_start, but the environment {name} has no demonstrations to start on. Give it a "
-        "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
-    )
+    parts, blank = environment.parts(), blank_tokenizer()
+    shown = []
+    for part in parts:
+        try:
+            conversations = part.demonstrations(
+                "train", -(-count // len(parts)), config.good_fraction, derive_seed(seed, "demos")
+            )
+        except NotImplementedError as error:
+            raise without_demonstrations(part.name) from error
+        tools = chat_tools(part.tool_schemas())
+        shown.append([render(blank, conversation, tools) for conversation in conversations])
+    in_turn = itertools.zip_longest(*shown)  # the tokenizer is trained on the first of all
+    return [text for texts in in_turn for text in texts if text is not None]
 
 
 def _train(

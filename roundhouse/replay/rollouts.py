@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from roundhouse.config.environments import environments_in
 from roundhouse.config.models import EnvironmentConfig, RolloutConfig, Sampling
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.protocol import Completion, ContextOverflow
@@ -70,9 +71,9 @@ def open_for_replay(config: EnvironmentConfig) -> EnvironmentClient:
     Raises:
         ConfigError: it cannot be loaded, or its rollouts are played by a loop of its own.
     """
-    if config.kind in OWN_LOOP:
+    if own := [f"{key}.kind is {each.kind}" for key, each in environments_in(config).items() if each.kind in OWN_LOOP]:
         raise ConfigError(
-            f"environment.kind is {config.kind}: its rollouts are played by a loop of its own, which cannot be given recorded "
+            f"{own[0]}: its rollouts are played by a loop of its own, which cannot be given recorded "
             "replies. Name the environment behind it: --set environment.kind=remote with its URL, or custom with its class."
         )
     return open_environment(config)

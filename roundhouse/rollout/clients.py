@@ -22,13 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from roundhouse.config.environments import CustomEnvironment, WorkerEnvironment
+from roundhouse.config.environments import CustomEnvironment, MixtureEnvironment, WorkerEnvironment
 from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, RemoteEnvironment
 from roundhouse.environments import load_any
 from roundhouse.environments.base import (
     Environment,
     GymnasiumEnvironment,
     GymStep,
+    Split,
     TaskRow,
     Toolbox,
     ToolResult,
@@ -191,6 +192,13 @@ def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
         from roundhouse.compat.nexrl.client import WorkerClient
 
         return WorkerClient.from_config(config)
+    if isinstance(config, MixtureEnvironment):
+        from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+        from roundhouse.rollout.mixture import MixtureClient
+
+        files: dict[Split, str | None] = {"train": config.train_tasks, "heldout": config.heldout_tasks}
+        rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
+        return MixtureClient(config, {name: open_environment(each) for name, each in config.environments.items()}, rows)
     environment = load_any(config)
     servers = config.mcp_servers if isinstance(config, CustomEnvironment) else {}
     if isinstance(environment, GymnasiumEnvironment):

@@ -19,6 +19,7 @@ ask for another one is refused, since its policy ratio would be wrong. Limits of
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -107,6 +108,37 @@ def reorder(results: Iterable[tuple[int, T]], count: int) -> list[T]:
     return [found[index] for index in range(count)]
 
 
+class WeightedTasks(Sequence[TaskRow]):
+    """The tasks of a mixture's environments, which are drawn by weight.
+
+    Invariant: which environment the task at a position is of depends on the weights and the position alone (Weyl's sequence of
+    the golden ratio), so that any stretch of positions, and every iteration, has nearly the shares that the weights say; of
+    each environment the tasks come in epochs of its own.
+    """
+
+    def __init__(self, tasks: Mapping[str, Sequence[TaskRow]], weights: Mapping[str, float]) -> None:
+        self.tasks = tasks
+        total, reached = sum(weights.values()), 0.0
+        self._bounds: list[float] = []
+        for name in tasks:
+            reached += weights[name] / total
+            self._bounds.append(reached)
+
+    def names(self, count: int) -> list[str]:
+        """The environments of the first `count` positions."""
+        known, last = list(self.tasks), len(self.tasks) - 1
+        return [known[min(bisect_right(self._bounds, place * GOLDEN % 1.0), last)] for place in range(count)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tasks.values()))
+
+    def __getitem__(self, index: Any) -> Any:
+        return [row for rows in self.tasks.values() for row in rows][index]
+
+
+GOLDEN = (5**0.5 - 1) / 2
+
+
 def sample_tasks(rows: Sequence[TaskRow], seed: int, iteration: int, n: int) -> list[TaskRow]:
     """The `n` task rows of an iteration (counted from 0; `n` is the same in all of them).
 
@@ -117,9 +149,22 @@ def sample_tasks(rows: Sequence[TaskRow], seed: int, iteration: int, n: int) -> 
         raise ConfigError(
             "The environment has no training tasks to sample from: check `environment` in the configuration."
         )
+    begin = iteration * n
+    if not isinstance(rows, WeightedTasks):
+        return _in_epochs(rows, seed, range(begin, begin + n))
+    names = rows.names(begin + n)
+    drawn = {
+        name: iter(_in_epochs(own, seed, range(names[:begin].count(name), names.count(name))))
+        for name, own in rows.tasks.items()
+    }
+    return [next(drawn[name]) for name in names[begin:]]
+
+
+def _in_epochs(rows: Sequence[TaskRow], seed: int, positions: range) -> list[TaskRow]:
+    """The rows at these positions of epochs in a row, each a shuffle of all rows."""
     orders: dict[int, list[int]] = {}
     chosen = []
-    for position in range(iteration * n, (iteration + 1) * n):
+    for position in positions:
         epoch, place = divmod(position, len(rows))
         if epoch not in orders:
             orders[epoch] = list(range(len(rows)))

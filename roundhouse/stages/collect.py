@@ -7,7 +7,13 @@ again where the environment can be restored (`roundhouse.rollout.replay`); where
 
 from __future__ import annotations
 
-from roundhouse.collection.collector import Collected, Progress, open_collector, refuse_many_failures
+from roundhouse.collection.collector import (
+    Collected,
+    Progress,
+    metrics_by_environment,
+    open_collector,
+    refuse_many_failures,
+)
 from roundhouse.collection.rounds import sample_rounds
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec
@@ -64,7 +70,10 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
     return collection.commit(
         inputs={"weights": weights},
         counts=ledger.counts(),
-        metrics=collected.metrics() | collection.metrics() | sampled.metrics(),
+        metrics=collected.metrics()
+        | metrics_by_environment(config, sampled.rollouts, "mixture/")
+        | collection.metrics()
+        | sampled.metrics(),
         details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()} | sampled.details(),
     )
 

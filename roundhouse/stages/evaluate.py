@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundhouse.collection.collector import deviation, mean, open_collector, refuse_many_failures, rollout_metrics
+from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
@@ -62,7 +63,7 @@ def evaluate_version(
     return collection.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
-        metrics=evaluation_metrics(collected.rollouts, config.evaluation.success_threshold, name),
+        metrics=_metrics(config, collected.rollouts, name),
         details={"failures": ledger.failures},
     )
 
@@ -95,6 +96,16 @@ def no_heldout_task(config: RunConfig) -> ConfigError:
         f"environment.kind is {environment.kind} and has no held-out task, so there is nothing to evaluate on. {where}, or "
         "train without evaluation: evaluation: {every: null, before_training: false}."
     )
+
+
+def _metrics(config: RunConfig, rollouts: Sequence[Rollout], name: str | None) -> dict[str, float]:
+    """Of all rollouts; of a mixture, of each environment under its name too."""
+    threshold, environment = config.evaluation.success_threshold, config.environment
+    metrics = evaluation_metrics(rollouts, threshold, name)
+    for part in environment.environments if isinstance(environment, MixtureEnvironment) else ():
+        own = [rollout for rollout in rollouts if rollout.group_id.startswith(f"{part}/")]
+        metrics |= evaluation_metrics(own, threshold, part if name is None else f"{name}/{part}")
+    return metrics
 
 
 def evaluation_metrics(

@@ -12,7 +12,7 @@ from pathlib import Path
 from roundhouse.activity import announce
 from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.training import ProcessService, ResidentService
-from roundhouse.environments import load_any
+from roundhouse.environments import demonstrating
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.policy.bundled import bundled_file
 from roundhouse.policy.gguf import gguf_file
@@ -121,7 +121,7 @@ def _write_untrained(run: Run, directory: Path) -> None:
         return
     from roundhouse.policy.warm_start import write_engine_files
 
-    write_engine_files(policy, load_any(run.config.environment), _policy_seed(run, policy), directory)
+    write_engine_files(policy, demonstrating(run.config.environment), _policy_seed(run, policy), directory)
 
 
 def _copy_engine_files(run: Run, policy: PretrainedPolicy | BundledPolicy, directory: Path) -> None:
@@ -187,7 +187,7 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
     seed = _policy_seed(run, policy)
     report = make_starting_policy(
         policy,
-        load_any(run.config.environment),
+        demonstrating(run.config.environment),
         seed,
         directory,
         on_progress=on_progress,

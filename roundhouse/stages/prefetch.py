@@ -19,7 +19,7 @@ from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.asynchronous.resumption import oldest_version
 from roundhouse.collection.asynchronous.runner import Progress, RolloutRunner
-from roundhouse.collection.collector import Collected, refuse_many_failures
+from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures
 from roundhouse.collection.parts import written_rollouts
 from roundhouse.errors import StoreError
 from roundhouse.stages.refit import ensure_version, refit_iteration
@@ -62,7 +62,9 @@ def prefetch_rollouts(
         return opened.commit(
             inputs=_weights_of(run, rollouts),
             counts=ledger.counts(),
-            metrics=Collected(rollouts, opened.window_seconds).metrics() | opened.metrics(),
+            metrics=Collected(rollouts, opened.window_seconds).metrics()
+            | metrics_by_environment(config, rollouts, "mixture/")
+            | opened.metrics(),
             details=_generated_by(run, iteration, rollouts, ledger),
         )
 
@@ -93,7 +95,8 @@ def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: 
     return attempt.commit(
         inputs=_weights_of(run, rollouts),
         counts=ledger.counts(),
-        metrics=Collected(rollouts, batch.window_seconds).metrics(),
+        metrics=Collected(rollouts, batch.window_seconds).metrics()
+        | metrics_by_environment(run.config, rollouts, "mixture/"),
         details=_generated_by(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
     )
 

@@ -10,10 +10,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from roundhouse.config.environments import AgentEnvironment, CustomEnvironment, RemoteEnvironment, WorkerEnvironment
+from roundhouse.config.environments import (
+    AgentEnvironment,
+    CustomEnvironment,
+    MixtureEnvironment,
+    RemoteEnvironment,
+    WorkerEnvironment,
+)
 from roundhouse.config.models import BundledPolicy, LocalInfra, RunConfig, WarmStartPolicy
 from roundhouse.cpu import computes_bfloat16
-from roundhouse.environments import class_of, first_task
+from roundhouse.environments import first_task, refuse_without_demonstrations
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.checks.machine import available_memory
@@ -21,7 +27,6 @@ from roundhouse.policy.bundled import BUNDLED, bundled_file
 from roundhouse.policy.chat_template import refuse_unfit_template, template_in
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import check_model_directory
-from roundhouse.policy.warm_start import refuse_without_demonstrations
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.responses import chat_tools
 from roundhouse.stages.evaluate import no_heldout_task
@@ -107,7 +112,7 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
 def _has_tasks(config: RunConfig, remote: bool) -> bool:
     """Whether there are held-out tasks. Reads the files of rows and makes the class of a custom environment."""
     environment = config.environment
-    if isinstance(environment, CustomEnvironment):
+    if isinstance(environment, CustomEnvironment | MixtureEnvironment):
         return any(True for _ in open_environment(environment).tasks("heldout"))
     if isinstance(environment, AgentEnvironment | RemoteEnvironment):
         rows = (environment.train_tasks, environment.heldout_tasks)
@@ -123,7 +128,7 @@ def _has_tasks(config: RunConfig, remote: bool) -> bool:
 def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> None:
     policy = config.policy
     if isinstance(policy, WarmStartPolicy):
-        refuse_without_demonstrations(class_of(config.environment))
+        refuse_without_demonstrations(config.environment)
         return
     tools = chat_tools((task or {}).get("responses_create_params", {}).get("tools") or [])
     if isinstance(policy, BundledPolicy):

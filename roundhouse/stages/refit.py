@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from roundhouse.activity import ACTIVITY, announce
+from roundhouse.config.environments import environments_in
 from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps, reservation, served_generation
@@ -110,11 +111,15 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     )
 
 
+OWN_REQUESTS = ("agent",)
+"""Kinds of environment whose programs write the requests to the engine themselves."""
+
+
 def _agents_draw_with(run: Run) -> list[dict[str, Any]] | None:
     """The sampling that the engine takes of an agent server, whose requests nobody here writes: that of training, and that of
     evaluation. None where our own loop asks, which holds each row against `generation.sampling` itself."""
     config = run.config
-    if config.environment.kind != "agent":
+    if not any(each.kind in OWN_REQUESTS for each in environments_in(config.environment).values()):
         return None
     training = config.generation.sampling.model_dump(include=set(SAMPLED))
     evaluation = training | {"temperature": config.evaluation.temperature}

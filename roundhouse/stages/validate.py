@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import ConfigError, DataError, TooFewSequences
 from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
@@ -37,6 +38,11 @@ OWN_RECORD = ("agent", "worker")
 """Kinds of environment whose rollouts are recorded by their agent's or worker's own loop, under limits of its own."""
 
 
+def _keeps_own_record(config: RunConfig) -> bool:
+    """Whether an environment of the run does: the checks that follow are of whole collections."""
+    return any(each.kind in OWN_RECORD for each in environments_in(config.environment).values())
+
+
 def in_plan_order(rollouts: list[Rollout]) -> list[Rollout]:
     """By group and sample. They were written as they finished, and training must not depend on who was first."""
     return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample))
@@ -53,7 +59,7 @@ def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) ->
 
 def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> CollectionLimits:
     """What the iteration was collected under. Limits of a model call are known only where our loops made the calls."""
-    ours = config.environment.kind not in OWN_RECORD
+    ours = not _keeps_own_record(config)
     return CollectionLimits(
         vocabulary_size=vocabulary_size,
         policy_version=policy_version,
@@ -86,11 +92,7 @@ def text_proof(run: Run) -> DecodedText | None:
     """What holds messages against tokens; None where it is turned off, the record is not ours, or there is no policy with a
     tokenizer.json."""
     config = run.config
-    if (
-        not config.validation.check_text
-        or config.environment.kind in OWN_RECORD
-        or run.checkpoint(0).reference() is None
-    ):
+    if not config.validation.check_text or _keeps_own_record(config) or run.checkpoint(0).reference() is None:
         return None
     files = engine_files(run)
     if not (files / "tokenizer.json").is_file():

@@ -105,11 +105,13 @@ REWARD = (
     Entry("environment/*", "rollouts that report it", "what the environment or the agent loop reports"),
 )
 
+MIXTURE = (Entry("mixture/*/*", "(as above)", "the same of one environment of a mixture, by its name"),)
+
 CATALOGUE = (
     MetricGroup(
         "Reward and rollouts",
         "Of the training rollouts of an iteration, before validation.",
-        (*REWARD, *ROLLOUTS, *RESUMPTIONS),
+        (*REWARD, *ROLLOUTS, *MIXTURE, *RESUMPTIONS),
     ),
     MetricGroup(
         "Dynamic sampling",
@@ -232,7 +234,11 @@ CATALOGUE = (
                 "chance that one of k rollouts reaches evaluation.success_threshold (arXiv 2107.03374)",
             ),
             *_under("evaluation/", (*REWARD[1:], *ROLLOUTS)),
-            Entry("evaluation/*/*", "(as above)", "the same of one of `evaluation.sets`, by its name"),
+            Entry(
+                "evaluation/*/*",
+                "(as above)",
+                "the same of one of `evaluation.sets`, or of one environment of a mixture, by its name",
+            ),
             Entry("promotion/promoted", "(state)", "1 when this version became the promoted one"),
             Entry("promotion/difference", "tasks", "reward less the promoted version's, task by task", "> 0"),
             Entry("promotion/difference_low", "tasks", "lower end of its interval; promoted when above 0"),

@@ -21,6 +21,7 @@ from roundhouse.config.environments import (
     EnvironmentConfig,
     FrozenLakeEnvironment,
     GuessNumberEnvironment,
+    MixtureEnvironment,
     RemoteEnvironment,
     WorkerEnvironment,
 )
@@ -50,7 +51,7 @@ SHOWN_BY = {
 
 
 SECTIONS = sorted(set(sections(RunConfig)), key=lambda section: section.__name__)
-ELSEWHERE = (AgentEnvironment, CustomEnvironment, RemoteEnvironment, WorkerEnvironment)
+ELSEWHERE = (AgentEnvironment, CustomEnvironment, MixtureEnvironment, RemoteEnvironment, WorkerEnvironment)
 BUILT_IN = [section for section in sections(EnvironmentConfig) if section not in ELSEWHERE]
 
 

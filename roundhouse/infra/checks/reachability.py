@@ -16,7 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from roundhouse.config.models import AgentEnvironment, BundledPolicy, PretrainedPolicy, RemoteEnvironment, RunConfig
+from roundhouse.config.environments import AgentEnvironment, EnvironmentConfig, RemoteEnvironment, environments_in
+from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.environments import first_task
 from roundhouse.errors import ConfigError, RoundhouseError
@@ -125,13 +126,15 @@ def configured(config: RunConfig) -> list[Finding]:
     findings = []
     if config.tracking.enabled and (uri := config.tracking.uri or "").startswith("http"):
         findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
-    if not isinstance(config.environment, AgentEnvironment | RemoteEnvironment):
-        findings.append(_environment(config))
-    if isinstance(config.environment, RemoteEnvironment):
-        remedy = "Start the resources server, or correct environment.url."
-        findings.append(_answers("environment", config.environment.url, remedy))
-    if isinstance(config.environment, AgentEnvironment):
-        findings += _agent(config.environment)
+    for key, environment in environments_in(config.environment).items():
+        if isinstance(environment, RemoteEnvironment):
+            findings.append(
+                _answers("environment", environment.url, f"Start the resources server, or correct {key}.url.")
+            )
+        elif isinstance(environment, AgentEnvironment):
+            findings += _agent(environment)
+        else:
+            findings.append(_environment(environment))
     if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
         findings.append(_model(model_location(Location(config.policy.path)).local_path))
     elif isinstance(config.policy, BundledPolicy):
@@ -236,15 +239,13 @@ def _model(path: Path) -> Finding:
     return ok("policy", f"{path} is a model directory")
 
 
-def _environment(config: RunConfig) -> Finding:
+def _environment(config: EnvironmentConfig) -> Finding:
     """One task is drawn, as a run draws it."""
     try:
-        task = first_task(config.environment)
+        task = first_task(config)
     except ConfigError as error:
         return fail("environment", str(error), "Correct the section environment.")
-    return ok(
-        "environment", f"{config.environment.kind}: " + ("in another process" if task is None else "a task was drawn")
-    )
+    return ok("environment", f"{config.kind}: " + ("in another process" if task is None else "a task was drawn"))
 
 
 def _bundled(name: str) -> Finding:
