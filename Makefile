@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart pretrained smollm2 up down test test-long measure check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-view bench-pages bench-async bench-overlap bench-delta bench-refit bench-checkpoint reference format lock clean
+.PHONY: help setup quickstart pretrained smollm2 up down test test-long measure check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-view bench-pages bench-async bench-overlap bench-delta bench-refit bench-checkpoint bench-plan reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -102,6 +102,9 @@ bench-delta: setup ## bytes and speed of a weight delta after a real optimizer s
 
 bench-refit: setup ## refits beside a plain copy, and under load (BENCH_ARGS="--parts load --refits 100")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.refit $(BENCH_ARGS)
+
+bench-plan: setup ## memory plans beside the measured peaks of training steps (BENCH_ARGS="--ranks 2")
+	@OMP_NUM_THREADS=1 exec $(BIN)/python -m benchmarks.memory_plan $(BENCH_ARGS)
 
 bench-checkpoint: setup ## a large checkpoint written, published, verified, refitted, resumed; peak memory (BENCH_ARGS="--gigabytes 16")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.checkpoint $(BENCH_ARGS)

@@ -31,16 +31,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.forward import Scorer
 from roundhouse.training.layers import PACKED, checkpoint_activations, register_packed_attention
+from roundhouse.training.memory_plan import known_device
 from roundhouse.training.packing import Microbatch, build_microbatches, cost_model
-
-PEAKS = {
-    "B200": 2250e12, "GH200 480GB": 989e12, "H200": 989e12, "H200 NVL": 835e12,
-    "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
-    "A100-SXM4-40GB": 312e12, "A100-SXM4-80GB": 312e12, "A100-PCIE-40GB": 312e12, "A100 80GB PCIe": 312e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A30": 165e12, "A10": 125e12, "A10G": 70e12,
-}  # fmt: skip
-"""Dense bf16 FLOP/s from the vendor's data sheets, without sparsity, by the device's whole name without "NVIDIA". A part of the
-name is not enough: an L40S has twice the peak of an L40, an H100 PCIe three quarters of the one on SXM."""
 
 LARGE: dict[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -115,18 +107,13 @@ def step_seconds(scorer: Scorer, row: Microbatch, repeats: int) -> list[float]:
     return seconds[2:]
 
 
-def known_peak(name: str) -> float | None:
-    """Of the GPU that torch calls so; None where no data sheet was read for it."""
-    return PEAKS.get(name.removeprefix("NVIDIA ").strip())
-
-
 def peak_flops(device: torch.device) -> tuple[float, str]:
     """The machine's peak and where the number comes from."""
     if device.type != "cuda":
         return product_flops(1024, device), "a matrix product of 1024 by 1024 on one CPU thread"
     name = torch.cuda.get_device_name(device)
-    if (peak := known_peak(name)) is not None:
-        return peak, f"data sheet of {name}"
+    if (known := known_device(name)) is not None:
+        return known.bf16_flops, f"data sheet of {name}"
     return product_flops(
         8192, device
     ), f"a bf16 matrix product of 8192 by 8192 on {name}, measured: below its data sheet"

@@ -68,15 +68,26 @@ def doctor(
     kubernetes: Annotated[
         bool, typer.Option("--kubernetes", help="Look at the cluster of infra or KUBECONFIG instead of this machine.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Plan the configuration's training step for this GPU: h100, L40S, or 96GB."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="How many of them; default: the ranks of train.service.", min=1)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """What is missing or unreachable on this machine or cluster, and what to do about it."""
+    if (device or gpus) and config is None:
+        raise typer.BadParameter("--device plans a run's memory: name its configuration.")
+    if gpus and not device:
+        raise typer.BadParameter("--gpus goes with --device, such as --device h100.")
     from rich.markup import escape
 
     from roundhouse.infra.checks import diagnose, diagnose_cluster
 
     resolved = None if config is None else load(config, overrides)
-    findings = diagnose_cluster(resolved) if kubernetes else diagnose(resolved, state)
+    findings = diagnose_cluster(resolved) if kubernetes else diagnose(resolved, state, device, gpus)
     if as_json:
         out(json.dumps([finding.model_dump() for finding in findings], indent=1))
     else:

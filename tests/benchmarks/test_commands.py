@@ -38,6 +38,7 @@ BY_MAKE = {
     "bench-delta": "--hidden 64 --layers 2 --steps 1 --groups 1",
     "bench-refit": "--refits 3 --callers 2 --hidden 64 --layers 2 --repeats 1 --backend transformers",
     "bench-checkpoint": "--gigabytes 0.2 --shard-mib 64",
+    "bench-plan": "--sizes 1",
 }
 BY_SCRIPT = {
     "gym/shards.py": "--rollouts 32 --concurrency 8 --repeats 1 --shards 1 2",

@@ -37,12 +37,22 @@ class Finding(BaseModel):
 Check = Callable[[], list[Finding]]
 
 
-def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse") -> list[Finding]:
+def diagnose(
+    config: RunConfig | None = None,
+    state: str | Path = ".roundhouse",
+    device: str | None = None,
+    gpus: int | None = None,
+) -> list[Finding]:
     """All checks, in a fixed order.
 
     Args:
         config: a run to check for: its store, policy, environment and tracking server. None: the defaults.
         state: what `infra.state` of a run names; a configuration's own one wins. Services are in `<state>/services`.
+        device: a GPU by name, to hold the configuration's memory plan against (`machine.memory_plan`).
+        gpus: how many of them; None: the ranks of `train.service`.
+
+    Raises:
+        ConfigError: no such device is known, or the model cannot be planned.
     """
     from roundhouse.infra.checks import machine, reachability
 
@@ -67,8 +77,9 @@ def diagnose(config: RunConfig | None = None, state: str | Path = ".roundhouse")
     ]
     if config is not None:
         checks.append(partial(reachability.configured, config))
+    planned = [] if config is None or device is None else machine.memory_plan(config, device, gpus)
     with ThreadPoolExecutor(len(checks)) as pool:
-        return [finding for findings in pool.map(_guarded, checks) for finding in findings]
+        return [*(finding for findings in pool.map(_guarded, checks) for finding in findings), *planned]
 
 
 def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:

@@ -12,13 +12,21 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
+from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import model_location
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
 SHOWN = 6
@@ -214,6 +222,64 @@ def gpu(devices: Path = Path("/dev")) -> list[Finding]:
             warn("gpu", f"{', '.join(present)}, but torch {torch} cannot use it", "rm -r .venv && make setup GPU=1")
         ]
     return [ok("gpu", f"{', '.join(present)} and torch {torch}")]
+
+
+def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Finding]:
+    """Whether a training step fits the devices named, by `roundhouse.training.memory_plan`.
+
+    Args:
+        gpus: ranks to plan for; None: those of `train.service`.
+
+    Raises:
+        ConfigError: no such device is known.
+    """
+    from roundhouse.training.memory_plan import USABLE, device_memory, plan_memory, remedies
+
+    memory = USABLE * device_memory(device)
+    if (shape := _shape_of(config)) is None:
+        said = f"policy.kind {config.policy.kind} from a GGUF file has no config.json before it is converted"
+        return [warn("memory plan", said, "Name the converted directory in policy.path.")]
+    processes = getattr(config.train.service, "processes", 1)
+    ranks = gpus or processes
+    tokens = max(config.train.tokens_per_microbatch, config.generation.max_model_len)
+    plan = plan_memory(shape, config.train, ranks, tokens)
+    kinds = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in plan.bytes.items())
+    said = (
+        f"{plan.parameters / 1e9:.2f} B parameters on {ranks} {'ranks' if ranks > 1 else 'rank'}, microbatches of {tokens} "
+        f"tokens: {plan.total / 2**30:.1f} GiB per rank of {memory / 2**30:.1f} GiB usable on {device} ({kinds})"
+    )
+    if plan.total > memory:
+        found = remedies(shape, config.train, ranks, tokens, memory)
+        return [fail("memory plan", f"does not fit: {said}", f"Set {', '.join(found)}: then it fits.")]
+    if ranks != processes:
+        said += f"; train.service has {processes}"
+        return [warn("memory plan", said, f"--set train.service.kind=resident --set train.service.processes={ranks}")]
+    return [ok("memory plan", said)]
+
+
+def _shape_of(config: RunConfig) -> PreTrainedConfig | None:
+    """The policy's config.json; None where there is none yet."""
+    from roundhouse.fast_imports import lean_transformers
+
+    with lean_transformers():
+        from transformers import AutoConfig
+
+    policy = config.policy
+    with tempfile.TemporaryDirectory() as scratch:
+        if isinstance(policy, WarmStartPolicy):
+            from roundhouse.environments import load_any
+            from roundhouse.policy.warm_start import write_engine_files
+
+            write_engine_files(policy, load_any(config.environment), config.seed, Path(scratch))
+        elif isinstance(policy, PretrainedPolicy):
+            source = model_location(Location(policy.path))
+            if "config.json" not in source.names():
+                return None
+            source.download(["config.json"], Path(scratch))
+        else:
+            return None
+        shape: PreTrainedConfig = AutoConfig.from_pretrained(scratch, local_files_only=True)
+        return shape
 
 
 def nearest_existing(path: Path) -> Path:

@@ -1,0 +1,291 @@
+"""What a training step takes of a device's memory, before anything is started: bytes per rank, by kind.
+
+Invariant: a plan depends on the model's shape, the section `train` and the number of ranks alone. No weight is allocated and no
+GPU is needed: what stays over a step is counted from the shapes, and what a pass takes is found by running forward and
+backward of the trainer's own scorer on fake tensors, which have shapes and no bytes.
+
+    weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients)
+    moments                8 bytes per trained parameter, spread
+    reference              4 bytes per parameter, spread
+    gathered weights       FSDP2: the root's group, two layers and the buffer of a third, in the compute type
+    whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`)
+    reduction              FSDP2: the largest group's gradient, and as much in float32
+    activations, logits    of one microbatch, at the moment when both together are most
+
+`benchmarks/memory_plan.py` holds plans beside measured peaks.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.errors import ConfigError
+from roundhouse.fast_imports import lean_transformers
+from roundhouse.training.forward import Scorer
+from roundhouse.training.layers import (
+    PACKED,
+    attach,
+    checkpoint_activations,
+    decoder_layers,
+    register_packed_attention,
+    replace_norms,
+)
+from roundhouse.training.packing import Microbatch, Span
+
+with lean_transformers():
+    from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU by its vendor's data sheet."""
+
+    bf16_flops: float
+    """Dense bf16 FLOP/s, without sparsity."""
+    memory: float
+    """Bytes."""
+
+
+DEVICES = {
+    "B200": Device(2250e12, 180e9), "GH200 480GB": Device(989e12, 96e9), "H200": Device(989e12, 141e9),
+    "H200 NVL": Device(835e12, 141e9), "H100 80GB HBM3": Device(989e12, 80e9), "H100 NVL": Device(835e12, 94e9),
+    "H100 PCIe": Device(756e12, 80e9), "A100-SXM4-40GB": Device(312e12, 40e9), "A100-SXM4-80GB": Device(312e12, 80e9),
+    "A100-PCIE-40GB": Device(312e12, 40e9), "A100 80GB PCIe": Device(312e12, 80e9), "L40S": Device(362e12, 48e9),
+    "L40": Device(181e12, 48e9), "L4": Device(121e12, 24e9), "A40": Device(150e12, 48e9), "A30": Device(165e12, 24e9),
+    "A10": Device(125e12, 24e9), "A10G": Device(70e12, 24e9),
+}  # fmt: skip
+"""By the device's whole name without "NVIDIA". A part of the name is not enough: an L40S has twice the peak of an L40, an H100
+PCIe three quarters of the one on SXM."""
+_SHORT = {"h100": "H100 80GB HBM3", "a100": "A100-SXM4-80GB", "gh200": "GH200 480GB"}
+USABLE = 0.95
+"""Of a device's memory: the rest is for CUDA's context and for what the allocator cannot use in its blocks."""
+
+
+def known_device(name: str) -> Device | None:
+    """That torch calls so; None where no data sheet was read for it."""
+    return DEVICES.get(name.removeprefix("NVIDIA ").strip())
+
+
+def device_memory(name: str) -> float:
+    """Bytes of a device as a person names it: `h100`, `A100-SXM4-40GB`, or `96GB` where no name is known.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if (size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name.strip(), re.IGNORECASE)) is not None:
+        return float(size[1]) * 1e9
+    wanted = _SHORT.get(name.strip().lower(), name).removeprefix("NVIDIA ").strip().lower()
+    for known, device in DEVICES.items():
+        if known.lower() == wanted:
+            return device.memory
+    raise ConfigError(
+        f"--device {name} is not known. Known are {', '.join([*_SHORT, *DEVICES])}; or give its memory, such as 96GB."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What one rank takes at its peak."""
+
+    parameters: int
+    """Of the model."""
+    ranks: int
+    tokens: int
+    """Of a microbatch."""
+    bytes: dict[str, int]
+    """By kind, in the order of the module's text; kinds of which there is nothing are left out."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: int) -> MemoryPlan:
+    """The plan of a training step.
+
+    Args:
+        model: config.json of the policy.
+        tokens: of the longest microbatch; every one of them is taken to be trained on.
+
+    Raises:
+        ConfigError: the model cannot be trained with this section, or its passes cannot be followed without weights.
+    """
+    built = _fake_model(model, train, sharded=ranks > 1)
+    with built.mode:
+        whole = sum(parameter.numel() for parameter in built.model.parameters())
+        trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
+        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
+    live = _pass(built, train, tokens, sharded=ranks > 1)
+    adapter = whole - trained if train.lora is not None else 0
+    bytes_ = {
+        "weights": 4 * whole // ranks,
+        "gradients": 4 * trained // ranks,
+        "moments": 8 * trained // ranks,
+        "reference": 4 * (adapter or whole) // ranks if train.algorithm.reference_source is not None else 0,
+    }
+    if ranks > 1:
+        element, root, layer = built.model.dtype.itemsize, whole - sum(layers), max(layers)
+        bytes_["gathered weights"] = element * (root + 2 * layer + max(root, layer))
+        if train.reduce_gradients == "update":
+            bytes_["whole gradients"] = 4 * trained
+        bytes_["reduction"] = (element + 4) * max(root, layer) * trained // whole
+    bytes_ |= {"activations": live.at_peak - live.logits_at_peak, "logits": live.logits_at_peak}
+    return MemoryPlan(whole, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
+
+
+def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: int, memory: float) -> list[str]:
+    """Settings that make the step fit, the cheapest first, as `--set` takes them; all there are where none does.
+
+    Args:
+        memory: bytes that a rank may take.
+    """
+    said: list[str] = []
+    for key, value in _SAVINGS:
+        if getattr(train, key) == value or (key == "reduce_gradients" and ranks == 1):
+            continue
+        train = train.model_copy(update={key: value})
+        said.append(f"train.{key}={str(value).lower()}")
+        if plan_memory(model, train, ranks, tokens).total <= memory:
+            return said
+    for count in (2, 4, 8, 16, 32, 64):
+        if count > ranks and plan_memory(model, train, count, tokens).total <= memory:
+            return [*said, f"train.service.processes={count}"]
+    return [*said, "fewer train.tokens_per_microbatch and generation.max_model_len, train.lora, or a smaller model"]
+
+
+_SAVINGS: tuple[tuple[str, Any], ...] = (
+    ("dtype", "bfloat16"),
+    ("logits_chunk_tokens", 1024),
+    ("activation_checkpointing", True),
+    ("reduce_gradients", "microbatch"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fake:
+    """A model without bytes."""
+
+    model: PreTrainedModel
+    mode: FakeTensorMode
+
+
+def _fake_model(config: PreTrainedConfig, train: TrainConfig, *, sharded: bool) -> _Fake:
+    register_packed_attention()
+    compute = torch.bfloat16 if sharded and train.dtype == "bfloat16" else torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=compute, attn_implementation=PACKED if train.packing else "sdpa"
+        ).eval()
+        attach(model, train.lora, None, Path())
+    if train.activation_checkpointing:
+        checkpoint_activations(model)
+    replace_norms(model, tried=False)
+    with FakeTensorMode() as mode:
+        made: dict[int, torch.nn.Parameter] = {}  # of tied weights one
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in made:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = torch.nn.Parameter(fake, parameter.requires_grad)
+                setattr(module, name, made[id(parameter)])
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    return _Fake(model, mode)
+
+
+def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> _LiveBytes:
+    """Forward and backward of the second microbatch, which finds the gradients of the first."""
+    scorer = Scorer(
+        built.model, temperature=0.9, dtype=train.dtype, logits_chunk=train.logits_chunk_tokens, sharded=sharded
+    )
+    entropy = getattr(train.algorithm, "entropy_coefficient", 0.0) > 0
+    with built.mode:
+        for parameter in built.model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        held = [tensor for p in built.model.parameters() for tensor in (p, p.grad) if tensor is not None]
+        row = _row(tokens, train.packing)
+        try:
+            with _LiveBytes([*held, *built.model.buffers()], built.model.config.get_text_config().vocab_size) as live:
+                prediction = scorer.predict(row, with_entropy=entropy)
+                loss = prediction.log_probs.sum()
+                if prediction.entropy is not None:
+                    loss = loss + prediction.entropy.sum()
+                del prediction
+                loss.backward()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{type(built.model).__name__} cannot be planned in {built.model.dtype}: its layers need numbers, not shapes "
+                f"alone ({str(error).splitlines()[0][:200]}). Measure a step of it instead: python -m benchmarks.mfu."
+            ) from error
+    return live
+
+
+def _row(tokens: int, packed: bool) -> Microbatch:
+    """One sequence; every token but the first is predicted."""
+    ids, count = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)
+    return Microbatch(
+        input_ids=ids,
+        position_ids=count[None],
+        attention_mask=None if packed else torch.ones(1, tokens, dtype=torch.long),
+        spans=(Span(0, tokens, 1, tokens, None, None),) if packed else None,
+        predict=count,
+        targets=ids[0],
+        source=None,  # type: ignore[arg-type]  # numpy's, which the passes do not read
+        real_tokens=tokens,
+    )
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Follows the bytes of what operations make and nothing refers to any more.
+
+    Args:
+        held: tensors that do not count.
+        vocabulary: tensors of so many columns are logits.
+    """
+
+    def __init__(self, held: list[torch.Tensor], vocabulary: int) -> None:
+        super().__init__()
+        self._known = {id(tensor.untyped_storage()): (0, False) for tensor in held}
+        self._held = [tensor.untyped_storage() for tensor in held]  # an id is good for as long as its object lives
+        self._vocabulary = vocabulary
+        self._now = self._logits = 0
+        self.at_peak = 0
+        self.logits_at_peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor)
+        if self._now > self.at_peak:
+            self.at_peak, self.logits_at_peak = self._now, self._logits
+        return made
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        size, logits = storage.nbytes(), tensor.ndim >= 2 and tensor.shape[-1] == self._vocabulary
+        self._known[key] = size, logits
+        self._now += size
+        self._logits += size if logits else 0
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        size, logits = self._known.pop(key)
+        self._now -= size
+        self._logits -= size if logits else 0
