@@ -8,6 +8,7 @@ packed row, without a mask. The output at a position is causal attention over th
 as if the sequence stood alone. Each span of the row (sequences of similar length, `packing.Span`) is laid out as a rectangle,
 padded at the right, and goes through one causal scaled-dot-product call: keys of padding lie after every real query, so no
 real query sees them, and what padding queries compute is dropped. Cost is linear in the row and quadratic only in a sequence.
+Sequences that share a prompt have its keys and values before their own, and a mask that is causal from there on.
 A forward pass hands over the row's spans as the argument `spans`.
 
 **Norms** (`replace_norms`): a root-mean-square norm is replaced only where it is y = w · x / √(mean(x²) + ε), which is tried
@@ -194,7 +195,7 @@ def packed_attention(
             "This model was loaded for packed training and is called without spans. Use forward.log_probs."
         )
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if unsupported or (sliding_window is not None and sliding_window < max(span.length for span in spans)):
+    if unsupported or (sliding_window is not None and sliding_window < max(span.reach for span in spans)):
         what = ", ".join(unsupported) or f"a sliding window of {sliding_window} tokens"
         raise ConfigError(
             f"The model's attention uses {what}, which packing does not know. Set train.packing to false."
@@ -202,17 +203,41 @@ def packed_attention(
     sizes = [span.stop - span.start for span in spans]
     # one split, whose backward is one concatenation; a slice each would fill the row with zeros once a span
     pieces = zip(*(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
-    parts = [_attend(span, q, k, v, scaling) for span, (q, k, v) in zip(spans, pieces, strict=True)]
+    cut = [tuple(piece) for piece in pieces]
+    parts = [
+        _attend(span, *cut[number], None if span.prompt is None else cut[span.prompt][1:], scaling)
+        for number, span in enumerate(spans)
+    ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
 def _attend(
-    span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    span: Span,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prompt: tuple[torch.Tensor, ...] | None,
+    scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D]."""
+    """Causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D].
+
+    Args:
+        prompt: key and value of the prompt before each sequence of the span, [its length, K, D].
+    """
     q, k, v = (_rectangle(span, tensor) for tensor in (query, key, value))
+    if prompt is not None:
+        k, v = (
+            torch.cat((before.transpose(0, 1).expand(span.count, -1, -1, -1), own), dim=2)
+            for before, own in zip(prompt, (k, v), strict=True)
+        )
     out = scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=span.visible,
+        is_causal=prompt is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     flat = out.transpose(1, 2).reshape(span.count * span.length, *query.shape[1:])
     return flat if span.scatter is None else _Unpad.apply(flat, span.scatter)

@@ -123,7 +123,9 @@ METRICS: dict[str, Metric] = {
     ),
     "mean_trained_tokens": Metric(_SEQUENCES, "trained tokens of a sequence"),
     # speed
-    "tokens_per_second": Metric(_LAST, "real tokens of the trained sequences through forward and backward, a second"),
+    "tokens_per_second": Metric(
+        _LAST, "tokens through forward and backward, a second; no padding, and a shared prompt once"
+    ),
     "packing_efficiency": Metric(_LAST, "real tokens ÷ positions computed", "1 when packed"),
 }
 

@@ -8,6 +8,15 @@ that start at 0. A packed row holds whole sequences one after the other; nothing
 
 Tokens after the last trained one of a sequence, and that one itself, predict nothing that is trained: they are left out.
 
+**Shared prompts.** Sequences that begin with the same untrained tokens, as the rollouts of a group do, stand in the row behind
+one copy of them (Prefix Grouper, arXiv:2506.05433). Every continuation attends to the prompt and to itself:
+
+    row        p0 p1 p2 a3 a4 a5 b3 b4     for p0 p1 p2 a3 a4 a5 and p0 p1 p2 b3 b4
+    positions   0  1  2  3  4  5  3  4
+
+Values and gradients are those of whole sequences but for the order of sums. A group is kept together where that saves a tenth
+of its tokens or more (`SHARING_PAYS`).
+
 Bins for several ranks (`Dealer`): every sequence is dealt to exactly one rank, and all ranks get equally many turns. A turn
 without a bin is `None`: the rank takes part in the collectives of the turn and contributes nothing.
 
@@ -147,6 +156,15 @@ SPAN_RATIO = 0.8
 quickstart's lengths 0.8 and 0.9 were alike within the noise; 1.0 makes many small calls, and 0 pads without bound."""
 
 
+SHARING_PAYS = 0.1
+"""The share of their tokens that sequences with one prompt must save by sharing it: the calls of attention become more and
+smaller, and one with a prompt before it takes a mask."""
+
+
+LARGEST_MASK = 2**26
+"""Cells of the largest mask; sequences whose own tokens would need a larger one do not share their prompt."""
+
+
 class FlatTokens(Protocol):
     """Ragged sequences, held flat: sequence s owns the slice `offsets[s]:offsets[s + 1]` of the tokens."""
 
@@ -175,6 +193,15 @@ class Span:
     """[count · length] position within the span of each cell; None when all are equally long. Padding cells repeat 0."""
     scatter: torch.Tensor | None
     """[stop - start] cell of each position: the inverse on real positions."""
+    prompt: int | None = None
+    """The span, of one sequence, that stands before each of these; none by default."""
+    visible: torch.Tensor | None = None
+    """[length, prompt's length + length] bool, with a prompt: the keys that each query sees."""
+
+    @property
+    def reach(self) -> int:
+        """The most keys that one query sees."""
+        return self.length if self.visible is None else self.visible.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +234,8 @@ class Microbatch:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
         spans = self.spans and tuple(
-            replace(span, gather=move(span.gather), scatter=move(span.scatter)) for span in self.spans
+            replace(span, gather=move(span.gather), scatter=move(span.scatter), visible=move(span.visible))
+            for span in self.spans
         )
         return replace(
             self,
@@ -259,12 +287,19 @@ def build_microbatches(
     """
     bounds = [slice(sequences.offsets[index], sequences.offsets[index + 1]) for index in indices]
     needed = np.array([np.flatnonzero(trained[tokens])[-1] for tokens in bounds], dtype=np.int64)
-    bins = pack(needed.tolist(), budget) if packed else _rectangles(needed, budget)
-    # sequences of a rectangle spread anew would be padded beyond the budget
-    turns = bins if dealer is None else dealer.turns(bins, needed, budget if packed else 0)
-    build = _packed if packed else _padded
+    if not packed:
+        bins = _rectangles(needed, budget)
+        # sequences of a rectangle spread anew would be padded beyond the budget
+        turns = bins if dealer is None else dealer.turns(bins, needed, 0)
+        return [
+            _padded(sequences, [indices[i] for i in members], needed[members], trained) if members else _idle(packed)
+            for members in turns
+        ]
+    families = _families(sequences, indices, needed, trained, budget)
+    lengths = [family.tokens for family in families]
+    turns = pack(lengths, budget) if dealer is None else dealer.turns(pack(lengths, budget), lengths, budget)
     return [
-        build(sequences, [indices[i] for i in members], needed[members], trained) if members else _idle(packed)
+        _packed(sequences, indices, [families[i] for i in members], needed, trained) if members else _idle(packed)
         for members in turns
     ]
 
@@ -295,16 +330,82 @@ def _rectangles(needed: np.ndarray, budget: int) -> list[list[int]]:
     return groups
 
 
-def _packed(sequences: FlatTokens, members: list[int], needed: np.ndarray, trained: np.ndarray) -> Microbatch:
-    starts = np.concatenate([[0], np.cumsum(needed)[:-1]])
-    positions = np.arange(int(needed.sum())) - np.repeat(starts, needed)
-    tokens = np.repeat(sequences.offsets[members], needed) + positions
-    source, predict = _predictions(sequences, members, starts, trained)
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Sequences that stay together."""
+
+    members: list[int]
+    """Places in `needed`, longest first."""
+    prompt: int
+    """Tokens that they share; 0 when there is one sequence."""
+    tokens: int
+    """Of all of them in a row."""
+
+
+def _families(
+    sequences: FlatTokens, indices: Sequence[int], needed: np.ndarray, trained: np.ndarray, budget: int
+) -> list[_Family]:
+    """The sequences by what they share, in families of at most `budget` tokens, where sharing pays."""
+    by_prompt: dict[bytes, list[int]] = {}
+    prompts = np.zeros(len(indices), dtype=np.int64)
+    for place in np.argsort(-needed, kind="stable").tolist():
+        start, stop = sequences.offsets[indices[place]], sequences.offsets[indices[place] + 1]
+        prompts[place] = int(trained[start:stop].argmax())
+        prompt = sequences.token_ids[start : start + prompts[place]].tobytes()
+        by_prompt.setdefault(prompt, []).append(place)
+    families = []
+    for members in by_prompt.values():
+        prompt = int(prompts[members[0]])
+        own = needed[members] - prompt
+        row = np.cumsum(own)
+        while members:
+            count = max(1, int(np.searchsorted(row - row[0] + own[0], budget - prompt, side="right")))
+            whole, saved = int(needed[members[:count]].sum()), prompt * (count - 1)
+            cells = own[0] * (prompt + own[0])
+            if count > 1 and saved >= SHARING_PAYS * whole and cells <= LARGEST_MASK:
+                families.append(_Family(members[:count], prompt, whole - saved))
+            else:
+                count = 1
+                families.append(_Family(members[:1], 0, int(needed[members[0]])))
+            members, own, row = members[count:], own[count:], row[count:]
+    return families
+
+
+def _packed(
+    sequences: FlatTokens, indices: Sequence[int], families: list[_Family], needed: np.ndarray, trained: np.ndarray
+) -> Microbatch:
+    """One row: families with a prompt first, then sequences that stand alone, longest first."""
+    runs: list[tuple[int, int, int]] = []  # of the row: a sequence's place in `needed`, and which of its positions
+    places, origins, before = (
+        [],
+        [],
+        [],
+    )  # of each sequence: where its position 0 would stand, what predicts its first token
+    spans: list[Span] = []
+    end = 0
+    alone = _Family([family.members[0] for family in families if not family.prompt], 0, 0)
+    for family in [*(family for family in families if family.prompt), alone]:
+        size, span = family.prompt, len(spans)
+        if size:
+            runs.append((family.members[0], 0, size))
+            spans.append(Span(end, end + size, 1, size, None, None))
+            end += size
+        last = end - 1
+        own = needed[family.members] - size
+        spans += _spans(own[own > 0], end, (span, size) if size else None)
+        for place, length in zip(family.members, own.tolist(), strict=True):
+            runs.append((place, size, size + length))
+            places.append(place)
+            origins.append(end - size)
+            before.append(last if size else -1)
+            end += length
+    tokens = np.concatenate([sequences.offsets[indices[place]] + np.arange(start, stop) for place, start, stop in runs])
+    source, predict = _predictions(sequences, [indices[place] for place in places], origins, trained, before)
     return Microbatch(
         input_ids=_long(sequences.token_ids[tokens])[None],
-        position_ids=_long(positions)[None],
+        position_ids=_long(np.concatenate([np.arange(start, stop) for _, start, stop in runs]))[None],
         attention_mask=None,
-        spans=tuple(_spans(needed)),
+        spans=tuple(spans),
         predict=_long(predict),
         targets=_long(sequences.token_ids[source]),
         source=source,
@@ -330,22 +431,39 @@ def _padded(sequences: FlatTokens, members: list[int], needed: np.ndarray, train
 
 
 def _predictions(
-    sequences: FlatTokens, members: list[int], row_starts: np.ndarray, trained: np.ndarray
+    sequences: FlatTokens,
+    members: Sequence[int],
+    origins: Sequence[int] | np.ndarray,
+    trained: np.ndarray,
+    before: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[M] trained tokens as indices into the token arrays, and [M] the flat position before each."""
+    """[M] trained tokens as indices into the token arrays, and [M] the flat position before each.
+
+    Args:
+        origins: where position 0 of each member stands, or would stand.
+        before: the position before each member's first trained token, if it is not at its place; -1 if it is.
+    """
     source, predict = [], []
-    for member, row_start in zip(members, row_starts, strict=True):
+    for number, (member, origin) in enumerate(zip(members, origins, strict=True)):
         start, stop = sequences.offsets[member], sequences.offsets[member + 1]
         local = np.flatnonzero(trained[start:stop])
+        at = origin + local - 1
+        if before is not None and before[number] >= 0:
+            at[0] = before[number]
         source.append(start + local)
-        predict.append(row_start + local - 1)
+        predict.append(at)
     return np.concatenate(source), np.concatenate(predict)
 
 
-def _spans(lengths: np.ndarray) -> list[Span]:
-    """Cut a row of sequences, longest first, where the length falls below `SPAN_RATIO` of the span's longest."""
+def _spans(lengths: np.ndarray, start: int, prompt: tuple[int, int] | None = None) -> list[Span]:
+    """Cut sequences, longest first, where the length falls below `SPAN_RATIO` of the span's longest.
+
+    Args:
+        start: the position of the row at which the first stands.
+        prompt: number and length of the span before each of them.
+    """
     spans: list[Span] = []
-    first, start = 0, 0
+    first = 0
     while first < len(lengths):
         longest = int(lengths[first])
         last = first
@@ -353,13 +471,15 @@ def _spans(lengths: np.ndarray) -> list[Span]:
             last += 1
         inside = lengths[first:last]
         stop = start + int(inside.sum())
-        gather, scatter = None, None
+        gather, scatter, visible = None, None, None
         if (inside != longest).any():
             real = np.arange(longest) < inside[:, None]
             cells = np.zeros(real.shape, dtype=np.int64)
             cells[real] = np.arange(int(inside.sum()))
             gather, scatter = _long(cells.ravel()), _long(np.flatnonzero(real.ravel()))
-        spans.append(Span(start, stop, last - first, longest, gather, scatter))
+        if prompt is not None:
+            visible = torch.ones(longest, prompt[1] + longest, dtype=torch.bool).tril(prompt[1])
+        spans.append(Span(start, stop, last - first, longest, gather, scatter, prompt and prompt[0], visible))
         first, start = last, stop
     return spans
 

@@ -14,7 +14,7 @@ from roundhouse.errors import ConfigError
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import load_model
 from roundhouse.training.forward import Scorer, recompute_log_probs
-from roundhouse.training.packing import build_microbatches, pack
+from roundhouse.training.packing import Microbatch, build_microbatches, pack
 from tests.training import reference
 from tests.training.tiny import plain_model, record, records, sequences
 
@@ -54,15 +54,68 @@ def test_microbatches_predict_every_trained_token_once_from_its_own_prefix(
     sources = np.concatenate([microbatch.source for microbatch in microbatches])
     assert sorted(sources.tolist()) == np.flatnonzero(batch.loss_mask).tolist()
     for microbatch in microbatches:
-        ids, positions = microbatch.input_ids.flatten(), microbatch.position_ids.flatten()
         for source, at, target in zip(microbatch.source, microbatch.predict, microbatch.targets, strict=True):
             owner = batch.sequence_of_token[source]
-            first = int(batch.offsets[owner])
-            before = source - first
-            assert int(positions[at]) == before - 1
             assert int(target) == batch.token_ids[source]
-            prefix = ids[int(at) - before + 1 : int(at) + 1]
-            assert prefix.tolist() == batch.token_ids[first:source].tolist()
+            assert seen_at(microbatch, int(at)) == batch.token_ids[batch.offsets[owner] : source].tolist()
+
+
+def seen_at(microbatch: Microbatch, at: int) -> list[int]:
+    """The tokens that a position of a row sees: its own sequence up to it, and the prompt before that."""
+    ids, positions = microbatch.input_ids.flatten().tolist(), microbatch.position_ids.flatten().tolist()
+    start = at
+    while positions[start] > 0 and start > 0 and positions[start - 1] == positions[start] - 1:
+        start -= 1
+    if positions[start] == 0:
+        return ids[start : at + 1]
+    assert microbatch.spans is not None
+    [own] = [span for span in microbatch.spans if span.start <= start < span.stop]
+    assert own.prompt is not None
+    before = microbatch.spans[own.prompt]
+    assert (before.count, before.length) == (1, positions[start])
+    return ids[before.start : before.stop] + ids[start : at + 1]
+
+
+def shared_prompts() -> list[dict]:
+    """Groups with a prompt of 30 tokens: uneven answers, one of a single token, one longer than the rest together."""
+    rows = []
+    for group, lengths in enumerate([(1, 5, 5, 9), (3, 60), (1, 1)]):
+        prompt = record(f"p{group}", "g", 0.0)["token_ids"] * 30
+        for number, length in enumerate(lengths):
+            row = record(f"{group}/{number}", "g", 0.0)
+            own = (row["token_ids"] * 30)[:length]
+            rows.append(row | {"token_ids": prompt[:30] + own, "loss_mask": [0] * 30 + [1] * length})
+            rows[-1]["gen_logprobs"] = [0.0] * 30 + [-1.0] * length
+    return rows
+
+
+def test_a_prompt_that_is_shared_is_computed_once(model_dir: Path) -> None:
+    batch = TrainingSequences.from_records(shared_prompts())
+    [row] = build_microbatches(batch, range(len(batch)), batch.loss_mask, budget=4096, packed=True)
+    # every last token predicts nothing
+    assert row.real_tokens == 3 * 30 + (0 + 4 + 4 + 8) + (2 + 59) + 0
+    assert sum(span.prompt is not None for span in row.spans or ()) == 4, (
+        "5, 5 and 9 tokens in two calls, 3 and 60 in two"
+    )
+
+
+@pytest.mark.parametrize("budget", [35, 60, 4096])
+def test_sharing_a_prompt_changes_no_log_probability_and_no_gradient(model_dir: Path, budget: int) -> None:
+    batch = TrainingSequences.from_records(shared_prompts())
+    results = []
+    for packed in (True, False):
+        scorer = Scorer(load_model(model_dir, packed=packed, device=CPU))
+        weights = torch.linspace(-1, 2, len(batch.token_ids))
+        found = torch.zeros(len(batch.token_ids))
+        for microbatch in build_microbatches(batch, range(len(batch)), batch.loss_mask, budget=budget, packed=packed):
+            log_probs = scorer.predict(microbatch).log_probs
+            found[microbatch.source] = log_probs.detach()
+            (log_probs * weights[microbatch.source]).sum().backward()
+        results.append((found, [parameter.grad for parameter in scorer.model.parameters()]))
+    (shared, ours), (whole, theirs) = results
+    torch.testing.assert_close(shared, whole, rtol=0, atol=1e-5)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5 * float(their.abs().max()))
 
 
 @pytest.mark.parametrize("budget", [1, 40, 97, 4096])

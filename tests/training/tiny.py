@@ -41,15 +41,16 @@ def plain_model(directory: Path) -> Any:
 
 
 def record(name: str, group: str, reward: float, *, rollout: str | None = None, seed: int = 0) -> dict[str, Any]:
-    """One sequence of two turns; its length, tokens and log-probabilities come from the seed."""
-    rng = random.Random(f"{name}/{seed}")
-    mask = [0] * rng.randint(1, 6) + [1] * rng.randint(1, 20) + [0] * rng.randint(0, 9) + [1] * rng.randint(1, 5)
+    """One sequence of two turns; its length, tokens and log-probabilities come from the seed, its prompt from the group."""
+    rng, of_group = random.Random(f"{name}/{seed}"), random.Random(f"{group}/{seed}")
+    prompt = [of_group.randrange(VOCABULARY) for _ in range(of_group.randint(1, 12))]
+    mask = [0] * len(prompt) + [1] * rng.randint(1, 20) + [0] * rng.randint(0, 9) + [1] * rng.randint(1, 5)
     mask += [0] * rng.randint(0, 3)
     return {
         "sequence_id": name,
         "rollout_id": rollout or name,
         "group_id": group,
-        "token_ids": [rng.randrange(VOCABULARY) for _ in mask],
+        "token_ids": prompt + [rng.randrange(VOCABULARY) for _ in mask[len(prompt) :]],
         "loss_mask": mask,
         "gen_logprobs": [-rng.uniform(0.5, 8.0) if trained else 0.0 for trained in mask],
         "policy_version": 0,
