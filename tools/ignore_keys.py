@@ -81,8 +81,11 @@ def declared(section: type[BaseModel], key: str) -> type[BaseModel]:
 
 def has_one_value(section: type[BaseModel], key: str) -> bool:
     """A key of which any other value is refused by its type."""
-    annotation = section.model_fields[key].annotation
-    return typing.get_origin(annotation) is typing.Literal and len(typing.get_args(annotation)) == 1
+    field = section.model_fields[key]
+    if typing.get_origin(field.annotation) is typing.Literal:
+        return len(typing.get_args(field.annotation)) == 1
+    bounds = {bound: getattr(each, bound) for each in field.metadata for bound in ("ge", "le") if hasattr(each, bound)}
+    return field.annotation is type(None) or (len(bounds) == 2 and bounds["ge"] == bounds["le"])
 
 
 def all_keys() -> dict[str, type[BaseModel]]:
@@ -139,8 +142,14 @@ def ignore(line: Line) -> None:
             self = self.model_copy(update={name: default_of(self, name)})
         return BaseModel.model_dump(self, **options)
 
+    def pairs(self: Any) -> Iterator[tuple[str, Any]]:
+        who = reader()
+        for each, value in BaseModel.__iter__(self):
+            yield each, default_of(self, name) if each == name and of_owner(self) and who in ignoring else value
+
     target: Any = Section if name == "kind" else owner
     target.__getattribute__ = read
+    target.__iter__ = pairs
     target.model_dump = dump
 
 

@@ -7,10 +7,10 @@ when the configuration is printed. The model server has the field names of NeMo 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
@@ -73,6 +73,17 @@ class AgentServerConfig(Section):
     token_id_capture: bool = False
     """Ask the model server to record this agent's calls, when the configuration's `token_id_capture.enabled` is true."""
 
+    @model_validator(mode="after")
+    def _fitting_servers(self) -> Self:
+        wanted = {"resources_server": "resources_servers", "model_server": "responses_api_models"}
+        for key, kind in wanted.items():
+            reference: ServerReference = getattr(self, key)
+            if reference.type != kind:
+                raise ValueError(
+                    f"{key}.type is {reference.type}, and {reference.name} would be asked as one of {kind}. Name one of these."
+                )
+        return self
+
 
 class EnvironmentServerConfig(Section):
     """The resources server (`resources_servers: roundhouse_environment`) of an environment of ours."""
@@ -132,8 +143,8 @@ class ModelServerConfig(Section):
     """Not supported: base models without a chat template."""
     render_chat_template: Literal[False] = False
     """Not supported: the engine renders the chat template."""
-    tokenizer: str | None = None
-    """Accepted and not used: the engine tokenises."""
+    tokenizer: None = None
+    """Not supported: the engine tokenises."""
     audio_root: None = None
     """Not supported: audio comes in the request (`metadata.audio_data`), not from this server's files."""
 

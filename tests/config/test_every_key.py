@@ -35,7 +35,7 @@ from roundhouse.store.run import open_run
 from tools.ignore_keys import READERS, all_keys, sections, table
 
 ROOT = Path(__file__).parents[2]
-OPEN = 195
+OPEN = 0
 SHOWN_BY = {
     "Budget": "tests/config/test_every_key.py",
     "FailuresConfig.stall_seconds": "tests/health/test_policy.py",
@@ -159,3 +159,24 @@ def test_a_built_in_environment_is_made_by_its_kind(section: type[BaseModel]) ->
 )
 def test_every_key_of_a_built_in_environment_changes_its_tasks(section: type[BaseModel], key: str) -> None:
     assert tasks(section) != tasks(section, **{key: OTHER[key]})
+
+
+def made(kind: str, **keys: Any) -> Any:
+    return load_any(parse_config({"run_id": "r", "environment": {"kind": kind, **keys}}).environment)
+
+
+async def test_an_episode_ends_after_as_many_guesses_and_steps_as_are_allowed() -> None:
+    game = made("guess_number", upper=7, guesses=1)
+    row = next(row for row in game.tasks("train") if row["hidden"] != 1)
+    session = await game.seed_session(row)
+    answers = [await game.tools()["guess"].call(session, number=1) for _ in range(2)]
+    assert answers[1] == "no guesses left"
+
+    lake = made("frozen_lake", problems=40, steps=4)
+    state, _ = await lake.reset(lake.tasks("train")[0])
+    said = {"output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "jump"}]}]}
+    assert [(await lake.step(state, said)).truncated for _ in range(4)] == [False, False, False, True]
+
+
+def test_no_more_processes_run_answers_at_once_than_are_allowed() -> None:
+    assert made("code", problems=40, concurrency=1)._sandbox._threads._max_workers == 1

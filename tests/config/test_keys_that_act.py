@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from mlflow.system_metrics import system_metrics_monitor
 
-from flows import between_iterations
+from flows import between_iterations, train
+from flows.iteration import is_evaluated
 from roundhouse.cli.reports import run_cost
+from roundhouse.collection import sharded_attempt
+from roundhouse.collection.collector import refuse_many_failures
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import AlertsConfig
-from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
+from roundhouse.config.rollout import JobShards, RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.training import ProcessService
-from roundhouse.errors import InfraError, TooFewSequences
+from roundhouse.errors import InfraError, TooFewRollouts, TooFewSequences
 from roundhouse.health.errors import KL, MISMATCH, REWARD, new_alerts
+from roundhouse.infra import services
 from roundhouse.infra.kubernetes.job_deadlines import JobDeadlines
 from roundhouse.infra.kubernetes.job_status import Waiting
 from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.shard_job import ShardJob
 from roundhouse.infra.kubernetes.train_job import TrainJob
-from roundhouse.rollout.collector import RolloutCollection
-from roundhouse.stages import evaluate
+from roundhouse.rollout.collector import RolloutCollection, retry_delay
+from roundhouse.stages import evaluate, freshness, offline, report
 from roundhouse.stages.cost import BudgetReached, iteration_cost
+from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.validate import _refuse_too_few
 from roundhouse.store.run import open_run
+from roundhouse.tracking import tracker
+from roundhouse.tracking.mlflow import MlflowRun
 from roundhouse.trajectories import validation as trajectories
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.validation import CollectionLimits
@@ -42,6 +54,11 @@ Tree = dict[str, Any]
 
 def config(**tree: Any) -> RunConfig:
     return parse_config({"run_id": "r", **tree})
+
+
+def from_dataset(**keys: Any) -> Tree:
+    """The sections of an offline run."""
+    return {"offline": {"datasets": ["d"]} | keys, "train": {"algorithm": {"mismatch_correction": "tis"}}}
 
 
 # Rollouts ---------------------------------------------------------------------------------------------------------------
@@ -71,6 +88,19 @@ async def test_retries_end_with_their_number_their_share_and_their_time() -> Non
     assert await attempts_of({"attempts": 5}) == 50
     assert await attempts_of({"budget_fraction": 0.5}) == 10 + 5
     assert await attempts_of({"budget_seconds": 1e-9}) == 10 + 1
+
+
+def test_each_retry_waits_longer_by_the_factor() -> None:
+    waits = [retry_delay(RetryPolicy(factor=factor, max_delay_seconds=1000), 4, seed=1) for factor in (2, 4)]
+    assert waits[1] == pytest.approx(2**3 * waits[0])
+
+
+def test_how_many_rollouts_may_fail() -> None:
+    rollouts = [Rollout("t", number, {}, "e", Status.COMPLETED, reward=1.0) for number in range(9)]
+    failed = Rollout("t", 9, {}, "e", Status.FAILED, failure_code="tool_unreachable")
+    refuse_many_failures([failed, *rollouts], RolloutConfig(), "http://engine")
+    with pytest.raises(TooFewRollouts, match=r"max_failed_fraction=0\.05"):
+        refuse_many_failures([failed, *rollouts], RolloutConfig(max_failed_fraction=0.05), "http://engine")
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.75])
@@ -117,18 +147,81 @@ def test_when_an_alert_is_told(key: str, value: Any, metric: str, numbers: list[
     assert bool(new_alerts(AlertsConfig(**{"reward_window": 1} | {key: value}), history)) is not bool(plain)
 
 
-def test_what_a_reward_must_reach_to_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Tree] = []
-    answers = [Rollout("t", number, {}, "e", Status.COMPLETED, reward=0.6) for number in range(4)]
-    collection = mock.Mock()
-    collection.collect.return_value = mock.Mock(rollouts=answers)
-    collection.commit.side_effect = lambda **given: found.append(given["metrics"])
-    monkeypatch.setattr(evaluate, "open_collector", lambda *given: collection)
-    for number, threshold in enumerate((1.0, 0.5)):
-        evaluation = {"success_threshold": threshold, "tasks": 1, "samples": 4}
-        settings = {"evaluation": evaluation, "store": str(tmp_path / str(number))}
-        evaluate.evaluate_version(open_run(config(**settings)), 0, "http://engine")
-    assert [metrics["evaluation/pass_at_1"] for metrics in found] == [0.0, 1.0]
+EVALUATED: Tree = {
+    "environment": {"kind": "sort"},
+    "tasks": 3,
+    "samples": 5,
+    "temperature": 0.25,
+    "success_threshold": 0.5,
+}
+"""Of each key of an evaluation, what changes the answer of `evaluated`."""
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tree]:
+    """What a version is evaluated on, how its answers are drawn, and which of them pass."""
+
+    def evaluate_with(evaluation: Tree, name: str | None = None) -> Tree:
+        found: Tree = {}
+
+        def collect(specs: Any, sampling: Any, *given: Any, **named: Any) -> Any:
+            found["environment"] = specs[0].row["responses_create_params"]["input"][0]["content"][:12]
+            found["tasks"] = len({spec.group_id for spec in specs})
+            found["samples"], found["temperature"] = len(specs) // found["tasks"], sampling.temperature
+            played = [Rollout(spec.group_id, spec.sample, {}, "e", Status.COMPLETED, reward=0.6) for spec in specs]
+            return mock.Mock(rollouts=played)
+
+        collection = mock.Mock()
+        collection.collect.side_effect = collect
+        metric = "evaluation/pass_at_1" if name is None else f"evaluation/{name}/pass_at_1"
+        collection.commit.side_effect = lambda **given: found.update(success_threshold=given["metrics"][metric])
+        monkeypatch.setattr(evaluate, "open_collector", lambda *given: collection)
+        store = tmp_path / hashlib.sha256(repr(evaluation).encode()).hexdigest()
+        run = open_run(config(evaluation={"tasks": 1, "samples": 4} | evaluation, store=str(store)))
+        evaluate.evaluate_version(run, 0, "http://engine", name=name)
+        return found
+
+    return evaluate_with
+
+
+def changed_in(plain: Tree, changed: Tree) -> set[str]:
+    return {key for key in plain if plain[key] != changed[key]}
+
+
+@pytest.mark.parametrize("key", [key for key in EVALUATED if key != "environment"])
+def test_a_key_of_the_evaluation_changes_it(evaluated: Callable[..., Tree], key: str) -> None:
+    assert changed_in(evaluated({}), evaluated({key: EVALUATED[key]})) == {key}
+
+
+@pytest.mark.parametrize("key", EVALUATED)
+def test_a_key_of_an_evaluation_set_changes_that_set(evaluated: Callable[..., Tree], key: str) -> None:
+    plain, changed = ({"sets": {"other": given}} for given in ({}, {key: EVALUATED[key]}))
+    assert changed_in(evaluated(plain, "other"), evaluated(changed, "other")) == {key}
+    assert evaluated(changed) == evaluated({})
+
+
+def test_which_versions_are_evaluated() -> None:
+    def versions(**tree: Any) -> list[int]:
+        given = config(iterations=7, **tree)
+        return [k for k in range(1, 8) if is_evaluated(given, k)]
+
+    assert versions(evaluation={"every": 3}) == [3, 6, 7]
+    assert versions(evaluation={"every": 3}, **from_dataset()) == [3, 6, 7]
+    assert versions(evaluation={"every": 3}, **from_dataset(evaluate=False)) == []
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_whether_the_starting_policy_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    done = {name: mock.Mock() for name in ("evaluate", "promote", "report_iteration", "finish_run")}
+    for name, each in done.items():
+        monkeypatch.setattr(train, name, each)
+    monkeypatch.setattr(train, "next_iteration", lambda run: 99)
+    run = open_run(config(store=str(tmp_path), evaluation={"before_training": before}))
+    train._iterate(run, mock.Mock())
+    assert done["evaluate"].called is before
+    assert done["report_iteration"].called
 
 
 def test_how_often_a_run_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +229,84 @@ def test_how_often_a_run_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(health, "Heartbeat", opened)
     with health.heartbeat(open_run(config(store=str(tmp_path), failures={"heartbeat_seconds": 77}))):
         assert opened.call_args.args[2] == 77
+
+
+def test_alerts_of_a_run_are_told_by_its_own_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "watched_metrics", lambda run, iteration: {KL: 0.1 * iteration})
+    told = report.AlertWatch(open_run(config(store=str(tmp_path), alerts={"kl_above": 0.15}))).look(2)
+    assert [alert.name for alert in told] == ["kl"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_whether_a_run_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    monkeypatch.setattr(tracker, "Tracker", mock.Mock())
+    run = open_run(config(store=str(tmp_path), tracking={"enabled": enabled, "uri": "http://127.0.0.1:1"}))
+    assert (tracker.open_tracker(run) is not None) is enabled
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_whether_the_load_of_the_machine_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    monitor = mock.Mock()
+    monkeypatch.setattr(system_metrics_monitor, "SystemMetricsMonitor", monitor)
+    client = mock.Mock(get_metric_history=mock.Mock(return_value=[]))
+    run = open_run(config(store=str(tmp_path), tracking={"system_metrics": wanted}))
+    MlflowRun(client, run, "experiment", "run", "http://page").monitor_system()
+    assert monitor.called is wanted
+
+
+@pytest.mark.parametrize("pending", ["continue", "block"])
+def test_what_a_run_does_while_a_question_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pending: str
+) -> None:
+    suspended = mock.Mock()
+    monkeypatch.setattr(between_iterations, "_open_after_settling", lambda run: [mock.Mock(version=1)])
+    monkeypatch.setattr(between_iterations, "is_deployed", lambda: True)
+    monkeypatch.setattr(between_iterations, "suspend_flow_run", suspended)
+    approval = {"required": True, "while_pending": pending}
+    between_iterations._ask_for_approval(open_run(config(store=str(tmp_path), evaluation={"approval": approval})), 2)
+    assert suspended.called is (pending == "block")
+
+
+# Datasets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "age", "days"), [({"max_age": 3}, 5, 0.0), ({"max_age_days": 3}, 0, 5.0)], ids=["max_age", "max_age_days"]
+)
+def test_how_old_a_dataset_may_be(limit: Tree, age: int, days: float) -> None:
+    found = freshness.Freshness("d", 0, age, days, None)
+    plain, limited = (config(**from_dataset(**given)) for given in ({}, limit))
+    assert (len(freshness.judge(plain, found)), len(freshness.judge(limited, found))) == (0, 1)
+
+
+def test_what_becomes_of_a_dataset_that_is_too_old(caplog: pytest.LogCaptureFixture) -> None:
+    freshness.settle(config(**from_dataset(on_stale="warn")), "Dataset d", ["it is old"])
+    assert "it is old" in caplog.text
+    with pytest.raises(freshness.StaleData):
+        freshness.settle(config(**from_dataset()), "Dataset d", ["it is old"])
+
+
+def test_how_many_groups_of_a_dataset_an_iteration_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "find_datasets", lambda *given: [mock.Mock()])
+    monkeypatch.setattr(offline, "groups_of", lambda reference: [str(number) for number in range(12)])
+    run = open_run(config(store=str(tmp_path), **from_dataset(groups=3)))
+    assert offline.with_iterations(run).config.iterations == 4
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_how_many_rollouts_of_a_dataset_are_looked_at_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    sample = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(offline, "read_manifest", lambda reference: mock.Mock(finished_at=time.time(), inputs={}))
+    monkeypatch.setattr(offline, "label_of", lambda reference: "d")
+    monkeypatch.setattr(offline, "_sample", sample)
+    run = open_run(config(store=str(tmp_path), **from_dataset(precheck_rollouts=count)))
+    with pytest.raises(InterruptedError) if count else nullcontext():
+        offline.freshness_of(run, mock.Mock(policy_version=0), mock.Mock())
+    assert [call.args[-1] for call in sample.mock_calls] == [count] * (count > 0)
 
 
 # Cost -----------------------------------------------------------------------------------------------------------------
@@ -168,20 +339,74 @@ def test_what_happens_when_the_budget_is_used_up(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("given", "waiting"),
+    ("section", "given", "waiting"),
     [
-        ({"queue": "team", "queue_seconds": 60}, Waiting("", queued=True)),
-        ({"trainer": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
-        ({"trainer": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
+        ("trainer", {"queue": "team", "queue_seconds": 60}, Waiting("", queued=True)),
+        ("trainer", {"trainer": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
+        ("trainer", {"trainer": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
+        ("collector", {"collector": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
+        ("collector", {"collector": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
     ],
-    ids=["queue_seconds", "image_seconds", "pending_seconds"],
+    ids=["queue_seconds", "image_seconds", "pending_seconds", "shard_image_seconds", "shard_pending_seconds"],
 )
-def test_how_long_a_job_may_wait(given: Tree, waiting: Waiting) -> None:
+def test_how_long_a_job_may_wait(section: str, given: Tree, waiting: Waiting) -> None:
     def left(**infra: Any) -> float:
         identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
-        settings = KubernetesInfra.model_validate(infra)
-        plan = TrainJob(identity, settings, ProcessService(), reports="s3://b/r", store="s3://b")
+        settings = KubernetesInfra.model_validate({"collector": {}} | infra)
+        if section == "trainer":
+            plan: Any = TrainJob(identity, settings, ProcessService(), reports="s3://b/r", store="s3://b")
+        else:
+            plan = ShardJob(identity, settings, JobShards(), spec="s3://b/s", stage="s3://b/t", store="s3://b")
         return JobDeadlines(plan).left(waiting, False, time.monotonic())
 
     assert left(**given) == pytest.approx(60, abs=5)
     assert left() > 200
+
+
+def test_how_long_a_job_may_work() -> None:
+    identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
+    infra = KubernetesInfra.model_validate({"collector": {}})
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "1111"}}
+    step = TrainJob(identity, infra, ProcessService(timeout_seconds=77), reports="s3://b/r", store="s3://b")
+    shard = ShardJob(identity, infra, JobShards(timeout_seconds=77), spec="s3://b/s", stage="s3://b/t", store="s3://b")
+    assert step.job(1, owner)["spec"]["activeDeadlineSeconds"] == 77 + infra.trainer.pending_seconds
+    assert shard.job(1, owner)["spec"]["activeDeadlineSeconds"] == 77
+
+
+def test_a_collection_over_jobs_is_started_on_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = mock.Mock()
+    monkeypatch.setattr(sharded_attempt, "open_launcher", opened)
+    infra = {"kind": "kubernetes", "collector": {}, "store_claim": "store"}
+    distribution = {"kind": "job", "shards": 2}
+    generation = {"engine_url": "http://engine:9000"}
+    run = open_run(
+        config(store=str(tmp_path), infra=infra, rollout={"distribution": distribution}, generation=generation)
+    )
+    sharded_attempt.ShardedAttempt(run, run.stage(1, "collect"), 0).open_launcher([])
+    assert opened.call_args.args[0] == "kubernetes"
+
+
+# Places ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("infra", [{}, {"kind": "kubernetes", "store_claim": "store"}], ids=["local", "kubernetes"])
+def test_where_a_run_keeps_its_state_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, infra: Tree
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = tmp_path / "state"
+    policy = {"kind": "warm_start", "steps": 1, "hidden_size": 16, "layers": 1, "intermediate_size": 16}
+    generation = {"engine_url": "http://engine:9000"}
+    given = config(
+        store=str(tmp_path / "store"), infra=infra | {"state": str(state)}, policy=policy, generation=generation
+    )
+    starting_policy(open_run(given))
+    assert (state / "cache/warm-starts").is_dir()
+
+
+def test_how_long_local_services_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(services, "local_services", asked)
+    with pytest.raises(InterruptedError), services.services_of(config(infra={"start_timeout_seconds": 77})):
+        pass
+    assert asked.call_args.kwargs["time_limit"] == 77

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import flask
 import pytest
@@ -11,13 +13,15 @@ from transformers import AutoTokenizer
 
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import ConfigError
-from roundhouse.generation import vllm_worker
+from roundhouse.generation import deployment, vllm_worker
 from roundhouse.generation.interface import (
     GenerationInterface,
     VllmGeneration,
     configure_generation_config,
     create_backend,
 )
+from roundhouse.generation.protocol import Generated
+from roundhouse.generation.transformers_engine import build_model
 from roundhouse.generation.vllm_engine import engine_arguments
 from tests.generation import tiny
 
@@ -112,3 +116,52 @@ def test_a_gpu_is_a_matter_of_configuration():
     assert arguments["tensor_parallel_size"] == 2
     assert "enforce_eager" not in arguments
     assert "kv_cache_memory_bytes" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("keys", "argument", "expected"),
+    [
+        ({"kv_cache_gib": 0.25}, "kv_cache_memory_bytes", 2**28),
+        ({"gpus_per_replica": 1, "gpu_memory_utilization": 0.4}, "gpu_memory_utilization", 0.4),
+        ({"gpus_per_replica": 1, "transfer_backend": "nccl"}, "weight_transfer_config", {"backend": "nccl"}),
+    ],
+    ids=["kv_cache_gib", "gpu_memory_utilization", "transfer_backend"],
+)
+def test_a_key_becomes_an_argument_of_vllm(keys, argument, expected):
+    assert engine_arguments(GenerationConfig(**keys), "/m")[argument] == expected
+
+
+def test_the_configured_sampling_is_what_a_backend_is_asked_for(tokenized):
+    asked = []
+
+    class Recording(GenerationInterface):
+        prepare_for_generation = finish_generation = load_weights = None
+
+        def answer(self, prompts, draws):
+            asked.extend(draws)
+            return [Generated([1], [-0.5], "stop") for _ in prompts]
+
+    sampling = Sampling(temperature=0.5, top_p=0.75, top_k=7, max_new_tokens=9)
+    Recording(replace(tokenized, config=GenerationConfig(sampling=sampling)), "/m").generate(batch(), greedy=False)
+    assert {(draw.temperature, draw.top_p, draw.top_k, draw.max_tokens) for draw in asked} == {(0.5, 0.75, 7, 9)}
+
+
+def test_a_model_computes_with_the_threads_that_it_is_given(policies, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    build_model(str(policies["first"]), GenerationConfig(threads=7))
+    assert given == [7]
+
+
+@pytest.mark.parametrize(("key", "works"), [("start_timeout_seconds", "ensure"), ("refit_timeout_seconds", "refit")])
+def test_serve_has_as_long_as_the_configuration_says(key, works, policies, monkeypatch):
+    serve = mock.MagicMock()
+    monkeypatch.setattr(deployment, "_Serve", serve)
+    client = serve.return_value.__enter__.return_value
+    client.application.return_value = {"deployments": [{"user_config": {"policy_version": 0}}]}
+    config, endpoint = GenerationConfig(**{key: 77}), mock.Mock(http_url="http://there:1")
+    if works == "ensure":
+        deployment.ensure_deployed(config, str(policies["first"]), endpoint, weights="/weights")
+    else:
+        deployment.refit(config, endpoint, weights="/weights", version=1)
+    assert client.put_application.call_args.args[1] == client.wait.call_args.args[1] == 77

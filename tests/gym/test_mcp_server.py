@@ -1,9 +1,11 @@
 """The tools of our resources server over MCP, called by the SDK's client and by our own, each call in its rollout's session."""
 
 import asyncio
+import json
 import queue
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,9 +18,11 @@ from mcp.client.streamable_http import streamable_http_client
 from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.servers.own_server import own_server
 from roundhouse.compat.nemo_gym.servers.resources import build_app
+from roundhouse.config.environments import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict, task_row, tool
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object
@@ -246,9 +250,9 @@ def called(rollout: Rollout) -> list[str]:
     return [item["name"] for item in rollout.items if item["type"] == "function_call"]
 
 
-async def play(url: str, row: dict[str, Any], *replies, **options: Any) -> tuple[Rollout, list[str]]:
+async def play(url: str, row: dict[str, Any], *replies) -> tuple[Rollout, list[str]]:
     policy = FakeShownPolicy(by_turn(*replies))
-    async with RemoteEnvironmentClient(url, **options) as environment:
+    async with RemoteEnvironmentClient(url) as environment:
         rollout = await run_rollout(spec_of(row), policy, environment, rollout_config(), SAMPLING)
     return rollout, policy.shown
 
@@ -282,11 +286,14 @@ async def test_tools_that_the_row_has_are_not_offered_twice(url: str):
     assert (rollout.reward, shown) == (0.3, list(Counter().tools()))
 
 
-async def test_an_offer_can_be_passed_over(url: str):
-    rollout, shown = await play(
-        url, bare_row(), calls(("mcp__counter__add", {"n": 3})), says("done"), session_mcp=False
-    )
-    assert (rollout.status, rollout.reward, shown) == (Status.COMPLETED, 0.0, [])
+async def test_an_offer_can_be_passed_over(url: str, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(bare_row()) + "\n")
+    config = RemoteEnvironment(kind="remote", url=url, session_mcp=False, train_tasks=str(rows))
+    policy = FakeShownPolicy(by_turn(calls(("mcp__counter__add", {"n": 3})), says("done")))
+    async with open_environment(config) as environment:
+        rollout = await run_rollout(spec_of(bare_row()), policy, environment, rollout_config(), SAMPLING)
+    assert (rollout.status, rollout.reward, policy.shown) == (Status.COMPLETED, 0.0, [])
     assert rollout.metrics["agent_tool_failures"] == 1
 
 

@@ -268,11 +268,13 @@ def test_numbers_of_the_row_and_of_the_wire_are_no_metrics():
 # -- where it is ----------------------------------------------------------------------------------------------------
 
 
-def head(entries: Callable[[], dict[str, Any]]) -> FastAPI:
+def head(entries: Callable[[], dict[str, Any]], token: str | None = None) -> FastAPI:
     app = FastAPI()
 
     @app.get("/global_config_dict_yaml")
-    async def config() -> str:
+    async def config(request: Request) -> Any:
+        if token is not None and request.headers.get("authorization") != f"Bearer {token}":
+            return Response("no token", 401)
         return yaml.safe_dump(entries())
 
     return app
@@ -304,6 +306,26 @@ async def test_an_agent_is_looked_up_by_name_and_again_when_it_moved():
     assert {rollout.status for rollout in rollouts} == {Status.COMPLETED}
     assert rollouts[0].attempt == 2, "the first address was stale"
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("key", ["head_token_variable", "head_token_file"])
+async def test_an_agent_is_looked_up_as_the_configuration_says(key: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEAD_TOKEN", "sesame")
+    token, rows = tmp_path / "token", tmp_path / "rows.jsonl"
+    token.write_text("sesame\n")
+    rows.write_text(json.dumps(counter_row("held out")) + "\n")
+    source = {"head_token_variable": "HEAD_TOKEN", "head_token_file": str(token)}[key]
+    with serving(server(answered(), [])) as url:
+        port = int(url.rsplit(":", 1)[1])
+        with serving(head(lambda: {"solver": entry(url), "the_port": port}, "sesame")) as head_url:
+            config = AgentEnvironment.model_validate(
+                {"kind": "agent", "head_server": head_url, "agent": "solver", key: source}
+                | {"train_tasks": str(rows), "heldout_tasks": str(rows)}
+            )
+            async with open_environment(config) as client:
+                specs = plan_rollouts(client.tasks("heldout"), 1, seed=1, iteration=0)
+                rollouts = await collect(specs, NOBODY, client, rollout_config(), SAMPLING, policy_version=4)
+    assert [rollout.failure_detail for rollout in rollouts] == [""]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +364,7 @@ def test_a_configuration_that_cannot_work_is_refused(tmp_path):
 
 
 @contextmanager
-def our_servers(engine: FakeEngine, captures: bool) -> Iterator[tuple[str, str, Counter]]:
+def our_servers(engine: FakeEngine, captures: bool, **model_fields: Any) -> Iterator[tuple[str, str, Counter]]:
     """Agent, resources and model server; the agent's URL and the model server's."""
     counter = Counter()
     config = AgentServerConfig.model_validate(
@@ -354,7 +376,7 @@ def our_servers(engine: FakeEngine, captures: bool) -> Iterator[tuple[str, str, 
     with (
         serving(engine) as engine_url,
         serving(resources_app(counter, "counter")) as resources,
-        serving(model_app(ModelServerConfig(base_url=[engine_url]))) as model,
+        serving(model_app(ModelServerConfig(base_url=[engine_url], **model_fields))) as model,
         serving(agent_app(config, "agent", resources, model, captures=captures)) as agent,
     ):
         yield agent, model, counter
@@ -384,6 +406,20 @@ async def test_a_rollout_through_agent_model_and_resources_server_is_on_policy(s
         whole = first.prompt_token_ids + first.generation_token_ids + second.prompt_token_ids
         assert (len(whole), digest_tokens(whole)) == (second.prompt_length, second.prompt_digest)
     assert len(counter.accounts) == 8
+
+
+@pytest.mark.parametrize("key", ["model_server_token_variable", "model_server_token_file"])
+async def test_records_that_want_a_token_are_read_with_the_configured_one(key: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("CAPTURES_TOKEN", "sesame")
+    token, rows = tmp_path / "token", tmp_path / "rows.jsonl"
+    token.write_text("sesame\n")
+    rows.write_text(json.dumps(counter_row()) + "\n")
+    source = {"model_server_token_variable": "CAPTURES_TOKEN", "model_server_token_file": str(token)}[key]
+    with our_servers(FakeEngine(two_turns), captures=True, capture_token="sesame") as (agent, model, _):
+        tree = {"kind": "agent", "url": agent, "tokens": "captured", "model_server": model, "train_tasks": str(rows)}
+        async with open_environment(AgentEnvironment.model_validate(tree | {key: source})) as client:
+            rollout = await run_rollout(spec_of(), NOBODY, client, rollout_config(), SAMPLING, policy_version=3)
+    assert (rollout.failure_detail, len(rollout.turns)) == ("", 2)
 
 
 async def test_calls_whose_order_is_ambiguous_are_masked_with_the_reason():

@@ -1,6 +1,7 @@
 """A session is given back when its rollout ends, however it ends, and how that goes changes no outcome."""
 
 import asyncio
+import json
 import queue
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,12 @@ import roundhouse.http.sessions
 import roundhouse.rollout.agents
 from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.servers.resources import build_app
+from roundhouse.config.environments import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict, tool
 from roundhouse.generation.protocol import EngineUnreachable
 from roundhouse.http.sessions import SessionStore
 from roundhouse.rollout.agents import run_rollout
-from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import ToolEnvironment
@@ -162,6 +164,16 @@ async def test_a_foreign_server_is_asked_to_close_only_where_it_offers_that(seed
     assert rollout.status is Status.COMPLETED
     tool = [] if closing == ["close Foreign___x=opaque"] else ["close Foreign___x=opaque"]
     assert journal[1:] == [*tool, "verify Foreign___x=opaque", *closing], "only an unoffered close is a tool's name"
+
+
+async def test_a_foreign_servers_route_to_close_can_be_configured(tmp_path):
+    rows, journal = tmp_path / "rows.jsonl", list[str]()
+    rows.write_text(json.dumps(counter_row()) + "\n")
+    with serving(foreign({}, journal)) as url:
+        config = RemoteEnvironment(kind="remote", url=url, close_route="/end_session", train_tasks=str(rows))
+        async with open_environment(config) as client:
+            await run_rollout(spec_of(), ScriptedPolicy(by_turn(says("x"))), client, rollout_config(), SAMPLING)
+    assert journal[-1] == "end_session Foreign___x=opaque"
 
 
 async def test_a_server_gives_sessions_back_when_they_are_closed_unused_or_no_longer_needed():

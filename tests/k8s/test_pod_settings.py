@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
 from roundhouse.config.training import ProcessService
+from roundhouse.errors import InfraError
+from roundhouse.infra.kubernetes import cluster, rayservice
 from roundhouse.infra.kubernetes.names import StageIdentity
+from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.launch.kubernetes_jobs import KubernetesLauncher
 from tests.k8s.test_shard_jobs import manifest as shard_manifest
 
 Object = dict[str, Any]
@@ -57,6 +65,60 @@ def test_a_key_of_the_trainer_is_in_its_job(key: str) -> None:
 def test_a_key_that_all_pods_share_is_in_the_job(key: str) -> None:
     plain, changed = train_manifest(), train_manifest(**{key: SHARED[key]})
     assert changed != plain
+
+
+def test_the_claim_of_the_store_is_in_the_job() -> None:
+    assert train_manifest(store_claim="seven") != train_manifest(store_claim="eight")
+
+
+def test_what_checkpoints_may_take_on_a_node_reaches_the_step() -> None:
+    launcher = KubernetesLauncher.__new__(KubernetesLauncher)
+    launcher._infra = KubernetesInfra.model_validate({"trainer": {"cache_claim": "seven", "cache_gib": 7}})
+    assert launcher.caches(Path())["node_cache_bytes"] == 7 * 2**30
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contexts; nobody listens at either server."""
+    names = {"one": "http://127.0.0.1:1", "two": "http://127.0.0.2:1"}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "one",
+        "clusters": [{"name": name, "cluster": {"server": url}} for name, url in names.items()],
+        "users": [{"name": "nobody", "user": {}}],
+        "contexts": [{"name": name, "context": {"cluster": name, "user": "nobody"}} for name in names],
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+
+@pytest.mark.usefixtures("kubeconfig")
+def test_a_context_says_which_cluster_is_asked() -> None:
+    hosts = [cluster.connect(KubernetesInfra(context=context)).host for context in (None, "two")]
+    assert hosts == ["http://127.0.0.1:1", "http://127.0.0.2:1"]
+
+
+@pytest.mark.usefixtures("kubeconfig")
+def test_how_long_the_api_server_may_be_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(sleep=waited.append, monotonic=lambda: sum(waited)))
+    with pytest.raises(InfraError, match=r"infra\.api_outage_seconds"):
+        cluster.connect(KubernetesInfra(api_outage_seconds=7)).get("/api")
+    assert 0 < sum(waited) <= 7
+
+
+def test_where_a_rayservice_answers_and_how_long_its_operator_may_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(rayservice.httpx, "get", lambda url, **given: asked.append(url) or mock.Mock(status_code=503))
+    settings = RayServiceEngine(ray_service="engine", url="http://there:1", operator_seconds=7)
+    served = RayServiceServed(KubernetesInfra(engine=settings), settings, ServedRun("r", "u", "/r"))
+    assert served.replicas() == []
+    assert asked == ["http://there:1/rh/replicas"]
+    waiting = rayservice._RefitWait(served, mock.MagicMock(), {}, 2, 600, began=time.monotonic() - 20)
+    with pytest.raises(InfraError, match="KubeRay has not looked"):
+        waiting._raise_failures(rayservice.Told(generation=1))
 
 
 @pytest.mark.parametrize("key", [key for key in COLLECTOR if key != "pending_seconds"])

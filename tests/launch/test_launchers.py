@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.infra import processes
 from roundhouse.launch.base import Launcher, Program, Say, Stopped, open_launcher
 from roundhouse.launch.subprocesses import SubprocessLauncher
+from roundhouse.stages import train
 from roundhouse.store.location import Location
 from roundhouse.store.run import open_run
 from roundhouse.training.service.job_entry import REPORT
@@ -95,6 +97,16 @@ def test_a_run_may_name_a_launcher_of_its_own(tmp_path: Path) -> None:
         assert type(found).__name__ == "OwnLauncher"
         place = found.run(program(tmp_path, "wait"), print, threading.Event())
     assert place.read(REPORT) == b"own"
+
+
+def test_a_step_is_started_by_the_launcher_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, opened = "tests.launch.test_launchers:OwnLauncher", mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(train, "open_launcher", opened)
+    monkeypatch.setattr(train, "trained_since_state", lambda base: (base, []))
+    tree = {"run_id": "r", "store": str(tmp_path), "train": {"service": {"kind": "process", "launcher": name}}}
+    with pytest.raises(InterruptedError):
+        train._in_process(open_run(parse_config(tree)), 1, mock.Mock(), mock.Mock(), tmp_path, print, "1")
+    assert opened.call_args.args[0] == name
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, WarmStartReport, en
 from roundhouse.rollout.responses import chat_tools
 
 SMALL = WarmStartPolicy(steps=4, batch_size=8)
+OTHER: dict[str, Any] = {
+    "hidden_size": 32, "layers": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "tie_word_embeddings": False, "steps": 5, "batch_size": 4, "learning_rate": 1e-3, "good_fraction": 0.9,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -89,6 +93,15 @@ def test_the_policys_own_seed_takes_precedence(tmp_path: Path) -> None:
     make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a")
     make_starting_policy(SMALL.model_copy(update={"seed": 5}), Calculator(), 99, tmp_path / "b")
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("key", OTHER)
+def test_every_key_of_a_warm_start_changes_its_weights(tmp_path: Path, key: str) -> None:
+    changed = WarmStartPolicy.model_validate(SMALL.model_dump() | {key: OTHER[key]})
+    for name, config in (("plain", SMALL), ("changed", changed)):
+        make_starting_policy(config, Calculator(), 5, tmp_path / name)
+    assert digests(tmp_path / "changed")["model.safetensors"] != digests(tmp_path / "plain")["model.safetensors"]
 
 
 @pytest.mark.usefixtures("few")

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import LoraConfig, OptimizerConfig, TrainConfig
 from roundhouse.generation.deployment import EngineGone, ProcessEngine
+from roundhouse.stages import refit
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import engine_at, engine_service, ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.training.trainer import Trainer
+from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.replica_state import ReplicaReport
 from roundhouse.weight_sync.shared_memory import release_memory
 from roundhouse.weight_sync.tensor_files import digest_of
@@ -77,6 +79,45 @@ def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_w
     training = {"temperature": 0.7, "top_p": 1.0, "top_k": None}
     told = [training, training | {"temperature": 0.0}] if kind == "agent" else None
     assert [one.get("sampling") for one in asked] == [told]
+
+
+@pytest.mark.parametrize(
+    ("generation", "told"),
+    [
+        ({"keep_prefix_cache": True}, {"running": "continue", "keep_prefix_cache": True}),
+        ({"inflight_requests": "restart"}, {"running": "restart"}),
+        ({"weights_cache_gib": 7}, {}),
+    ],
+    ids=["keep_prefix_cache", "inflight_requests", "weights_cache_gib"],
+)
+def test_a_refit_asks_for_what_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: dict[str, Any], told: dict[str, Any]
+) -> None:
+    keys = {
+        "asynchrony": {"mode": "batch-async", "staleness": 1},
+        "generation": {"backend": "transformers"} | generation,
+        "infra": {"state": str(tmp_path / "state")},
+    }
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), **keys}))
+    start = publish_starting_policy(run, tiny.make_model(tmp_path / "v0", seed=1), {})
+    asked: list[dict[str, Any]] = []
+    bounds: list[int] = []
+
+    class FakeEngine(ProcessEngine):
+        def ensure(self, *arguments: Any) -> list[ReplicaReport]:
+            asked.append(arguments[-1].changed())
+            raise EngineGone("it is a fake")
+
+    def cache(place: Path, bound: int) -> NodeCache:
+        bounds.append(bound)
+        return NodeCache(place, bound)
+
+    monkeypatch.setattr(refit, "NodeCache", cache)
+    with pytest.raises(EngineGone):
+        ensure_version(run, start, FakeEngine("http://127.0.0.1:1"))
+    [found] = asked
+    assert {key: found.get(key) for key in told} == told
+    assert bounds == [generation.get("weights_cache_gib", 32) * 2**30]
 
 
 def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this_runs(

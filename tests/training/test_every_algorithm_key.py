@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from roundhouse.config.algorithms import AlgorithmConfig, TokenLoss
 from roundhouse.errors import DataError
-from roundhouse.training.algorithms import AlgorithmInputs, build_algorithm
+from roundhouse.training.algorithms import Algorithm, AlgorithmInputs, build_algorithm
 from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards, next_coefficient
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.loss import LossTokens, sequence_scale, token_loss
@@ -96,6 +96,11 @@ def section_of(tree: dict[str, Any]) -> TokenLoss:
 
 
 def loss_of(tree: dict[str, Any]) -> float:
+    """The loss of an update by the algorithm of a section."""
+    return loss_of_algorithm(build_algorithm(section_of(tree)))
+
+
+def loss_of_algorithm(algorithm: Algorithm) -> float:
     """The loss of an update on three groups: rewards, lengths, truncation and log-probabilities of all kinds."""
     random = np.random.default_rng(7)
     rewards = [0.9, 0.1, 0.4, 0.2, 1.0, 0.0, 0.3, 0.3, 0.8]
@@ -119,7 +124,6 @@ def loss_of(tree: dict[str, Any]) -> float:
     sequences = TrainingSequences.from_records(rows)
     count = len(sequences.token_ids)
     old, cur, reference = (sequences.gen_logprobs + random.normal(0, 0.3, count).astype(np.float32) for _ in range(3))
-    algorithm = build_algorithm(section_of(tree))
     inputs = AlgorithmInputs(old=old, reference=reference)
     columns, settings = algorithm.compute(sequences, inputs).columns, algorithm.loss
     trained = columns.trained

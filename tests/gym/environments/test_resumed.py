@@ -1,15 +1,16 @@
 """Every kind is interrupted at each of its turns and goes on: the outcome is that of the rollout left alone."""
 
+import json
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
 
 import pytest
 from playing import prompt_of
 from test_through_the_engine import kind_of, smallest
 
 from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.environments import FrozenLakeEnvironment
+from roundhouse.config.environments import FrozenLakeEnvironment, RemoteEnvironment
 from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN, load_any
 from roundhouse.environments.base import TaskRow
@@ -69,16 +70,19 @@ async def test_each_kind_goes_on_after_any_of_its_turns_and_ends_as_if_it_had_be
 
 
 @pytest.mark.parametrize("kind", ["warehouse", "frozen_lake"])
-async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_process(kind: str, tmp_path: Any) -> None:
+async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_process(
+    kind: str, tmp_path: Path
+) -> None:
     config = next(each for each in BUILT_IN if kind_of(each) == kind)
     prompt, replies = shown(config)
     local = load_any(smallest(config))
     rows = [row for row in local.tasks("train") if prompt_of(row) == prompt]
-    from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient, RemoteEpisodeClient
-
-    made = RemoteEpisodeClient if config is FrozenLakeEnvironment else RemoteEnvironmentClient
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    terms = {"protocol": "gymnasium" if config is FrozenLakeEnvironment else "tools", "restore": "replay"}
     with serving(build_app(local)) as url:
-        async with made(url, restoration="replay") as client:
+        remote = RemoteEnvironment.model_validate({"kind": "remote", "url": url, "train_tasks": str(file), **terms})
+        async with open_environment(remote) as client:
             whole = await solved(client, rows, prompt, replies)
             spec, script = spec_of(whole.task), by_turn(*replies)
             parts = await interrupted_before(len(replies) - 1, spec, script, client, CONFIG)

@@ -226,3 +226,15 @@ def test_a_call_that_ends_after_its_record_went_makes_the_rest_incomplete():
     captures.record("a", number, answer())
     assert (captures.read("a") or {})["complete"] is False
     assert not captures.delete("nothing")
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [{"capture_max_calls": 1}, {"capture_max_mebibytes": 1}, {"capture_max_age_seconds": 1e-6}],
+    ids=lambda bound: next(iter(bound)),
+)
+def test_a_server_keeps_records_within_its_configured_bounds(served: Served, bound: dict[str, Any]):
+    client = served(FakeEngine(), **bound)
+    for rollout in ("7-0", "8-0"):
+        chat(client, CAPTURING.replace("7-0", rollout), [{"role": "user", "content": "x" * 200_000}])
+    assert client.get("/captures/7-0").json()["complete"] is False

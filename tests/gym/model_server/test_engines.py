@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.compat.nemo_gym.model_server.engine_client import DOUBTS, LONGEST_OUT_SECONDS, EngineChoice
+from roundhouse.compat.nemo_gym.model_server import engine_client
+from roundhouse.compat.nemo_gym.model_server.engine_client import (
+    DOUBTS,
+    LONGEST_OUT_SECONDS,
+    EngineChoice,
+    EngineClient,
+)
+from roundhouse.config.gym_servers import ModelServerConfig
 
 
 def choice(count: int = 3, max_sessions: int = 1000) -> EngineChoice:
@@ -84,6 +92,25 @@ def test_the_number_of_remembered_sessions_is_bounded():
     for number in range(100):
         engines.choose(str(number), 0.0)
     assert len(engines._session) == 10
+
+
+def test_a_session_that_is_one_too_many_is_forgotten():
+    engines = EngineClient(ModelServerConfig(base_url=["http://a", "http://b"], max_sessions=1)).choice
+    first = engines.choose("a", 0.0)
+    engines.choose("b", 0.0)
+    assert first is not None
+    first.in_flight = 1
+    assert engines.choose("a", 0.0) is not first
+
+
+async def test_the_pause_between_health_checks(monkeypatch: pytest.MonkeyPatch):
+    async def sleep(seconds: float) -> None:
+        raise InterruptedError(f"{seconds:g} s")
+
+    client = EngineClient(ModelServerConfig(base_url=["http://e"], health_check_seconds=77))
+    monkeypatch.setattr(engine_client.asyncio, "sleep", sleep)
+    with pytest.raises(InterruptedError, match="77 s"):
+        await client._check(client.choice.engines[0])
 
 
 events = st.lists(st.tuples(st.sampled_from(["ask", "fail", "answer", "wait"]), st.integers(0, 2)), max_size=60)

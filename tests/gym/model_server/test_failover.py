@@ -84,6 +84,12 @@ def test_a_short_outage_of_the_only_engine_is_waited_out(served: Served):
     assert (reply.status_code, len(engine.requests)) == (200, 3)
 
 
+def test_without_patience_an_outage_of_the_only_engine_is_told_at_once(served: Served):
+    engine = FakeEngine(fault=lambda body: (503, b""))
+    reply = served(engine, outage_wait_seconds=0).post("/v1/responses", json=BODY)
+    assert (reply.status_code, len(engine.requests)) == (503, 1)
+
+
 def test_attempts_are_bounded_however_short_the_outages(served: Served):
     engine = FakeEngine(fault=lambda body: (503, b""))
     reply = served(engine, max_attempts=2, outage_wait_seconds=10).post("/v1/responses", json=BODY)

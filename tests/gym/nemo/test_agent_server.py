@@ -1,5 +1,6 @@
 """The agent server's routes, over real HTTP, against a real resources server and a scripted model server."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -8,8 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 from roundhouse.compat.nemo_gym.servers.agent import build_app
+from roundhouse.compat.nemo_gym.servers.own_server import _agent_app
 from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.retry import Backoff
@@ -205,6 +210,96 @@ def test_a_rollout_that_takes_too_long_is_a_failed_row():
         answer = servers.run(counter_row())
     assert answer["_ng_failure_class"] == "rollout_timeout"
     assert "_ng_failure_terminal" not in answer
+
+
+@pytest.mark.parametrize(
+    ("limit", "script", "seconds", "code"),
+    [
+        ({"model_timeout_seconds": 0.2}, TWO_TURNS, 1.0, "engine_timeout"),
+        ({"tool_timeout_seconds": 0.2, "timeout_seconds": 3}, by_turn(calls(("hang", {}))), 0.0, "tool_timeout"),
+    ],
+    ids=["model", "tool"],
+)
+def test_a_call_that_takes_too_long_is_a_failed_row(limit, script, seconds, code):
+    with stage(script, **limit) as servers:
+        servers.model.seconds = seconds
+        assert servers.run(counter_row())["_ng_failure_class"] == code
+
+
+def test_max_tokens_end_a_rollout():
+    with stage(max_tokens=200) as servers:
+        answer = servers.run(counter_row())
+        assert len(servers.model.bodies) == 1
+    assert answer["response"]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(("route", "path"), [("chat", "/v1/chat/completions"), ("responses", "/v1/responses")])
+def test_the_model_server_is_asked_at_the_configured_route(route, path):
+    with stage(by_turn(says("0")), model_route=route) as servers:
+        servers.run(counter_row())
+        assert servers.model.paths == [path]
+
+
+def foreign_journal(script: Script, **changes: Any) -> list[str]:
+    """What a resources server of somebody else is asked in a rollout, in order."""
+    app, journal = FastAPI(), []
+
+    @app.post("/{route}")
+    async def any_route(route: str) -> dict[str, Any]:
+        journal.append(f"{route} begins")
+        await asyncio.sleep(0.05)
+        journal.append(f"{route} ends")
+        return {"reward": 1.0} if route == "verify" else {}
+
+    with (
+        serving(app) as resources_url,
+        serving_model(script) as (_, model_url),
+        serving(build_app(agent_config(**changes), "agent", resources_url, model_url)) as url,
+    ):
+        assert httpx.post(f"{url}/run", json=counter_row(), timeout=20).json()["reward"] == 1.0
+    return journal
+
+
+def test_calls_of_one_reply_run_together_where_that_is_configured():
+    begins, ends = "add begins", "add ends"
+    for parallel, order in ((False, [begins, ends, begins, ends]), (True, [begins, begins, ends, ends])):
+        asked = foreign_journal(TWO_TURNS, parallel_tool_calls=parallel)
+        assert [each for each in asked if each.startswith("add")] == order
+
+
+def test_a_foreign_session_is_closed_at_the_configured_route():
+    asked = foreign_journal(by_turn(says("0")), close_route="/end_session")
+    assert asked[-1] == "end_session ends"
+
+
+def instance(kind: str, url: str) -> dict[str, Any]:
+    host, port = url.removeprefix("http://").split(":")
+    return {kind: {"x": {"host": host, "port": int(port)}}}
+
+
+def test_an_instance_finds_the_servers_that_it_refers_to_and_asks_for_captures_where_it_wants_them():
+    with (
+        serving(resources_app(Counter(), "counter")) as resources_url,
+        serving_model(by_turn(says("0"))) as (model, model_url),
+    ):
+        servers = {
+            "counter": instance("resources_servers", resources_url),
+            "policy_model": instance("responses_api_models", model_url),
+        }
+        config = OmegaConf.create(servers | {"token_id_capture": {"enabled": True}})
+        fields = agent_config().model_dump(mode="json")
+        row = {**counter_row(), "_ng_task_index": 2, "_ng_rollout_index": 1}
+        for captures in (False, True):
+            with serving(_agent_app(config, "agent", fields | {"token_id_capture": captures})) as url:
+                assert httpx.post(f"{url}/run", json=row, timeout=20).json()["reward"] == 0.0
+    assert ["training-token-capture" in path for path in model.paths] == [False, True]
+
+
+@pytest.mark.parametrize("key", ["resources_server", "model_server"])
+def test_a_reference_to_a_server_of_another_type_is_refused(key):
+    assert agent_config()
+    with pytest.raises(ValidationError, match=f"{key}.type is responses_api_agents"):
+        agent_config(**{key: {"type": "responses_api_agents", "name": "x"}})
 
 
 def test_a_row_cannot_bring_a_reward_or_a_failure_mark_along():

@@ -417,3 +417,14 @@ def test_an_answer_that_repeats_the_opening_tag_is_judged_at_once(before: str, r
     judged = AnswerTag().evaluate({"ground_truth": "4"}, BaseEvaluationTarget(before + "<answer>" * 16_000))
     assert judged.reward == reward
     assert time.thread_time() - begun < 1
+
+
+def test_items_of_both_files_are_tasks(tmp_path):
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ITEM | {"task_id": name}) + "\n")
+    files = {f"{name}_data": str(tmp_path / f"{name}.jsonl") for name in ("train", "heldout")}
+    client = open_environment(WorkerEnvironment.model_validate({"kind": "worker", "worker": "mock", **files}))
+    assert [[row["task_id"] for row in client.tasks(split)] for split in ("train", "heldout")] == [
+        ["train"],
+        ["heldout"],
+    ]
