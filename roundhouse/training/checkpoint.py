@@ -133,7 +133,7 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
 def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: Path, ranks: Ranks) -> None:
     """Write the model's directory: side files, then config.json and weights, an adapter merged into them.
 
-    The leading rank writes, all ranks take part.
+    The leading rank writes all but its peers' files of weights.
     """
     weights = _under_published_names(model, merged(model), ranks)
     if ranks.leads:
@@ -142,6 +142,7 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
             (directory / name).write_bytes(data)
         with _no_progress_bars():
             model.save_pretrained(directory, state_dict={})  # config.json and what else lies beside weights
+    ranks.wait()  # save_pretrained deletes files of weights that it did not write
     save_tensors(weights, directory, "model", ranks)
 
 
@@ -152,8 +153,12 @@ def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks:
     described = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in weights.items()}
     if revert_weight_conversion(model, described).keys() == weights.keys():
         return weights
-    held = {name: whole for name, saved in weights.items() if (whole := saved.whole(ranks)) is not None}
-    return {name: SavedTensor.of(tensor) for name, tensor in revert_weight_conversion(model, held).items()}
+    held = {name: whole.cpu() for name, saved in weights.items() if (whole := saved.whole(ranks, 0)) is not None}
+    converted = revert_weight_conversion(model, held if ranks.leads else described)
+    return {
+        name: SavedTensor(tensor.shape, tensor.dtype, SavedTensor.of(tensor).whole, on_leader=True)
+        for name, tensor in converted.items()
+    }
 
 
 def save_cursor(cursor: Cursor, directory: Path) -> None:

@@ -47,7 +47,7 @@ from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.fast_imports import lean_transformers
 from roundhouse.training.packing import Span
-from roundhouse.training.parallel import Ranks, full
+from roundhouse.training.parallel import Ranks, gathered
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors, saved_tensors
 
 if TYPE_CHECKING:
@@ -325,16 +325,18 @@ def merged(model: PreTrainedModel) -> SavedTensors:
 
 
 def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
-    def whole(ranks: Ranks) -> torch.Tensor | None:
-        weight = full(frozen.detach())
-        low, high = (full(part[_NAME].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-        return (weight + layer.scaling[_NAME] * (high @ low)).cpu() if ranks.leads else None
+    def whole(ranks: Ranks, owner: int) -> torch.Tensor | None:
+        low, high = (gathered(part[_NAME].weight, ranks, owner) for part in (layer.lora_A, layer.lora_B))
+        weight = gathered(frozen, ranks, owner)
+        if weight is None or low is None or high is None:
+            return None
+        return weight + layer.scaling[_NAME] * (high @ low)
 
     return SavedTensor(frozen.shape, frozen.dtype, whole)
 
 
 def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
-    """Write adapter and frozen matrices to the trainer's state; the leading rank writes, all take part."""
+    """Write adapter and frozen matrices to the trainer's state; all ranks take part."""
     if not _adapted(model):
         return
     frozen: SavedTensors = {}

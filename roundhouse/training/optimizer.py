@@ -7,6 +7,7 @@ back continues bit for bit.
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
-    """Write every state tensor whole as `<kind>/<parameter name>`; the leading rank writes, all ranks take part."""
+    """Write every state tensor whole as `<kind>/<parameter name>`; all ranks take part."""
     tensors = {
         f"{kind}/{name}": SavedTensor.of(value)
         for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
+        for kind, value in sorted(
+            optimizer.state.get(parameter, {}).items(), key=itemgetter(0)
+        )  # whether loaded or made
     }
     save_tensors(tensors, directory, OPTIMIZER, ranks)
 

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(minutes=10)
 """For one collective: a rank that died is noticed after this, and its peers stop with an error instead of waiting."""
 
+T = TypeVar("T")
 _EXTREMES = (Denominator.MAX, Denominator.MIN)
 
 
@@ -60,6 +61,21 @@ class Ranks:
     def wait(self) -> None:
         """Return when every rank has come here."""
         self.sum(np.zeros(1))
+
+    def gather(self, found: T) -> list[T]:
+        """What each rank found, in the order of the ranks."""
+        if self.size == 1:
+            return [found]
+        import torch.distributed as distributed
+
+        every: list[Any] = [None] * self.size
+        try:
+            distributed.all_gather_object(every, found)
+        except RuntimeError as error:
+            raise InfraError(
+                f"Rank {self.rank} of {self.size} lost its peers: {error}. Start the job again."
+            ) from error
+        return every
 
     def merge(self, shares: dict[str, Share]) -> dict[str, Share]:
         """What all ranks found together of each metric; a rank that had no work adds nothing."""
@@ -161,20 +177,42 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole is None else whole()
 
 
-def whole_on_leader(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor | None:
-    """A tensor whole on the CPU of the leading rank, None on the others, which take part and keep nothing of it."""
-    whole = full(tensor.detach())
-    return whole.cpu().contiguous() if ranks.leads else None
+def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | None:
+    """A tensor whole on one rank, None on the others; collective where it is spread over them by rows, as FSDP2 does.
+
+    Each rank sends its rows to the owner alone, which holds nothing of the tensor but the whole.
+
+    Raises:
+        InfraError: a rank is lost.
+    """
+    owns, mine = ranks.rank == owner, tensor.detach()
+    if not hasattr(mine, "to_local"):  # a DTensor, whose import costs a second that one process need not pay
+        return mine if owns else None
+    import torch.distributed as distributed
+
+    local, rows = mine.to_local(), -(-tensor.shape[0] // ranks.size)
+    if len(local) < rows:  # of the last ranks; all send equally much
+        local = torch.cat([local, local.new_empty(rows - len(local), *tensor.shape[1:])])
+    whole = local.new_empty(ranks.size * rows, *tensor.shape[1:]) if owns else None
+    try:
+        distributed.gather(local.contiguous(), None if whole is None else list(whole.split(rows)), dst=owner)
+    except RuntimeError as error:
+        raise InfraError(f"Rank {ranks.rank} of {ranks.size} lost its peers: {error}. Start the job again.") from error
+    return None if whole is None else whole[: tensor.shape[0]]
 
 
 def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of `whole`, laid out over the ranks as the parameter is."""
-    mesh = getattr(parameter, "device_mesh", None)
+    """A copy of `whole`, laid out over the ranks as the parameter is; of a tensor of a mapped file, a rank reads its rows."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return whole.to(parameter.device, copy=True)
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor
 
-    return distribute_tensor(whole.to(mesh.device_type, copy=True), mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    rows = -(-len(whole) // mesh.size())
+    begin = min(mesh.get_local_rank() * rows, len(whole))
+    local = whole[begin : begin + rows].to(mesh.device_type, copy=True)
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks, device: str, dtype: str) -> None:

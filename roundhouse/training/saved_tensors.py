@@ -1,21 +1,41 @@
 """Tensors of a model or an optimizer on their way into a checkpoint, and out of it, one at a time.
 
-Invariant: of tensors that are spread over ranks, one is gathered at a time, kept by the leading rank alone, and written before
-the next is. All ranks go through the tensors in the same order.
+Invariant: every file is written by one rank, which is sent the tensors of its files whole, one at a time, and writes one while
+the next is on its way; no rank holds more than three tensors beside its own part. All ranks go through the tensors in the same
+order, and none returns before all files are whole, or raises without all raising.
+
+    rank 0   model-00001-of-00002.safetensors   index, digests.json, side files
+    rank 1   model-00002-of-00002.safetensors
+
+Ranks of other machines than the leading one's write nothing: they may not see its directory.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from roundhouse.training.parallel import Ranks, whole_on_leader
+from roundhouse.errors import InfraError
+from roundhouse.training.parallel import Ranks, gathered
 from roundhouse.weight_sync.tensor_files import INDEX, weight_files
-from roundhouse.weight_sync.tensor_writer import TensorHeader, TensorWriter, shards
+from roundhouse.weight_sync.tensor_writer import (
+    SHARD_BYTES,
+    TensorHeader,
+    TensorWriter,
+    file_names,
+    shards,
+    write_index,
+)
+
+FILE_BYTES = 4 * 2**20
+"""Below this much for each rank, the leading rank writes one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +45,97 @@ class SavedTensor:
     shape: torch.Size
     """Of the whole."""
     dtype: torch.dtype
-    whole: Callable[[Ranks], torch.Tensor | None]
-    """Gathers it on the CPU of the leading rank; None on the others. All take part."""
+    whole: Callable[[Ranks, int], torch.Tensor | None]
+    """Gathers it on the rank of this number; None on the others. All take part."""
+    on_leader: bool = False
+    """Whether the leading rank alone has it, whole."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
-        return cls(tensor.shape, tensor.dtype, lambda ranks: whole_on_leader(tensor, ranks))
+        return cls(tensor.shape, tensor.dtype, lambda ranks, owner: gathered(tensor, ranks, owner))
 
 
 SavedTensors = dict[str, SavedTensor]
 
 
 def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks) -> None:
-    """Write them to `<stem>.safetensors`, or to numbered files and an index; the leading rank writes, all take part."""
-    planned = shards(TensorHeader(name, saved.dtype, tuple(saved.shape)) for name, saved in tensors.items())
-    order = [header.name for shard in planned for header in shard]
-    if not ranks.leads:
-        for name in order:
-            tensors[name].whole(ranks)
-        return
-    wholes = ((name, whole) for name in order if (whole := tensors[name].whole(ranks)) is not None)
-    writer = TensorWriter(directory)
-    writer.write_sharded(stem, planned, wholes)
-    writer.close()
+    """Write them to `<stem>.safetensors`, or to numbered files and an index, each file by one rank.
+
+    Raises:
+        InfraError: another rank could not write; what this rank could not write is raised as it is.
+    """
+    headers = [TensorHeader(name, saved.dtype, tuple(saved.shape)) for name, saved in tensors.items()]
+    writers = 1 if any(saved.on_leader for saved in tensors.values()) else min(ranks.size, ranks.here)
+    planned = _planned(headers, writers)
+    names = file_names(stem, len(planned))
+    own = {name: shard for i, (name, shard) in enumerate(zip(names, planned, strict=True)) if i % writers == ranks.rank}
+    thread = _WriterThread(directory, own)
+    by_owner = [[header.name for shard in planned[rank::writers] for header in shard] for rank in range(writers)]
+    try:
+        for turn in zip_longest(*by_owner):
+            for owner, name in enumerate(turn):
+                if name is not None and (whole := tensors[name].whole(ranks, owner)) is not None:
+                    thread.put(name, whole.cpu())
+                whole = None  # not two of them while the next is gathered
+    finally:
+        thread.end()
+    files, digests = thread.writer.found()
+    every = ranks.gather((files, digests, None if thread.error is None else repr(thread.error)))
+    if thread.error is not None:
+        raise thread.error
+    for rank, (_, _, error) in enumerate(every):
+        if error is not None:
+            raise InfraError(f"Rank {rank} of {ranks.size} could not write its part of {directory}: {error}")
+    if ranks.leads:
+        for files, digests, _ in every[1:]:
+            thread.writer.add(files, digests)
+        write_index(directory, stem, planned)
+        thread.writer.close()
+
+
+def _planned(headers: list[TensorHeader], writers: int) -> list[list[TensorHeader]]:
+    """The tensors of each file: as many files for each writer, of about the same size."""
+    total = sum(header.bytes for header in headers)
+    if writers == 1 or total < writers * FILE_BYTES:
+        return shards(headers, SHARD_BYTES)
+    count = writers * -(-total // (writers * SHARD_BYTES))
+    files: list[list[TensorHeader]] = [[] for _ in range(count)]
+    begin = 0
+    for header in headers:
+        files[min((2 * begin + header.bytes) * count // (2 * total), count - 1)].append(header)
+        begin += header.bytes
+    return [shards(file, total)[0] for file in files if file]
+
+
+class _WriterThread:
+    """Writes files while their tensors come; after an error it takes the rest and drops them."""
+
+    def __init__(self, directory: Path, files: dict[str, list[TensorHeader]]) -> None:
+        self.writer = TensorWriter(directory)
+        self.error: BaseException | None = None
+        self._coming: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._write, args=(directory, files), daemon=True)
+        self._thread.start()
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._coming.put((name, tensor))
+
+    def end(self) -> None:
+        """Return when everything is written, or has failed."""
+        self._coming.put(None)
+        self._thread.join()
+
+    def _write(self, directory: Path, files: dict[str, list[TensorHeader]]) -> None:
+        came = iter(self._coming.get, None)
+        try:
+            if files:
+                directory.mkdir(parents=True, exist_ok=True)
+            for name, headers in files.items():
+                self.writer.write(name, headers, (one for _, one in zip(headers, came, strict=False)))
+        except BaseException as error:  # noqa: BLE001 - raised by `save_tensors`, when all ranks know
+            self.error = error
+        for _ in came:
+            pass
 
 
 def saved_tensors(directory: Path, stem: str) -> Iterator[tuple[str, torch.Tensor]]:

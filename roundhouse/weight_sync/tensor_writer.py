@@ -115,23 +115,40 @@ class TensorWriter:
         Args:
             planned: of `shards`; the tensors come in this order.
         """
-        if len(planned) == 1:
-            self.write(f"{stem}.safetensors", planned[0], tensors)
-            return
-        weight_map: dict[str, str] = {}
-        for number, headers in enumerate(planned, 1):
-            name = f"{stem}-{number:05d}-of-{len(planned):05d}.safetensors"
+        for name, headers in zip(file_names(stem, len(planned)), planned, strict=True):
             self.write(name, headers, _taken(tensors, len(headers)))
-            weight_map |= dict.fromkeys((header.name for header in headers), name)
-        total = sum(header.bytes for headers in planned for header in headers)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (self._directory / f"{stem}.safetensors.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n"
-        )
+        write_index(self._directory, stem, planned)
+
+    def found(self) -> tuple[dict[str, FileEntry], dict[str, str]]:
+        """The files written so far, and the digest of each tensor in them."""
+        return self._files, self._tensors
+
+    def add(self, files: dict[str, FileEntry], tensors: dict[str, str]) -> None:
+        """Take what another writer of the directory found as this one's."""
+        self._files |= files
+        self._tensors |= tensors
 
     def close(self) -> None:
         """Leave what was found of the files."""
         FileDigests(files=self._files, weights_digest=digest_of_tensors(self._tensors)).leave(self._directory)
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Of so many files of tensors."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(directory: Path, stem: str, planned: Sequence[Sequence[TensorHeader]]) -> None:
+    """Write which file each tensor is in; nothing where there is one file."""
+    if len(planned) == 1:
+        return
+    names = file_names(stem, len(planned))
+    weight_map = {header.name: name for name, headers in zip(names, planned, strict=True) for header in headers}
+    total = sum(header.bytes for headers in planned for header in headers)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def rewrite(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import ResidentService
@@ -22,6 +25,7 @@ from roundhouse.launch.train_service import open_service
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import LossBatch, Role
+from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, iterate, tensor_digests, weight_files
 from tests.stages.test_distributed import is_alive
 from tests.training.service.test_engine import loss_batch
 from tests.training.test_ranks import _distance as distance
@@ -118,6 +122,76 @@ def test_what_a_request_brings_about_is_refused_and_the_ranks_stay(
     step(together, batch)
     assert pids(together) == before
     assert all(map(is_alive, before))
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 10 MiB, of which each of two ranks writes a part."""
+    directory = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=101, hidden_size=256, intermediate_size=1023, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512,
+    )  # fmt: skip
+    Qwen3ForCausalLM(shape).save_pretrained(directory)
+    return directory
+
+
+def test_each_rank_writes_its_part_of_an_ordinary_directory(alone: TrainEngine, wide_dir: Path, tmp_path: Path) -> None:
+    together = ranks_of()
+    try:
+        _each_writes_its_part(together, alone, wide_dir, tmp_path)
+    finally:
+        together.close()
+
+
+def _each_writes_its_part(together: ResidentRanks, alone: TrainEngine, wide_dir: Path, tmp_path: Path) -> None:
+    for service, name in ((alone, "alone"), (together, "together")):
+        service.load_checkpoint(wide_dir)
+        service.save_checkpoint(tmp_path / f"{name}-begun", Cursor())
+        step(service, loss_batch([0, 1, 2, 3]))
+        service.save_checkpoint(tmp_path / name, Cursor(optimizer_steps=1))
+    saved = tmp_path / "together"
+    assert len(list(saved.glob("model-*-of-00002.safetensors"))) == 2
+    assert len(list((saved / "trainer").glob("optimizer-*.safetensors"))) >= 2
+    begun = [digest_of(tmp_path / f"{name}-begun") for name in ("alone", "together")]
+    assert begun == [digest_of_tensors(tensor_digests(weight_files(wide_dir)))] * 2
+    (saved / "digests.json").unlink()
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    reference = dict(iterate(tmp_path / "alone"))
+    for name, tensor in model.state_dict().items():
+        if name in reference:
+            torch.testing.assert_close(tensor, reference[name], rtol=1e-4, atol=1e-5)
+    together.load_checkpoint(saved, trainer_state=saved / "trainer")
+    together.save_checkpoint(tmp_path / "again", Cursor(optimizer_steps=1))
+    assert contents(tmp_path / "again") == contents(saved)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = list(directory.rglob("*.safetensors"))
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_as_it_writes_is_named(wide_dir: Path, tmp_path: Path) -> None:
+    service = ranks_of()
+    try:
+        service.load_checkpoint(wide_dir)
+        step(service, loss_batch([0, 1, 2, 3]))
+        pid, first = pids(service)[1], tmp_path / "saved/trainer/optimizer-00002-of-00002.safetensors"
+
+        def kill() -> None:
+            while not any(first.parent.glob("optimizer-00002*")):
+                time.sleep(0.0005)
+            os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        with pytest.raises(InfraError, match="rank 1 of 2 was killed by signal 9"):
+            service.save_checkpoint(tmp_path / "saved", Cursor(optimizer_steps=1))
+        assert not (tmp_path / "saved/trainer/state.json").exists(), "the cursor is written last"
+    finally:
+        service.close()
 
 
 def killed(pid: int) -> None:

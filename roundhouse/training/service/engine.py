@@ -127,6 +127,9 @@ class TrainEngine:
         return Applied(grad_norm=norm)
 
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
+        directory = Path(
+            self.ranks.gather(str(directory))[0]
+        )  # ranks of a program a step have a scratch directory each
         save_model(self.model, self._side_files, directory, self.ranks)
         if cursor is not None:
             state = directory / TRAINER_DIRECTORY
