@@ -1,4 +1,4 @@
-"""Environments written as the code that plays a rollout: workers, evaluators and data loaders, as NexRL has them.
+"""Environments written as the code that plays a rollout: workers, evaluators, data loaders and the pool, as NexRL has them.
 
 A recipe imports what it needs from here:
 
@@ -24,6 +24,7 @@ from roundhouse.compat.nexrl.built_in import (
     TraceRolloutWorker,
 )
 from roundhouse.compat.nexrl.client import BaseDataLoader, FileDataLoader, MockDataLoader
+from roundhouse.compat.nexrl.pool import Batch, TrajectoryPool, read_trajectories
 
 __all__ = [
     "AgentEvaluationTarget",
@@ -31,6 +32,7 @@ __all__ = [
     "BaseDataLoader",
     "BaseEvaluationTarget",
     "BaseRolloutWorker",
+    "Batch",
     "EvaluationRunResult",
     "Evaluator",
     "FileDataLoader",
@@ -43,4 +45,6 @@ __all__ = [
     "StepResult",
     "TraceRolloutWorker",
     "Tracer",
+    "TrajectoryPool",
+    "read_trajectories",
 ]
