@@ -104,7 +104,17 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if rollouts:
         for status in Status:
             metrics[f"rollout/{status.value}_rate"] = mean([float(rollout.status is status) for rollout in rollouts])
-    return metrics | _failure_metrics(rollouts) | _environment_metrics(rollouts)
+    failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+    kinds = Counter(f"failures/{rollout.failure_kind or 'unknown'}" for rollout in failed)
+    codes = Counter(f"failures/code/{rollout.failure_code or 'unknown'}" for rollout in failed)
+    metrics |= {name: float(count) for name, count in sorted((kinds + codes).items())}
+    reported: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            reported.setdefault(f"environment/{name}", []).append(value)
+        for name, value in rollout.reward_components.items():
+            reported.setdefault(f"reward/{name}", []).append(value)
+    return metrics | {name: mean(values) for name, values in sorted(reported.items())}
 
 
 def metrics_by_environment(config: RunConfig, rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
@@ -130,25 +140,6 @@ def deviation(values: Sequence[float]) -> float:
         return 0.0
     center = mean(values)
     return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1))
-
-
-def _failure_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many rollouts failed, by kind and by code."""
-    failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
-    kinds = Counter(f"failures/{rollout.failure_kind or 'unknown'}" for rollout in failed)
-    codes = Counter(f"failures/code/{rollout.failure_code or 'unknown'}" for rollout in failed)
-    return {name: float(count) for name, count in sorted((kinds + codes).items())}
-
-
-def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means of what the environment reported, each over the rollouts that report it."""
-    found: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            found.setdefault(f"environment/{name}", []).append(value)
-        for name, value in rollout.reward_components.items():
-            found.setdefault(f"reward/{name}", []).append(value)
-    return {name: mean(values) for name, values in sorted(found.items())}
 
 
 class InProcessCollector:

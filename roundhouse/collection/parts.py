@@ -84,7 +84,9 @@ class Parts:
             self.attempt.write_table("turns", turns_table(waiting))
             self.attempt.write_table("rollouts", rollouts_table(waiting))
         if (calls := self.journal.take()) is not None:
-            self._write_journal(calls)
+            name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
+            self._own_journal.append(name)
+            self._location.write(name, journal_parquet(calls))
         self._flushed_at = time.monotonic()
 
     def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
@@ -137,11 +139,6 @@ class Parts:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    def _write_journal(self, calls: pa.Table) -> None:
-        name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
-        self._own_journal.append(name)
-        self._location.write(name, journal_parquet(calls))
-
     def _read(self) -> None:
         shard, oldest = self._shard, self._oldest_version
         names = [name for name in self._location.names() if name.endswith(".parquet")]
@@ -149,7 +146,11 @@ class Parts:
             names = [name for name in names if shard.may_be_in(name)]
         spent = set()
         for name in _of("rollouts", names):
-            for rollout in self._rollouts_in(name):
+            rollouts = read_part(self._location, name, ROLLOUTS)
+            turns = read_part(self._location, "turns-" + name.removeprefix("rollouts-"), TURNS)
+            if rollouts is None or turns is None:  # either cannot be trusted
+                continue
+            for rollout in rollouts_from_tables(rollouts, turns):
                 if shard is not None and rollout.rollout_id not in shard.rollout_ids:
                     continue
                 if oldest is not None and any(turn.policy_version < oldest for turn in rollout.turns):
@@ -165,12 +166,6 @@ class Parts:
                     own = pa.array(sorted(shard.rollout_ids), pa.string())
                     part = part.filter(pc.is_in(part["rollout_id"], value_set=own))
                 self.journal.read(part, leave_out=spent | self._earlier.keys())
-
-    def _rollouts_in(self, name: str) -> list[Rollout]:
-        """The rollouts of a part and its turns; none when either cannot be trusted."""
-        rollouts = read_part(self._location, name, ROLLOUTS)
-        turns = read_part(self._location, "turns-" + name.removeprefix("rollouts-"), TURNS)
-        return [] if rollouts is None or turns is None else rollouts_from_tables(rollouts, turns)
 
 
 def _of(dataset: str, names: Iterable[str]) -> list[str]:

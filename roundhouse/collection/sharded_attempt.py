@@ -236,7 +236,15 @@ class ShardedAttempt:
             },
         }
         reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | told)
-        self._clean()
+        # What workers left for each other is not needed any more
+        location = self.stage.location
+        try:
+            for name in location.names():
+                if name.startswith("journal-"):
+                    location.delete(name)
+            (location / WRITERS).delete_tree()
+        except StoreError as error:  # the stage is complete all the same, and `roundhouse store gc` finds the rest
+            log.warning("Parts that have served stay: %s", error)
         return reference
 
     def _checked(self, shard: Shard, report: ShardReport, *, fresh: bool) -> ShardOutcome:
@@ -268,17 +276,6 @@ class ShardedAttempt:
             counts.turns_resumed += told["turns_resumed"]
             counts.rollouts_restarted.update(told["rollouts_restarted"])
         return counts
-
-    def _clean(self) -> None:
-        """What workers left for one another has served."""
-        location = self.stage.location
-        try:
-            for name in location.names():
-                if name.startswith("journal-"):
-                    location.delete(name)
-            (location / WRITERS).delete_tree()
-        except StoreError as error:  # the stage is complete all the same, and `roundhouse store gc` finds the rest
-            log.warning("Parts that have served stay: %s", error)
 
 
 def _read_report(place: Location) -> ShardReport | None:

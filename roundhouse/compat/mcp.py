@@ -374,20 +374,6 @@ async def with_offered(session: EnvironmentSession, row: TaskRow, base_url: str,
         SeedFailed: the offer cannot be understood.
         EnvironmentUnreachable: its server cannot be used.
     """
-    server, url, headers = _read_offer(offer, base_url)
-    connection = await McpConnection.open(server, url, headers)
-    offered = _OfferedSession(session, [connection])
-    params = row.get("responses_create_params")
-    own = {tool.get("name") for tool in (params.get("tools") or [])} if isinstance(params, dict) else set()
-    offered.tools = [tool for tool in offered.tools if bare(tool["name"], server) not in own]
-    if not offered.tools:
-        await connection.close()
-        return session
-    return offered
-
-
-def _read_offer(offer: Any, base_url: str) -> tuple[str, str, dict[str, str]]:
-    """Server name, URL and headers."""
     where = f"{base_url}/seed_session"
     if not isinstance(offer, dict) or not isinstance(offer.get("server_name"), str):
         raise SeedFailed(f"{where} offers MCP without a server_name: {offer!r}")
@@ -399,7 +385,16 @@ def _read_offer(offer: Any, base_url: str) -> tuple[str, str, dict[str, str]]:
         )
     if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise SeedFailed(f"{where} offers MCP with headers that are no texts: {headers!r}")
-    return offer["server_name"], base_url + path, headers
+    server, url, headers = offer["server_name"], base_url + path, headers
+    connection = await McpConnection.open(server, url, headers)
+    offered = _OfferedSession(session, [connection])
+    params = row.get("responses_create_params")
+    own = {tool.get("name") for tool in (params.get("tools") or [])} if isinstance(params, dict) else set()
+    offered.tools = [tool for tool in offered.tools if bare(tool["name"], server) not in own]
+    if not offered.tools:
+        await connection.close()
+        return session
+    return offered
 
 
 PATH = "/mcp"
@@ -456,20 +451,6 @@ class McpEndpoint:
         return ListToolsResult(tools=self._tools)
 
     async def _call_tool(self, context: ServerRequestContext, params: CallToolRequestParams) -> CallToolResult:
-        session_id = self._session_id(context)
-        arguments = params.arguments or {}
-        try:
-            work = self._call(session_id, params.name, arguments)
-            result = await within(self._seconds, work, f"{PATH} {params.name}")
-        except InfraError as error:
-            raise MCPError(INTERNAL_ERROR, repr(error), FAILURE) from error
-        return CallToolResult(content=[TextContent(type="text", text=result.text)], is_error=not result.ok)
-
-    def _session_id(self, context: ServerRequestContext) -> str:
-        """
-        Raises:
-            MCPError: the request has no token of ours.
-        """
         token = "" if context.request is None else context.request.headers.get(TOKEN_HEADER, "")
         if not token:
             raise MCPError(
@@ -486,4 +467,10 @@ class McpEndpoint:
                 "server was restarted. Seed a session and send its token.",
                 FAILURE,
             ) from error
-        return session_id
+        arguments = params.arguments or {}
+        try:
+            work = self._call(session_id, params.name, arguments)
+            result = await within(self._seconds, work, f"{PATH} {params.name}")
+        except InfraError as error:
+            raise MCPError(INTERNAL_ERROR, repr(error), FAILURE) from error
+        return CallToolResult(content=[TextContent(type="text", text=result.text)], is_error=not result.ok)

@@ -72,10 +72,7 @@ class ChatServer:
         if app is None or (scope.get("method"), scope["path"]) not in ENGINE_ROUTES:
             await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
             return
-        await self._through(app, scope, receive, send)
-
-    async def _through(self, app: AsgiApp, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """The engine's own routes hold the weights still like ours, where they use them."""
+        # The engine's own routes, too, keep the weights as they are while a request that uses them runs
         if scope.get("method") != "POST" or scope["path"] in ("/tokenize", "/detokenize"):
             await app(scope, receive, send)
             return

@@ -217,20 +217,17 @@ class VllmGeneration(GenerationInterface):
 
     def prepare_for_generation(self) -> None:
         if self._llm is None:
-            self._start()
+            from roundhouse.generation.vllm_engine import allow_proxies, engine_arguments, environment
+
+            for key, value in environment(self.tokenized.config).items():
+                os.environ.setdefault(key, value)
+            from vllm import LLM
+
+            allow_proxies()
+            self._llm = LLM(**engine_arguments(self.tokenized.config, self.model_dir))
+            if any(Path(self.model_dir).glob("*.safetensors")):
+                self.load_weights(self.model_dir)
         self._ready = True
-
-    def _start(self) -> None:
-        from roundhouse.generation.vllm_engine import allow_proxies, engine_arguments, environment
-
-        for key, value in environment(self.tokenized.config).items():
-            os.environ.setdefault(key, value)
-        from vllm import LLM
-
-        allow_proxies()
-        self._llm = LLM(**engine_arguments(self.tokenized.config, self.model_dir))
-        if any(Path(self.model_dir).glob("*.safetensors")):
-            self.load_weights(self.model_dir)
 
     def finish_generation(self) -> None:
         if self._ready:

@@ -154,12 +154,22 @@ def read_request(body: Any, model: str) -> ChatRequest:
             raise BadRequest(f"{shown} is not supported: this engine has no such field. Leave it out.", key)
         if value not in NEUTRAL[key]:
             raise BadRequest(f"{shown} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message.", "messages")
+    for index, message in enumerate(messages):
+        if problem := message_problem(message, strict=True) or token_problem(message, strict=True):
+            raise BadRequest(f"messages[{index}]: {problem}.", "messages")
+    arguments = body.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise BadRequest("chat_template_kwargs must be an object.", "chat_template_kwargs")
+    effort = body.get("reasoning_effort")
     return ChatRequest(
-        messages=_messages(body.get("messages")),
+        messages=messages,
         tools=_tools(body),
         draw=_draw(body),
         model=model,
-        template_arguments=_template_arguments(body),
+        template_arguments=arguments if effort is None else {"reasoning_effort": effort, **arguments},
         only_first_call=_flag(body, "parallel_tool_calls", default=True) is False,
         # Who asks for tokens as IDs reads them, and their log-probabilities, in the message.
         logprobs=_flag(body, "logprobs") and not _flag(body, "return_tokens_as_token_ids"),
@@ -205,15 +215,6 @@ def _flag(body: dict[str, Any], key: str, *, default: bool = False) -> bool:
     return value
 
 
-def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
-    """What the chat template is given besides messages and tools; `reasoning_effort` is one of them."""
-    value = body.get("chat_template_kwargs") or {}
-    if not isinstance(value, dict):
-        raise BadRequest("chat_template_kwargs must be an object.", "chat_template_kwargs")
-    effort = body.get("reasoning_effort")
-    return value if effort is None else {"reasoning_effort": effort, **value}
-
-
 def _required_prefix(body: dict[str, Any]) -> list[int] | None:
     prefix = body.get("required_prefix_token_ids") or None
     if prefix is None:
@@ -238,15 +239,6 @@ def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
                 f'tools[{index}] must have the shape {{"type": "function", "function": {{"name": …}}}}.', "tools"
             )
     return [] if body.get("tool_choice") == "none" else tools
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message.", "messages")
-    for index, message in enumerate(messages):
-        if problem := message_problem(message, strict=True) or token_problem(message, strict=True):
-            raise BadRequest(f"messages[{index}]: {problem}.", "messages")
-    return messages
 
 
 def message_problem(message: Any, *, strict: bool) -> str:

@@ -296,7 +296,20 @@ class ServedPolicy:
         transport = None if source is None else transport_class(source.kind)
         if source is not None and transport is not None and issubclass(transport, DirectTransport):
             try:
-                self._hold(await self._received(desired, transport, source), desired, started)
+                transport.check_replica(self.engine, source, self.replica_id)
+                started = time.perf_counter()
+                change = WeightChange(
+                    desired.policy_version, desired.digest, desired.running, desired.keep_prefix_cache
+                )
+                async with self._changed(desired):
+                    digest, tensors = await transport.receive(self.engine, source, self.replica_id, change)
+                self._hold(
+                    FetchedWeights(
+                        None, digest, tensors, source.kind, seconds={"transfer": time.perf_counter() - started}
+                    ),
+                    desired,
+                    started,
+                )
                 return
             except WeightTransferFailed as error:
                 note = f"{source.kind}: {error}"
@@ -315,21 +328,6 @@ class ServedPolicy:
             raise
         fetched.seconds["load"] = time.perf_counter() - ready
         self._hold(fetched, desired, started)
-
-    async def _received(
-        self, desired: DesiredPolicy, transport: type[DirectTransport], source: WeightSource
-    ) -> FetchedWeights:
-        """Weights that go straight into the engine; the requests are shut out meanwhile.
-
-        Raises:
-            WeightTransferFailed: they did not come.
-        """
-        transport.check_replica(self.engine, source, self.replica_id)
-        started = time.perf_counter()
-        change = WeightChange(desired.policy_version, desired.digest, desired.running, desired.keep_prefix_cache)
-        async with self._changed(desired):
-            digest, tensors = await transport.receive(self.engine, source, self.replica_id, change)
-        return FetchedWeights(None, digest, tensors, source.kind, seconds={"transfer": time.perf_counter() - started})
 
     @asynccontextmanager
     async def _changed(self, desired: DesiredPolicy) -> AsyncIterator[None]:

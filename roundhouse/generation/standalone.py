@@ -64,7 +64,8 @@ class StandaloneEngine:
             await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/desired).")
 
     async def _apply(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if not self._is_allowed(scope):
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             await reply_error(
                 send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
             )
@@ -104,12 +105,6 @@ class StandaloneEngine:
                     self._policy.engine.shutdown()
                 self._policy, self._server, self._application = policy, server, digest
             await self._policy.apply(wanted)
-
-    def _is_allowed(self, scope: dict[str, Any]) -> bool:
-        if self._token is None:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -132,17 +132,14 @@ class Arrivals:
             came = list(tensors)
             for name, tensor in came:
                 self._digests.append(self._pool.submit(torch_digest, name, tensor))
-                if self._is_probed(name, tensor):
+                parts = name.split(".")
+                in_layer = any(part.isdigit() for part in parts)
+                if not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts)):
                     # A copy: it must not keep the whole batch that it came in.
                     self._kept[name] = tensor.detach().cpu().clone()
             return load(came)
 
         model.load_weights = watched
-
-    def _is_probed(self, name: str, tensor: Any) -> bool:
-        parts = name.split(".")
-        in_layer = any(part.isdigit() for part in parts)
-        return not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts))
 
     def stop(self) -> None:
         """Nothing is written down from here on."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
+from roundhouse.infra.state import ServiceRecord, StateDirectory
 from roundhouse.store.process_identity import birth, boot_id, is_alive
 
 MARK = "ROUNDHOUSE_SERVICE_OF"
@@ -27,7 +27,15 @@ def mark(state: StateDirectory, service: str) -> str:
 def members(state: StateDirectory, service: str | None = None) -> list[psutil.Process]:
     """Live processes of one service, or of all."""
     running = state.running()
-    sessions = _sessions(running, service)
+    # Sessions of recorded services, if no other process can have got their numbers since
+    records = [record for name, record in running.services.items() if service in (None, name)]
+    sessions = {
+        record.process_group: record
+        for record in records
+        if running.boot_id == boot_id()
+        and record.process_group
+        and (is_alive(record.pid, record.born) or not psutil.pid_exists(record.pid))
+    }
     wanted = mark(state, service) if service else f"{state.path}::"
     found = []
     for process in psutil.process_iter():
@@ -73,18 +81,6 @@ def _marked(process: psutil.Process, wanted: str, *, exact: bool) -> bool:
     except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
         return False
     return found == wanted if exact else found.startswith(wanted)
-
-
-def _sessions(running: RunningServices, service: str | None) -> dict[int, ServiceRecord]:
-    """Sessions of recorded services that cannot have been given to anybody else since."""
-    if running.boot_id != boot_id():
-        return {}
-    records = [record for name, record in running.services.items() if service in (None, name)]
-    return {
-        record.process_group: record
-        for record in records
-        if record.process_group and (is_alive(record.pid, record.born) or not psutil.pid_exists(record.pid))
-    }
 
 
 def _in_session(process: psutil.Process, sessions: dict[int, ServiceRecord]) -> bool:

@@ -77,8 +77,15 @@ class ServiceMonitor:
                         break
                 else:
                     await self._watch(process)
-                if not await self._prepare_restart(process):
+                log.warning("%s: %s", self.record.name, self.record.detail)
+                if self.record.restarts >= RESTARTS:
+                    self.record.detail += f" It was restarted {RESTARTS} times; roundhouse gave up."
                     break
+                self.record.restarts += 1
+                self._set("restarting")
+                await self._end(grace_seconds=0)
+                process.wait()
+                await asyncio.sleep(Backoff(FIRST_PAUSE_SECONDS).pause(self.record.restarts))
         except OSError as error:
             self.record.detail = f"It could not be started: {error}"
         finally:
@@ -156,19 +163,6 @@ class ServiceMonitor:
                 self.record.detail = f"It was alive but answered nothing for {UNRESPONSIVE_SECONDS:.0f} s."
                 return
         self.record.detail = f"It ended with exit code {process.returncode} while in use."
-
-    async def _prepare_restart(self, process: subprocess.Popen[bytes]) -> bool:
-        """Clear the ports of what the dead service left behind, and pause. False when it has been tried often enough."""
-        log.warning("%s: %s", self.record.name, self.record.detail)
-        if self.record.restarts >= RESTARTS:
-            self.record.detail += f" It was restarted {RESTARTS} times; roundhouse gave up."
-            return False
-        self.record.restarts += 1
-        self._set("restarting")
-        await self._end(grace_seconds=0)
-        process.wait()
-        await asyncio.sleep(Backoff(FIRST_PAUSE_SECONDS).pause(self.record.restarts))
-        return True
 
     async def _end(self, grace_seconds: float | None = None) -> None:
         name = self.record.name

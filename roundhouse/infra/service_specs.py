@@ -142,6 +142,7 @@ def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     }
     for name, value in options.items():
         command += [f"--{name}", str(value)]
+    # Serve takes the ports of replicas from a range below all others that are given out here
     environment = {
         **ray_client(state, ports["gcs"]),
         **head_environment(
@@ -150,7 +151,7 @@ def _ray(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
             metrics_port=ports["proxy_metrics"],
             fallback_port=ports["proxy_fallback"],
             grpc_fallback_port=ports["proxy_grpc_fallback"],
-            first_replica_port=_first_replica_port(state),
+            first_replica_port=FIRST_REPLICA_PORT + REPLICA_PORTS * (int(_digest(state), 16) % REPLICA_PORT_RANGES),
         ),
         "DASHBOARD_METRIC_PORT": str(ports["dashboard_metrics"]),
         # Workers of a node with 64 nominal cores are started when needed, not in advance.
@@ -225,11 +226,6 @@ def _ray_directory(state: StateDirectory) -> Path:
     for session in sessions[: -RAY_SESSIONS_KEPT + 1]:
         shutil.rmtree(session, ignore_errors=True)
     return private
-
-
-def _first_replica_port(state: StateDirectory) -> int:
-    """Where the range of ports begins from which Serve gives replicas theirs: below all others that are given out here."""
-    return FIRST_REPLICA_PORT + REPLICA_PORTS * (int(_digest(state), 16) % REPLICA_PORT_RANGES)
 
 
 def _digest(state: StateDirectory) -> str:

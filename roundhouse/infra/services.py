@@ -319,21 +319,17 @@ def services_of(config: RunConfig) -> Iterator[Services]:
             )
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
         os.environ.update(services.environment() | own_tracking)
-        _quiet_libraries()
+        # Their logs go to Prefect and to files; the terminal shows the run.
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         pages: dict[str, str] = {}
         if "prefect" in wanted:
             pages = {"prefect": services.prefect_ui_url, "prefect_sign_in": services.prefect_sign_in_url}
         pages |= {"mlflow": services.mlflow_url} if services.is_coming("mlflow") else {}
         announce("pages", **pages)
         yield services
-
-
-def _quiet_libraries() -> None:
-    """Their logs go to Prefect and to files; the terminal shows the run."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 LOOK_SECONDS = 0.5

@@ -23,7 +23,7 @@ from roundhouse.http import ports
 from roundhouse.infra import processes
 from roundhouse.infra.service_monitor import ServiceMonitor
 from roundhouse.infra.service_specs import SERVICE_SPECS
-from roundhouse.infra.state import RunningServices, ServiceLease, ServiceRecord, StateDirectory, WantedServices
+from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory, WantedServices
 from roundhouse.store.process_identity import boot_id
 
 log = logging.getLogger(__name__)
@@ -107,26 +107,28 @@ class Supervisor:
             if record.answered >= lease.asked:
                 continue
             if name not in self.tasks:
-                self._begin(record, lease)
+                others = {
+                    port
+                    for other in self.running.services.values()
+                    if other is not record
+                    for port in other.ports.values()
+                }
+                chosen: dict[str, int] = {}
+                for port_name in SERVICE_SPECS[record.name].ports:
+                    chosen[port_name] = lease.ports.get(port_name) or ports.choose(
+                        f"{self.state.path}::{record.name}::{port_name}",
+                        record.ports.get(port_name),
+                        others | set(chosen.values()) | set(lease.ports.values()),
+                    )
+                record.ports, record.arguments, record.answered = chosen, lease.arguments, lease.asked
+                record.status, record.detail, record.restarts, record.url = "starting", "", 0, ""
+                monitor = ServiceMonitor(
+                    self.state, record, self.environment, self.directory, self.publish, lease.asked
+                )
+                self.monitors[record.name] = monitor
+                self.tasks[record.name] = asyncio.create_task(monitor.keep())
             elif not self.tasks[name].cancelling():
                 self.monitors[name].ask(lease.asked)
-
-    def _begin(self, record: ServiceRecord, lease: ServiceLease) -> None:
-        others = {
-            port for other in self.running.services.values() if other is not record for port in other.ports.values()
-        }
-        chosen: dict[str, int] = {}
-        for port_name in SERVICE_SPECS[record.name].ports:
-            chosen[port_name] = lease.ports.get(port_name) or ports.choose(
-                f"{self.state.path}::{record.name}::{port_name}",
-                record.ports.get(port_name),
-                others | set(chosen.values()) | set(lease.ports.values()),
-            )
-        record.ports, record.arguments, record.answered = chosen, lease.arguments, lease.asked
-        record.status, record.detail, record.restarts, record.url = "starting", "", 0, ""
-        monitor = ServiceMonitor(self.state, record, self.environment, self.directory, self.publish, lease.asked)
-        self.monitors[record.name] = monitor
-        self.tasks[record.name] = asyncio.create_task(monitor.keep())
 
     def _retire(self, supervision: TextIO) -> bool:
         """Give up supervision, unless a lease came in at the last moment. Under the lock, so that none is overlooked."""

@@ -117,7 +117,8 @@ def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
         StoreError: there is no such run, or it has not trained this version.
     """
     segments = segments_of(store, run_id, version)
-    found = TrainedOn(run_id, version, _checkpoint(store, run_id, version), segments)
+    place = Location(store) / f"runs/{run_id}/checkpoints/{version:06d}"
+    found = TrainedOn(run_id, version, place.uri if place.exists("manifest.json") else None, segments)
     by_row: dict[str, dict[str, Any]] = {}
     for segment in reversed(segments):
         if segment.first > segment.last:
@@ -132,7 +133,15 @@ def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
         for uri in sorted({stage["dataset"] for stage in stages if stage["dataset"] is not None}):
             prompts |= _dataset_prompts(store, uri)
         for row in _rows(store, segment.run_id, _ROWS, *span):
-            _add_row(by_row, row, prompts.get(row["row"]))
+            known = by_row.get(row["row"])
+            if known is None:
+                by_row[row["row"]] = row | {"prompt": prompts.get(row["row"])}
+            else:  # trained on in an earlier segment too
+                total = known["rollouts"] + row["rollouts"]
+                known["reward"] = (known["reward"] * known["rollouts"] + row["reward"] * row["rollouts"]) / total
+                known["rollouts"] = total
+                known["trained_tokens"] += row["trained_tokens"]
+                known["iterations"] = sorted({*known["iterations"], *row["iterations"]})
     found.rows = [by_row[name] for name in sorted(by_row)]
     if not found.iterations and version > 0 and not any(segment.note for segment in segments):
         raise StoreError(_not_trained(store, run_id, version))
@@ -161,7 +170,7 @@ def segments_of(store: str, run_id: str, version: int) -> list[Segment]:
         if (
             origin in seen
             or not parent["checkpoint"]["uri"].startswith(there)
-            or not _is_same(store, origin, parent["uid"])
+            or not (run_exists(store, origin) and identity_of(store, origin)["uid"] == parent["uid"])
         ):
             segments.append(Segment(origin, 1, 0, f"run {origin} up to version {last} is not in this store any more"))
             return segments
@@ -176,7 +185,8 @@ def row_history(store: str, row: str, runs: list[str] | None = None) -> list[dic
     """
     values = [row, f"{row}#"]
     found = [entry | {"dataset": None} for entry in run_query(store, _OF_ROW, runs=runs, values=values).to_pylist()]
-    if offline := _offline_runs(store, runs):
+    configs = run_query(store, "SELECT run_id, config FROM runs", runs=runs).to_pylist()
+    if offline := [run["run_id"] for run in configs if json.loads(run["config"]).get("offline")]:
         learnt = run_query(store, _OF_ROW_OFFLINE, runs=offline, values=values).to_pylist()
         found += [entry | {"dataset": dataset_label(entry["dataset"])} for entry in learnt]
     if not found:
@@ -185,7 +195,9 @@ def row_history(store: str, row: str, runs: list[str] | None = None) -> list[dic
             'roundhouse query "SELECT DISTINCT group_id FROM rollouts LIMIT 10".'
         )
     newest = _newest_versions(store, sorted({entry["run_id"] for entry in found}))
-    forks = _forks(store)
+    forked = run_query(store, "SELECT run_id, parent FROM runs WHERE parent IS NOT NULL").to_pylist()
+    parents = [(json.loads(run["parent"]), run["run_id"]) for run in forked]
+    forks = sorted((parent["run_id"], int(parent["version"]), fork) for parent, fork in parents)
     for entry in found:
         entry["refused"] = entry["refused"] or []
         went_in = entry["trained"] > 0
@@ -226,19 +238,6 @@ def prompt_of(task: str | None) -> str | None:
         return None
 
 
-def _add_row(by_row: dict[str, dict[str, Any]], row: dict[str, Any], prompt: str | None) -> None:
-    """Count a row of one segment into those of all."""
-    known = by_row.get(row["row"])
-    if known is None:
-        by_row[row["row"]] = row | {"prompt": prompt}
-        return
-    total = known["rollouts"] + row["rollouts"]
-    known["reward"] = (known["reward"] * known["rollouts"] + row["reward"] * row["rollouts"]) / total
-    known["rollouts"] = total
-    known["trained_tokens"] += row["trained_tokens"]
-    known["iterations"] = sorted({*known["iterations"], *row["iterations"]})
-
-
 def _circumstances(iteration: int, stages: list[dict[str, Any]]) -> dict[str, Any]:
     own = [stage for stage in stages if stage["iteration"] == iteration]
     return {
@@ -263,32 +262,11 @@ def _dataset_prompts(store: str, uri: str) -> dict[str, str | None]:
     return {row["row"]: prompt_of(row["task"]) for row in found}
 
 
-def _offline_runs(store: str, runs: list[str] | None) -> list[str]:
-    found = run_query(store, "SELECT run_id, config FROM runs", runs=runs).to_pylist()
-    return [row["run_id"] for row in found if json.loads(row["config"]).get("offline")]
-
-
-def _checkpoint(store: str, run_id: str, version: int) -> str | None:
-    place = Location(store) / f"runs/{run_id}/checkpoints/{version:06d}"
-    return place.uri if place.exists("manifest.json") else None
-
-
-def _is_same(store: str, run_id: str, uid: str) -> bool:
-    return run_exists(store, run_id) and identity_of(store, run_id)["uid"] == uid
-
-
 def _newest_versions(store: str, runs: list[str]) -> dict[str, int]:
     found = run_query(
         store, "SELECT run_id, max(iteration) AS newest FROM stages WHERE stage = 'train' GROUP BY 1", runs=runs
     )
     return {row["run_id"]: row["newest"] for row in found.to_pylist()}
-
-
-def _forks(store: str) -> list[tuple[str, int, str]]:
-    """(parent, version, fork) of every fork of the store."""
-    found = run_query(store, "SELECT run_id, parent FROM runs WHERE parent IS NOT NULL").to_pylist()
-    parents = [(json.loads(row["parent"]), row["run_id"]) for row in found]
-    return sorted((parent["run_id"], int(parent["version"]), fork) for parent, fork in parents)
 
 
 def _not_trained(store: str, run_id: str, version: int) -> str:

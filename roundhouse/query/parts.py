@@ -69,7 +69,11 @@ class StageFiles:
         if self.manifest is not None:
             named: dict[str, int | None] = {entry.path: entry.size for entry in self.manifest.files}
         else:
-            named = dict.fromkeys(_newest_attempt(self.names, dataset))
+            by_attempt: dict[str, list[str]] = {}
+            for name in self.names:
+                if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset:
+                    by_attempt.setdefault(match["attempt"], []).append(name)
+            named = dict.fromkeys(sorted(by_attempt[max(by_attempt)]) if by_attempt else [])
         return [
             Part(f"{self.uri}/{name}", dataset, self.complete, size)
             for name, size in named.items()
@@ -167,14 +171,6 @@ def read_manifest_at(uri: str) -> Manifest | None:
         return Manifest.model_validate_json(data)
     except ValueError as error:
         raise StoreError(f"{uri}/{MANIFEST} cannot be read: {error}. Run `roundhouse store verify`.") from error
-
-
-def _newest_attempt(names: Iterable[str], dataset: str) -> list[str]:
-    by_attempt: dict[str, list[str]] = {}
-    for name in names:
-        if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset:
-            by_attempt.setdefault(match["attempt"], []).append(name)
-    return sorted(by_attempt[max(by_attempt)]) if by_attempt else []
 
 
 PLACE = pa.schema(

@@ -261,40 +261,39 @@ class ToolEpisode:
                 return reply.limit
             if not reply.calls:
                 return "stop"
-            await self._run_calls(session, reply.calls)
+            terms = self._dialogue.terms
+            allowed = len(reply.calls)
+            if terms.max_tool_calls is not None:
+                allowed = min(allowed, terms.max_tool_calls - int(self._metrics["agent_tool_calls"]))
+            together = (
+                len(reply.calls) > 1
+                and self._attempt.config.parallel_tool_calls
+                and terms.together
+                and not session.ordered
+            )
+            begun = time.perf_counter()
+            try:
+                if together:
+                    # Results in order; the first failure ends the others
+                    work = [self._result(session, call) for call in reply.calls[: max(allowed, 0)]]
+                    try:
+                        async with asyncio.TaskGroup() as group:
+                            tasks = [group.create_task(each) for each in work]
+                    except BaseExceptionGroup as errors:
+                        raise errors.exceptions[0] from None
+                    results = [task.result() for task in tasks]
+                else:
+                    results = [await self._result(session, call) for call in reply.calls[: max(allowed, 0)]]
+            finally:
+                self._attempt.rollout.environment_seconds += time.perf_counter() - begun
+            results += [NOT_RUN] * (len(reply.calls) - len(results))
+            for call, result in zip(reply.calls, results, strict=True):
+                self._dialogue.conversation.add_tool_output(call["id"], result.text)
         return "max_turns"
 
     def response(self, finish: str) -> dict[str, Any]:
         """What the verifier judges."""
         return self._dialogue.response(finish)
-
-    async def _run_calls(self, session: EnvironmentSession, calls: list[dict[str, Any]]) -> None:
-        """Run one reply's calls; their texts join the conversation in the order of the calls."""
-        terms = self._dialogue.terms
-        allowed = len(calls)
-        if terms.max_tool_calls is not None:
-            allowed = min(allowed, terms.max_tool_calls - int(self._metrics["agent_tool_calls"]))
-        together = (
-            len(calls) > 1 and self._attempt.config.parallel_tool_calls and terms.together and not session.ordered
-        )
-        begun = time.perf_counter()
-        try:
-            if together:
-                # Results in order; the first failure ends the others
-                work = [self._result(session, call) for call in calls[: max(allowed, 0)]]
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        tasks = [group.create_task(each) for each in work]
-                except BaseExceptionGroup as errors:
-                    raise errors.exceptions[0] from None
-                results = [task.result() for task in tasks]
-            else:
-                results = [await self._result(session, call) for call in calls[: max(allowed, 0)]]
-        finally:
-            self._attempt.rollout.environment_seconds += time.perf_counter() - begun
-        results += [NOT_RUN] * (len(calls) - len(results))
-        for call, result in zip(calls, results, strict=True):
-            self._dialogue.conversation.add_tool_output(call["id"], result.text)
 
     async def _result(self, session: EnvironmentSession, call: dict[str, Any]) -> ToolResult:
         name, arguments = call["function"]["name"], call["function"]["arguments"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import Any
 
 import pyarrow as pa
@@ -62,7 +62,17 @@ class TurnJournal:
     def recorded(self, spec: RolloutSpec, restoration: Restoration) -> RecordedCalls:
         """For the next attempt at a rollout, in an environment that can be restored in this way."""
         calls = self._calls.get(spec.rollout_id, [])
-        reason = self._unusable(calls, spec, restoration)
+        reason = ""  # why the recorded calls cannot be used
+        if spec.rollout_id in self._gaps:
+            reason = "incomplete_journal"
+        elif any(call.seed != spec.seed for call in calls):
+            reason = "other_seed"
+        elif calls and (restoration == "none" or any(call.message is None for call in calls)):
+            reason = "not_restorable"
+        elif any(not self._is_of_the_policy(call) for call in calls):
+            reason = "other_policy_version"
+        elif calls and restoration == "snapshot" and calls[-1].snapshot is None:
+            reason = "no_snapshot"
         if reason:
             self.went_on(Resumption(spec.rollout_id, len(calls), reason))
             calls = []
@@ -125,22 +135,6 @@ class TurnJournal:
         if self._policy_version is None or self._oldest_version is None:
             return True
         return call.turn is not None and self._oldest_version <= call.turn.policy_version <= self._policy_version
-
-    def _unusable(self, calls: Sequence[RecordedCall], spec: RolloutSpec, restoration: Restoration) -> str:
-        """Why the recorded calls of a rollout cannot be used; empty when they can, or when there are none."""
-        if spec.rollout_id in self._gaps:
-            return "incomplete_journal"
-        if not calls:
-            return ""
-        if any(call.seed != spec.seed for call in calls):
-            return "other_seed"
-        if restoration == "none" or any(call.message is None for call in calls):
-            return "not_restorable"
-        if any(not self._is_of_the_policy(call) for call in calls):
-            return "other_policy_version"
-        if restoration == "snapshot" and calls[-1].snapshot is None:
-            return "no_snapshot"
-        return ""
 
 
 class ResumptionCounts:

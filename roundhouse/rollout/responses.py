@@ -56,7 +56,24 @@ def chat_messages(
             continue
         messages += turn.messages()
         turn = _AssistantTurn()
-        messages.append(_plain_message(item, developer_as_system))
+        kind, role = item.get("type", "message"), item.get("role")
+        if kind == "function_call_output":
+            plain = {"role": "tool", "tool_call_id": item["call_id"], "content": _text_parts(item.get("output"))}
+        elif kind == "message" and role == "tool":
+            plain = {
+                "role": "tool",
+                "tool_call_id": item["tool_call_id"],
+                "content": _text_parts(item.get("content")),
+            }
+        elif kind == "message" and role in ("user", "system", "developer"):
+            shown = "system" if role == "developer" and developer_as_system else role
+            plain = {"role": shown, "content": _chat_content(item.get("content"))}
+        else:
+            raise UnsupportedItem(
+                f"An input item has type {kind!r} and role {role!r}; an engine can be shown messages, reasoning, "
+                "function_call and function_call_output items. Remove it from responses_create_params.input."
+            )
+        messages.append(plain)
     messages += turn.messages()
     return _with_instructions(messages, instructions) if instructions else messages
 
@@ -122,21 +139,6 @@ class _AssistantTurn:
         if self._calls:
             message["tool_calls"] = self._calls
         return [message | self._tokens]
-
-
-def _plain_message(item: Item, developer_as_system: bool) -> Message:
-    kind, role = item.get("type", "message"), item.get("role")
-    if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": _text_parts(item.get("output"))}
-    if kind == "message" and role == "tool":
-        return {"role": "tool", "tool_call_id": item["tool_call_id"], "content": _text_parts(item.get("content"))}
-    if kind == "message" and role in ("user", "system", "developer"):
-        shown = "system" if role == "developer" and developer_as_system else role
-        return {"role": shown, "content": _chat_content(item.get("content"))}
-    raise UnsupportedItem(
-        f"An input item has type {kind!r} and role {role!r}; an engine can be shown messages, reasoning, function_call and "
-        "function_call_output items. Remove it from responses_create_params.input."
-    )
 
 
 def _chat_content(content: Any) -> Any:

@@ -81,7 +81,18 @@ def publish(run: Run, update: Reference) -> Reference:
                 f"Delete {update.uri}/{MANIFEST} to train the iteration again."
             )
         attempt.adopt(entry)
-    digest = _recorded_weights_digest(run, version, written)
+    # Without the trainer's digest the tensors are read, which of a bucket means to fetch them once
+    if written.weights_digest is not None:
+        digest = {WEIGHTS_DIGEST: written.weights_digest}
+    else:
+        location = run.checkpoint(version).location
+        place = location / written.directory if written.directory else location
+        if place.is_local:
+            digest = _weights_digest(place.local_path)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                place.download([name for name in written.by_name() if is_weights(name)], Path(directory))
+                digest = _weights_digest(Path(directory))
     reference = attempt.commit(
         inputs={"train": update}, metrics=manifest.metrics, details=digest, directory=written.directory
     )
@@ -163,19 +174,6 @@ def retain(run: Run, newest: int) -> list[int]:
         location.delete_tree()
         deleted.append(version)
     return deleted
-
-
-def _recorded_weights_digest(run: Run, version: int, written: ModelFiles) -> dict[str, object]:
-    """What the trainer said of its tensors; else they are read, which of a bucket means to fetch them once."""
-    if written.weights_digest is not None:
-        return {WEIGHTS_DIGEST: written.weights_digest}
-    location = run.checkpoint(version).location
-    place = location / written.directory if written.directory else location
-    if place.is_local:
-        return _weights_digest(place.local_path)
-    with tempfile.TemporaryDirectory() as directory:
-        place.download([name for name in written.by_name() if is_weights(name)], Path(directory))
-        return _weights_digest(Path(directory))
 
 
 def _weights_digest(directory: Path) -> dict[str, object]:

@@ -84,7 +84,11 @@ def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds
         seconds: wall time of the whole iteration.
     """
     stages = [manifest for kind, manifest in manifests.items() if kind != StageKind.REPORT]
-    gpu_seconds = _gpu_seconds(config, manifests, seconds)
+    engine = config.generation.replicas * config.generation.gpus_per_replica
+    train = manifests.get(StageKind.TRAIN)
+    in_stage = 0.0 if train is None else train.finished_at - train.started_at
+    held = in_stage if isinstance(config.train.service, ProcessService) else seconds
+    gpu_seconds = engine * seconds + config.cost.trainer_gpus * held
     cpu_seconds = sum(manifest.resources.get("cpu_seconds", 0.0) for manifest in stages)
     prices = config.cost.prices
     metrics = {
@@ -128,14 +132,6 @@ def run_totals(run: Run, iteration: int) -> dict[str, float]:
 def is_waste(name: str) -> bool:
     """Whether a metric or a total counts tokens wasted for one reason."""
     return name.startswith("waste/") and name.endswith("_tokens")
-
-
-def _gpu_seconds(config: RunConfig, manifests: Mapping[str, Manifest], seconds: float) -> float:
-    engine = config.generation.replicas * config.generation.gpus_per_replica
-    train = manifests.get(StageKind.TRAIN)
-    in_stage = 0.0 if train is None else train.finished_at - train.started_at
-    held = in_stage if isinstance(config.train.service, ProcessService) else seconds
-    return engine * seconds + config.cost.trainer_gpus * held
 
 
 PLACE = "budget"

@@ -131,11 +131,7 @@ def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold
             "select": "best_of_group",
             "reward_threshold": 1.0 if threshold is None else threshold,
         }
-    return _corrected(config)
-
-
-def _corrected(config: RunConfig) -> dict[str, Any]:
-    """The run's own algorithm with truncated importance weights, where it can take them and has no correction; else GRPO."""
+    # The run's own algorithm, else GRPO, with truncated importance weights if it has no correction
     own = config.train.algorithm.model_dump(mode="json", exclude_unset=True)
     kind = config.train.algorithm.kind
     if kind in ("cross_entropy", "distillation"):

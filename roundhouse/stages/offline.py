@@ -78,11 +78,18 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
     rows = [{"dataset": index, "group_id": group} for index, own in enumerate(groups) for group in own]
     attempt.write_table("groups", pa.Table.from_pylist(rows, schema=GROUPS))
     batches = batches_of_an_epoch([len(own) for own in groups], _batch_size(run.config))
+    metrics = {"offline/age_days": max(freshness.days for freshness in found)}
+    if ages := [freshness.age for freshness in found if freshness.age is not None]:
+        metrics["offline/age_versions"] = float(max(ages))
+    measured = [importance_metrics(freshness.importance) for freshness in found if freshness.importance is not None]
+    for metric in measured[0] if measured else ():
+        worst = min if "effective" in metric else max
+        metrics[metric] = worst(freshness[metric] for freshness in measured)
     reference = attempt.commit(
         inputs={f"dataset-{index:04d}": reference for index, reference in enumerate(datasets)},
         counts={"datasets": len(datasets), "groups": len(rows), "batches": batches}
         | {"rollouts": sum(reference.counts.get("requested", 0) for reference in datasets)},
-        metrics=_metrics(found),
+        metrics=metrics,
         details={
             "datasets": [each.facts() for each in found],
             "stale": {name: own for name, own in lines.items() if own},
@@ -289,18 +296,6 @@ def _prepared(run: Run) -> tuple[Manifest, list[list[str]]]:
     for index, group in zip(table["dataset"].to_pylist(), table["group_id"].to_pylist(), strict=True):
         groups[index].append(group)
     return read_manifest(reference), groups
-
-
-def _metrics(found: Sequence[Freshness]) -> dict[str, float]:
-    """Of the stalest dataset, each bound by itself."""
-    metrics = {"offline/age_days": max(each.days for each in found)}
-    if ages := [each.age for each in found if each.age is not None]:
-        metrics["offline/age_versions"] = float(max(ages))
-    measured = [importance_metrics(each.importance) for each in found if each.importance is not None]
-    for name in measured[0] if measured else ():
-        worst = min if "effective" in name else max
-        metrics[name] = worst(each[name] for each in measured)
-    return metrics
 
 
 def _told(found: Sequence[Freshness], batches: int, epochs: int) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from roundhouse.activity import announce
-from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.models import BundledPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.environments import demonstrating
 from roundhouse.errors import ConfigError, StoreError
@@ -44,12 +44,23 @@ def starting_policy(run: Run) -> Reference:
         elif isinstance(policy, BundledPolicy):
             made, details = _converted(run, bundled_file(policy.name))
         else:
-            details = _fetch(policy, made)
+            original = model_location(Location(policy.path))
+            names = original.tree()
+            if not names:
+                raise ConfigError(f"policy.path: {original.uri} holds no files. Give a Hugging Face model directory.")
+            original.download([name for name in names if "/" not in name], made)
+            details = {"source": original.uri}
             if (file := gguf_file(made)) is not None:
                 made, converted = _converted(run, file)
                 details |= converted
             else:
-                _check(made, str(details["source"]))
+                from roundhouse.policy.model_directory import check_model_directory
+
+                try:
+                    check_model_directory(made)
+                except ConfigError as error:  # names the copy
+                    place = original.uri.removeprefix("file://")
+                    raise ConfigError(str(error).replace(str(made), place)) from None
         return publish_starting_policy(run, made, details, move=made == scratch)
 
 
@@ -115,17 +126,13 @@ def engine_files(run: Run) -> Path:
 
 
 def _write_untrained(run: Run, directory: Path) -> None:
+    """Files that an engine needs of a policy that is still to be made."""
     policy = run.config.policy
-    if not isinstance(policy, WarmStartPolicy):
-        _copy_engine_files(run, policy, directory)
+    if isinstance(policy, WarmStartPolicy):
+        from roundhouse.policy.warm_start import write_engine_files
+
+        write_engine_files(policy, demonstrating(run.config.environment), _policy_seed(run, policy), directory)
         return
-    from roundhouse.policy.warm_start import write_engine_files
-
-    write_engine_files(policy, demonstrating(run.config.environment), _policy_seed(run, policy), directory)
-
-
-def _copy_engine_files(run: Run, policy: PretrainedPolicy | BundledPolicy, directory: Path) -> None:
-    """A pretrained model without its weights; one in a GGUF file is converted first."""
     with tempfile.TemporaryDirectory() as fetched:
         if isinstance(policy, BundledPolicy):
             source = Location(str(_converted(run, bundled_file(policy.name))[0]))
@@ -157,25 +164,6 @@ def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
 def checkpoint_cache(config: RunConfig) -> Path:
     """Where checkpoints of a remote store, and warm starts, are kept on this machine."""
     return Path(config.infra.state) / "cache"
-
-
-def _fetch(policy: PretrainedPolicy, directory: Path) -> dict[str, object]:
-    source = model_location(Location(policy.path))
-    names = source.tree()
-    if not names:
-        raise ConfigError(f"policy.path: {source.uri} holds no files. Give a Hugging Face model directory.")
-    source.download([name for name in names if "/" not in name], directory)
-    return {"source": source.uri}
-
-
-def _check(directory: Path, source: str) -> None:
-    """Refuse a copy in the words of its original."""
-    from roundhouse.policy.model_directory import check_model_directory
-
-    try:
-        check_model_directory(directory)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(str(directory), source.removeprefix("file://"))) from None
 
 
 def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str, object]:

@@ -7,8 +7,6 @@ with the key or option at fault; what only a service can know is left to it.
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 from roundhouse.config.environments import (
     AgentEnvironment,
@@ -50,7 +48,19 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is no directory"
             raise ConfigError(f"store is {directory}, but {there} {why}. Set store to a place that can be written to.")
-    _refuse_slow_bfloat16(config)
+    # A processor without instructions for bfloat16 converts every number: about three times slower than float32.
+    if isinstance(config.infra, LocalInfra) and not computes_bfloat16():
+        generation, train = config.generation, config.train
+        on_cpu = {
+            "generation.dtype": generation.engine_url is None and generation.gpus_per_replica == 0 and generation.dtype,
+            "train.dtype": train.device == "cpu" and train.dtype,
+        }
+        for key, dtype in on_cpu.items():
+            if dtype == "bfloat16":
+                raise ConfigError(
+                    f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower "
+                    f"than float32. Set {key} to float32."
+                )
     task = first_task(config.environment)
     evaluation, offline = config.evaluation, config.offline
     evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
@@ -65,23 +75,6 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
         from roundhouse.stages.offline import find_datasets
 
         find_datasets(config.store, config.offline.datasets)
-
-
-def _refuse_slow_bfloat16(config: RunConfig) -> None:
-    """A processor without instructions for bfloat16 converts every number: about three times slower than float32."""
-    if not isinstance(config.infra, LocalInfra) or computes_bfloat16():
-        return
-    generation, train = config.generation, config.train
-    on_cpu = {
-        "generation.dtype": generation.engine_url is None and generation.gpus_per_replica == 0 and generation.dtype,
-        "train.dtype": train.device == "cpu" and train.dtype,
-    }
-    for key, dtype in on_cpu.items():
-        if dtype == "bfloat16":
-            raise ConfigError(
-                f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower than "
-                f"float32. Set {key} to float32."
-            )
 
 
 def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:
@@ -139,18 +132,14 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> N
         return
     source = model_location(Location(policy.path))
     if source.is_local:
-        _model_directory(source.local_path, tools)
+        if (gguf := gguf_file(source.local_path)) is None:
+            check_model_directory(source.local_path)
+            refuse_unfit_template(template_in(source.local_path), tools)
+        else:
+            check_gguf(gguf)
+            refuse_unfit_template(template_of(gguf), tools)
     elif remote and not source.exists("config.json") and not any(name.endswith(".gguf") for name in source.names()):
         raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
-
-
-def _model_directory(directory: Path, tools: list[dict[str, Any]]) -> None:
-    if (file := gguf_file(directory)) is None:
-        check_model_directory(directory)
-        refuse_unfit_template(template_in(directory), tools)
-    else:
-        check_gguf(file)
-        refuse_unfit_template(template_of(file), tools)
 
 
 def refuse_small_memory(config: RunConfig, needed_gib: float) -> None:

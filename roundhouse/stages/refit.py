@@ -29,7 +29,7 @@ from roundhouse.stages.policy import checkpoint_cache, engine_files
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest
-from roundhouse.weight_sync.base import RunCheckpoint, WeightTransport, load_transport
+from roundhouse.weight_sync.base import RunCheckpoint, load_transport
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.proof import proof_of, require_agreement
@@ -100,7 +100,12 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     A version is a number that other runs have too, and a run that was made anew has its checkpoints where the old one had them;
     so the place of the weights counts, and their digest.
     """
-    if (digest := _digest_to_hold(run, checkpoint)) is None:
+    digest: str | None = None
+    if (proof := _recorded_proof(run, checkpoint.policy_version)) is not None:
+        digest = proof["digest"]
+    elif _format(run) == "checkpoint":
+        digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
+    if digest is None:
         return False
     wanted = (_application(engine, run), True, checkpoint.policy_version, checkpoint.uri, digest)
     found = engine.replicas()
@@ -139,7 +144,12 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     engine = engine or engine_service(run)
     generation, version = run.config.generation, checkpoint.policy_version
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
-    model, transport = _model_to_start_from(run), _transport(run)
+    transport = load_transport(run.config.generation.weight_sync)
+    try:
+        transport.check(run.config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    model = _model_to_start_from(run)
     cache = NodeCache(checkpoint_cache(run.config).resolve() / "weights", int(generation.weights_cache_gib * 2**30))
     published_checkpoint = RunCheckpoint(run, checkpoint, cache, engine.url)
     with (
@@ -156,18 +166,6 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, options)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     return replicas
-
-
-def _transport(run: Run) -> WeightTransport:
-    """Raises:
-    ConfigError: it cannot work in this run.
-    """
-    transport = load_transport(run.config.generation.weight_sync)
-    try:
-        transport.check(run.config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return transport
 
 
 def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
@@ -207,16 +205,12 @@ def awake_at_end(run: Run) -> Iterator[None]:
         yield
     finally:
         if engine_sleeps(run.config):
-            _wake(run)
-
-
-def _wake(run: Run) -> None:
-    try:
-        sleeping = any(replica.asleep == _what_for(run) for replica in engine_service(run).replicas())
-        if sleeping and (newest := run.latest_checkpoint()) is not None:
-            ensure_version(run, newest)
-    except RoundhouseError as error:  # what ended the block, if anything did, is the error to be told
-        logger.warning("The engine sleeps, and cannot be woken: %s The next run's refit wakes it.", error)
+            try:
+                sleeping = any(replica.asleep == _what_for(run) for replica in engine_service(run).replicas())
+                if sleeping and (newest := run.latest_checkpoint()) is not None:
+                    ensure_version(run, newest)
+            except RoundhouseError as error:  # what ended the block, if anything did, is the error to be told
+                logger.warning("The engine sleeps, and cannot be woken: %s The next run's refit wakes it.", error)
 
 
 def _what_for(run: Run) -> str:
@@ -230,16 +224,6 @@ def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:
     if proof is None or proof.get("format") != _format(run):
         return None
     return proof
-
-
-def _digest_to_hold(run: Run, checkpoint: Reference) -> str | None:
-    """Of the tensors that replicas are handed; None where the checkpoint does not tell, and no refit to it was recorded."""
-    digest: str | None = None
-    if (proof := _recorded_proof(run, checkpoint.policy_version)) is not None:
-        digest = proof["digest"]
-    elif _format(run) == "checkpoint":
-        digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
-    return digest
 
 
 def _format(run: Run) -> str:

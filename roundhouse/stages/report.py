@@ -66,7 +66,13 @@ def report_iteration(run: Run, iteration: int) -> Reference:
             metrics["overhead/total"] -= waited
             metrics["overhead/orchestration"] -= waited
             metrics["time/rollout_wait"] = waited
-    metrics |= _kubernetes_calls(manifests)
+    counts = {  # by name: a checkpoint's manifest has the metrics of its train stage again
+        name: count
+        for each in manifests.values()
+        for name, count in each.metrics.items()
+        if name.endswith(f"/{KUBERNETES_CALLS}")
+    }
+    metrics |= {"kubernetes/calls": sum(counts.values())} if counts else {}
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
     before = run_totals(run, iteration - 1) if iteration > run.first_version else {}
@@ -115,17 +121,6 @@ def iteration_manifests(run: Run, iteration: int) -> dict[str, Manifest]:
         if reference is not None:
             found[kind] = read_manifest(reference)
     return found
-
-
-def _kubernetes_calls(manifests: dict[str, Manifest]) -> dict[str, float]:
-    """Calls of the API server for all stages of an iteration; nothing where no stage made any."""
-    counts = {  # by name: a checkpoint's manifest has the metrics of its train stage again
-        name: count
-        for manifest in manifests.values()
-        for name, count in manifest.metrics.items()
-        if name.endswith(f"/{KUBERNETES_CALLS}")
-    }
-    return {"kubernetes/calls": sum(counts.values())} if counts else {}
 
 
 def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
@@ -309,11 +304,32 @@ LONGEST_CELL = 400
 
 def iteration_page(run: Run, iteration: int, manifests: Mapping[str, Manifest], samples: int = 8) -> str:
     """Outcome, stages, quarantine and sample rollouts of an iteration."""
-    parts = [f"# {run.run_id}: iteration {iteration}", _headline(manifests)]
+    found = {name: value for manifest in manifests.values() for name, value in manifest.metrics.items()}
+    shown = {
+        "reward": found.get("reward/mean"),
+        "held-out reward": found.get("evaluation/reward/mean"),
+        "tokens not learnt from": found.get("waste/token_fraction"),
+        "engine against trainer": found.get("train/token_mult_prob_error"),
+        "clip fraction": found.get("train/clip_fraction"),
+    }
+    parts = [
+        f"# {run.run_id}: iteration {iteration}",
+        " · ".join(f"{name} **{value:.4g}**" for name, value in shown.items() if value is not None),
+    ]
     if StageKind.VALIDATE in manifests:
         counts = [(name, manifests[StageKind.VALIDATE].counts.get(name, 0)) for name in LEDGER]
         parts.append(_table(["", *(name for name, _ in counts)], [["rollouts", *(str(count) for _, count in counts)]]))
-    parts.append(_stages(manifests))
+    rows = [
+        [
+            kind,
+            f"{stage_seconds(manifest):.2f}",
+            f"{manifest.resources.get('cpu_seconds', 0.0):.2f}",
+            f"{sum(entry.size for entry in manifest.files) / 2**20:.2f}",
+            str(manifest.attempt),
+        ]
+        for kind, manifest in manifests.items()
+    ]
+    parts.append(_table(["stage", "seconds", "CPU seconds", "MiB written", "attempts"], rows))
     if StageKind.VALIDATE in manifests:
         parts.append(_quarantine(manifests[StageKind.VALIDATE]))
     collected = run.stage(iteration, StageKind.COLLECT).reference() if StageKind.COLLECT in manifests else None
@@ -329,32 +345,6 @@ def first_rollouts(reference: Reference, manifest: Manifest, count: int) -> list
         entry = next(entry for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
         tables.append(pq.read_table(io.BytesIO(read_file(reference, entry))))
     return rollouts_from_tables(tables[0].slice(0, count), tables[1])
-
-
-def _headline(manifests: Mapping[str, Manifest]) -> str:
-    found = {name: value for manifest in manifests.values() for name, value in manifest.metrics.items()}
-    shown = {
-        "reward": found.get("reward/mean"),
-        "held-out reward": found.get("evaluation/reward/mean"),
-        "tokens not learnt from": found.get("waste/token_fraction"),
-        "engine against trainer": found.get("train/token_mult_prob_error"),
-        "clip fraction": found.get("train/clip_fraction"),
-    }
-    return " · ".join(f"{name} **{value:.4g}**" for name, value in shown.items() if value is not None)
-
-
-def _stages(manifests: Mapping[str, Manifest]) -> str:
-    rows = [
-        [
-            kind,
-            f"{stage_seconds(manifest):.2f}",
-            f"{manifest.resources.get('cpu_seconds', 0.0):.2f}",
-            f"{sum(entry.size for entry in manifest.files) / 2**20:.2f}",
-            str(manifest.attempt),
-        ]
-        for kind, manifest in manifests.items()
-    ]
-    return _table(["stage", "seconds", "CPU seconds", "MiB written", "attempts"], rows)
 
 
 def _quarantine(validated: Manifest) -> str:
@@ -381,9 +371,6 @@ def _samples(rollouts: Sequence[Rollout]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """A policy writes what it likes: nothing of it may end a cell or be read as HTML."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    # Nothing that a policy writes may end a cell or be read as HTML
+    safe = [[" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in safe)

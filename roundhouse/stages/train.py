@@ -171,34 +171,30 @@ def _offline_drift(run: Run, iteration: int, recorded: pa.Table, columns: pa.Tab
 
 def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: Path) -> np.ndarray:
     """[T] log-probabilities of the generated tokens under a checkpoint; the trainer that it takes stays for the next step."""
-    with _turn(run, base):
-        return _log_probs_under(run, base, batch, cache)
-
-
-def _log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: Path) -> np.ndarray:
     from roundhouse.training.trainer import Trainer
 
-    if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed right here
-        config = run.config.train.model_copy(update={"service": ResidentService()})
-        trainer = Trainer.load(
-            local_directory(base, cache),
-            config,
-            reference_dir=reference_directory(run, cache),
-            seed=run.config.seed,
-            temperature=run.config.generation.sampling.temperature,
-        )
+    with _turn(run, base):
+        if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed right here
+            config = run.config.train.model_copy(update={"service": ResidentService()})
+            trainer = Trainer.load(
+                local_directory(base, cache),
+                config,
+                reference_dir=reference_directory(run, cache),
+                seed=run.config.seed,
+                temperature=run.config.generation.sampling.temperature,
+            )
+            try:
+                return trainer.log_probs(batch)
+            finally:
+                trainer.close()
+        trainer, _ = _trainer_at(run, base, cache)
         try:
-            return trainer.log_probs(batch)
-        finally:
+            found = trainer.log_probs(batch)
+        except BaseException:
             trainer.close()
-    trainer, _ = _trainer_at(run, base, cache)
-    try:
-        found = trainer.log_probs(batch)
-    except BaseException:
-        trainer.close()
-        raise
-    _resident[(run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))] = trainer
-    return found
+            raise
+        _resident[(run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))] = trainer
+        return found
 
 
 def release_trainer() -> None:

@@ -249,7 +249,14 @@ class DecodedText:
         self._tokenizer = Tokenizer.from_file(str(file))
         named = [name for name in _special_names(directory) if self._tokenizer.token_to_id(name) is not None]
         self._tokenizer.add_special_tokens(named)
-        self._stops = _stop_ids(self._tokenizer, directory)
+        ids: set[int] = set()
+        token = _json(directory / "tokenizer_config.json").get("eos_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        if name is not None and (known := self._tokenizer.token_to_id(name)) is not None:
+            ids.add(known)
+        ends = _json(directory / "generation_config.json").get("eos_token_id")
+        ids.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self._stops = frozenset(ids)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._hermes = hermes
@@ -260,7 +267,8 @@ class DecodedText:
         Raises:
             Refusal: `text_mismatch`.
         """
-        recorded = list(_recorded(rollout))
+        given = rollout.task.get("responses_create_params", {}).get("input", [])
+        recorded = list(_told(rollout.items[1 if isinstance(given, str) else len(given) :]))
         # Where no call is on record, none was offered or none was parsed: the text stands as it is.
         called = any(kind == "call" for kind, _ in recorded)
         if called and not self._hermes:
@@ -294,12 +302,6 @@ class DecodedText:
         return list(_told(assistant_items(message, "")))
 
 
-def _recorded(rollout: Rollout) -> Iterable[Said]:
-    """What the record says the policy said: its items behind those that the task gave."""
-    given = rollout.task.get("responses_create_params", {}).get("input", [])
-    return _told(rollout.items[1 if isinstance(given, str) else len(given) :])
-
-
 def _told(items: list[dict[str, Any]]) -> Iterable[Said]:
     for item in items:
         kind = item.get("type", "message")
@@ -331,18 +333,6 @@ def _special_names(directory: Path) -> set[str]:
     tokens = [config.get(f"{role}_token") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
     tokens += listed if isinstance(listed, list) else list(listed.values())
     return {str(token["content"] if isinstance(token, dict) else token) for token in tokens if token}
-
-
-def _stop_ids(tokenizer: Any, directory: Path) -> frozenset[int]:
-    """IDs that end an answer, as `roundhouse.generation.chat.stop_token_ids` finds them."""
-    ids: set[int] = set()
-    token = _json(directory / "tokenizer_config.json").get("eos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    if name is not None and (known := tokenizer.token_to_id(name)) is not None:
-        ids.add(known)
-    ends = _json(directory / "generation_config.json").get("eos_token_id")
-    ids.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return frozenset(ids)
 
 
 def _json(file: Path) -> dict[str, Any]:

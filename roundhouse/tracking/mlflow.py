@@ -23,7 +23,7 @@ from roundhouse.config.secrets import masked_text
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_manifests, iteration_metrics
 from roundhouse.store.location import NotFound
-from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.tracking.traces import UID_TAG, TraceWriter, delete_versions, follow_store, register_checkpoint
@@ -134,22 +134,18 @@ class MlflowRun:
         stamp = int(max(manifest.finished_at for manifest in manifests.values()) * 1000)
         self._log_datasets(iteration, manifests)
         if StageKind.EVALUATE in manifests:
-            self._log_evaluation(iteration)
+            evaluation = self._run.stage(iteration, StageKind.EVALUATE).reference()
+            assert evaluation is not None, "its manifest was read a moment ago"
+            rollouts = read_rollouts(evaluation)[: self._run.config.tracking.conversations]
+            self._traces.write(rollouts, iteration)
+            text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
+            self._client.log_text(self.mlflow_run_id, text, f"conversations/version-{iteration:06d}.md")
+            register_checkpoint(self._client, self._run, iteration, self.mlflow_run_id)
         points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
         self._client.log_batch(
             self.mlflow_run_id, metrics=points
         )  # last: the mark that the iteration is logged is in it
         self._logged.add(iteration)
-
-    def _log_evaluation(self, iteration: int) -> None:
-        """Sample conversations as traces and as text, and the evaluated checkpoint as a model version."""
-        evaluation = self._run.stage(iteration, StageKind.EVALUATE).reference()
-        assert evaluation is not None, "its manifest was read a moment ago"
-        rollouts = read_rollouts(evaluation)[: self._run.config.tracking.conversations]
-        self._traces.write(rollouts, iteration)
-        text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
-        self._client.log_text(self.mlflow_run_id, text, f"conversations/version-{iteration:06d}.md")
-        register_checkpoint(self._client, self._run, iteration, self.mlflow_run_id)
 
     def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -170,7 +166,7 @@ class MlflowRun:
                     name=name,
                     digest=reference.digest[:36],
                     source_type="s3" if reference.uri.startswith("s3://") else "local",
-                    source=_source(reference),
+                    source=json.dumps({"uri": reference.uri}),
                 ),
                 [InputTag("mlflow.data.context", context)],
             )
@@ -210,8 +206,25 @@ def open_mlflow_run(run: Run, uri: str) -> MlflowRun:
         MlflowException: the server does not answer, or refuses.
     """
     client = client_of(uri)
-    experiment_id = _experiment(client, run.config.tracking.experiment)
-    mlflow_run_id = _find_or_create(client, experiment_id, run)
+    experiment = client.get_experiment_by_name(run.config.tracking.experiment)
+    if experiment is not None:
+        experiment_id = experiment.experiment_id
+    else:
+        experiment_id = client.create_experiment(run.config.tracking.experiment)
+        client.set_experiment_tag(experiment_id, *CLASSIC_VIEW)
+        client.set_experiment_tag(experiment_id, *VIEW)
+        table = f"[table of runs](#{_table_path(experiment_id)})"
+        note = f"Runs of Roundhouse. The {table} shows what to look at first; docs/metrics.md explains every metric."
+        client.set_experiment_tag(experiment_id, "mlflow.note.content", note)
+    found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1)
+    if found:
+        client.update_run(found[0].info.run_id, status="RUNNING")
+    else:
+        tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
+        found = [client.create_run(experiment_id, int(run.created_at * 1000), tags, run.run_id)]
+    mlflow_run_id = found[0].info.run_id
+    if DESCRIBED_TAG not in found[0].data.tags:
+        _describe(client, mlflow_run_id, run)
     url = f"{masked_text(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
     return MlflowRun(client, run, experiment_id, mlflow_run_id, url)
 
@@ -244,34 +257,8 @@ def delete_from_mlflow(run: Run, uri: str) -> bool:
     return bool(pages)
 
 
-def _experiment(client: Any, name: str) -> str:
-    experiment = client.get_experiment_by_name(name)
-    if experiment is not None:
-        return experiment.experiment_id
-    experiment_id = client.create_experiment(name)
-    client.set_experiment_tag(experiment_id, *CLASSIC_VIEW)
-    client.set_experiment_tag(experiment_id, *VIEW)
-    table = f"[table of runs](#{_table_path(experiment_id)})"
-    note = f"Runs of Roundhouse. The {table} shows what to look at first; docs/metrics.md explains every metric."
-    client.set_experiment_tag(experiment_id, "mlflow.note.content", note)
-    return experiment_id
-
-
 def _table_path(experiment_id: str) -> str:
     return f"/experiments/{experiment_id}/runs?viewStateShareKey={VIEW_KEY}"
-
-
-def _find_or_create(client: Any, experiment_id: str, run: Run) -> str:
-    found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1)
-    if found:
-        client.update_run(found[0].info.run_id, status="RUNNING")
-    else:
-        tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
-        found = [client.create_run(experiment_id, int(run.created_at * 1000), tags, run.run_id)]
-    mlflow_run_id = found[0].info.run_id
-    if DESCRIBED_TAG not in found[0].data.tags:
-        _describe(client, mlflow_run_id, run)
-    return mlflow_run_id
 
 
 def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
@@ -282,7 +269,13 @@ def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
     for start in range(0, len(params), 100):
         client.log_batch(mlflow_run_id, params=params[start : start + 100])
     client.log_text(mlflow_run_id, config_yaml(run.config), "config.yaml")
-    tags = {"mlflow.source.name": "roundhouse", "mlflow.source.type": "LOCAL", "mlflow.note.content": _note(run)}
+    place = run.location.uri.removeprefix("file://")
+    note = (
+        f"Training run `{run.run_id}` on `{run.config.environment.kind}`. Store: `{place}`. A step is an iteration. Look first "
+        f"at {', '.join(f'`{name}`' for name in FIRST_LOOK)}; docs/metrics.md explains every metric. Rollouts by iteration: "
+        f"`roundhouse view {run.run_id}`."
+    )
+    tags = {"mlflow.source.name": "roundhouse", "mlflow.source.type": "LOCAL", "mlflow.note.content": note}
     with contextlib.suppress(KeyError, OSError):  # a pod's user may have no name
         tags["mlflow.user"] = getpass.getuser()
     if commit := re.search(r"\+g([0-9a-f]+)$", run.code_version):
@@ -291,19 +284,6 @@ def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
         tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}
     for name, value in (tags | {DESCRIBED_TAG: "true"}).items():
         client.set_tag(mlflow_run_id, name, value)
-
-
-def _note(run: Run) -> str:
-    place = run.location.uri.removeprefix("file://")
-    return (
-        f"Training run `{run.run_id}` on `{run.config.environment.kind}`. Store: `{place}`. A step is an iteration. Look first "
-        f"at {', '.join(f'`{name}`' for name in FIRST_LOOK)}; docs/metrics.md explains every metric. Rollouts by iteration: "
-        f"`roundhouse view {run.run_id}`."
-    )
-
-
-def _source(reference: Reference) -> str:
-    return json.dumps({"uri": reference.uri})
 
 
 log = logging.getLogger(__name__)

@@ -65,7 +65,12 @@ class TraceWriter:
         if written and (lost := {each.rollout_id for _, each in written} - self._rollouts_there(iteration)):
             raise MlflowException(f"traces of {', '.join(sorted(lost))} did not arrive")
         for trace_id, rollout in written:
-            _give_feedback(trace_id, rollout)
+            import mlflow
+            from mlflow.entities import AssessmentSource
+
+            if rollout.reward is not None:
+                source = AssessmentSource(source_type="CODE", source_id=rollout.environment)
+                mlflow.log_feedback(trace_id=trace_id, name="reward", value=rollout.reward, source=source)
 
     def _rollouts_there(self, iteration: int) -> set[str]:
         found = self._client.search_traces(
@@ -82,7 +87,19 @@ class TraceWriter:
             name=rollout.rollout_id,
             span_type="AGENT",
             inputs={"messages": given_messages(rollout.items)},
-            attributes=_summary(rollout),
+            attributes={
+                "environment": rollout.environment,
+                "task": rollout.task,
+                "status": rollout.status.value,
+                "reward": rollout.reward,
+                "finish_reason": rollout.finish_reason,
+                "attempt": rollout.attempt,
+                "seed": rollout.seed,
+                "turns": len(rollout.turns),
+                "generation_seconds": rollout.generation_seconds,
+                "environment_seconds": rollout.environment_seconds,
+                "failure": f"{rollout.failure_code}: {rollout.failure_detail}" if rollout.failure_code else "",
+            },
             tags={ROLLOUT_TAG: rollout.rollout_id, ITERATION_TAG: str(iteration), UID_TAG: self._uid},
             experiment_id=self._experiment_id,
             start_time_ns=begun,
@@ -91,7 +108,12 @@ class TraceWriter:
         now = begun
         for call, turn in zip_turns(rollout):
             now = self._model_call(root, call, turn, now)
-        self._verdict(root, rollout, now)
+        if rollout.reward is not None:
+            span = self._client.start_span(
+                "verify", root.trace_id, root.span_id, span_type="EVALUATOR", start_time_ns=now
+            )
+            verdict = {"reward": rollout.reward, "components": rollout.reward_components, "metrics": rollout.metrics}
+            self._client.end_span(root.trace_id, span.span_id, outputs=verdict, end_time_ns=now)
         client.end_trace(
             root.trace_id,
             outputs=answer_text(rollout),
@@ -120,22 +142,6 @@ class TraceWriter:
             root.trace_id, span.span_id, outputs={"items": call.said}, attributes=_of_turn(turn), end_time_ns=end
         )
         return end
-
-    def _verdict(self, root: Any, rollout: Rollout, now: int) -> None:
-        if rollout.reward is None:
-            return
-        span = self._client.start_span("verify", root.trace_id, root.span_id, span_type="EVALUATOR", start_time_ns=now)
-        verdict = {"reward": rollout.reward, "components": rollout.reward_components, "metrics": rollout.metrics}
-        self._client.end_span(root.trace_id, span.span_id, outputs=verdict, end_time_ns=now)
-
-
-def _give_feedback(trace_id: str, rollout: Rollout) -> None:
-    import mlflow
-    from mlflow.entities import AssessmentSource
-
-    if rollout.reward is not None:
-        source = AssessmentSource(source_type="CODE", source_id=rollout.environment)
-        mlflow.log_feedback(trace_id=trace_id, name="reward", value=rollout.reward, source=source)
 
 
 def zip_turns(rollout: Rollout) -> Iterator[tuple[ModelCall, Turn | None]]:
@@ -188,22 +194,6 @@ def _tool_calls(call: ModelCall) -> Iterator[tuple[dict[str, Any], Any]]:
             yield item, answers.get(item.get("call_id"))
 
 
-def _summary(rollout: Rollout) -> dict[str, Any]:
-    return {
-        "environment": rollout.environment,
-        "task": rollout.task,
-        "status": rollout.status.value,
-        "reward": rollout.reward,
-        "finish_reason": rollout.finish_reason,
-        "attempt": rollout.attempt,
-        "seed": rollout.seed,
-        "turns": len(rollout.turns),
-        "generation_seconds": rollout.generation_seconds,
-        "environment_seconds": rollout.environment_seconds,
-        "failure": f"{rollout.failure_code}: {rollout.failure_detail}" if rollout.failure_code else "",
-    }
-
-
 def _of_turn(turn: Turn | None) -> dict[str, Any]:
     if turn is None:
         return {}
@@ -232,17 +222,40 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
     checkpoint = run.checkpoint(version).reference()
     if name is None or checkpoint is None:
         return None
-    _create_model(client, name)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
     if registered_version(client, name, run, version) is None:
         place = _place(checkpoint).removeprefix("file://")
         said = (
             f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{place}`. MLflow has no copy."
         )
+        tags = {
+            VERSION_TAG: str(version),
+            UID_TAG: run.uid,
+            "roundhouse.run_id": run.run_id,
+            "roundhouse.checkpoint": checkpoint.uri,
+            "roundhouse.model": _place(checkpoint),
+            "roundhouse.checkpoint_digest": checkpoint.digest,
+            "roundhouse.code_version": run.code_version,
+        }
+        for kind in (StageKind.COLLECT, StageKind.VALIDATE):
+            stage = run.stage(version, kind).reference()
+            if stage is not None:
+                tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
+        evaluation = run.stage(version, StageKind.EVALUATE).reference()
+        if evaluation is not None:
+            tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
+        place = _place(checkpoint)
         client.create_model_version(
             name,
-            source=_source(checkpoint),
+            source="roundhouse" + place.removeprefix("file") if place.startswith("file://") else place,
             run_id=mlflow_run_id,
-            tags=_lineage(run, version, checkpoint),
+            tags=tags,
             description=said,
         )
     follow_store(client, run)
@@ -286,16 +299,6 @@ def model_name(run: Run) -> str | None:
     return None if template is None else template.format(run_id=run.run_id)
 
 
-def _create_model(client: Any, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
 def registered_version(client: Any, name: str, run: Run, version: int) -> Any | None:
     found = client.search_model_versions(
         f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}' and tags.`{VERSION_TAG}` = '{version}'"
@@ -303,33 +306,6 @@ def registered_version(client: Any, name: str, run: Run, version: int) -> Any | 
     return client.get_model_version(name, found[0].version) if found else None
 
 
-def _lineage(run: Run, version: int, checkpoint: Reference) -> dict[str, str]:
-    """Tags: which checkpoint, and the manifests of the data that its last iteration was trained on."""
-    tags = {
-        VERSION_TAG: str(version),
-        UID_TAG: run.uid,
-        "roundhouse.run_id": run.run_id,
-        "roundhouse.checkpoint": checkpoint.uri,
-        "roundhouse.model": _place(checkpoint),
-        "roundhouse.checkpoint_digest": checkpoint.digest,
-        "roundhouse.code_version": run.code_version,
-    }
-    for kind in (StageKind.COLLECT, StageKind.VALIDATE):
-        stage = run.stage(version, kind).reference()
-        if stage is not None:
-            tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
-    evaluation = run.stage(version, StageKind.EVALUATE).reference()
-    if evaluation is not None:
-        tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
-    return tags
-
-
 def _place(checkpoint: Reference) -> str:
     """URI of its Hugging Face directory."""
     return model_location(Location(checkpoint.uri)).uri
-
-
-def _source(checkpoint: Reference) -> str:
-    """MLflow's server refuses paths outside its own artifacts; under a scheme of ours it keeps them as a name."""
-    place = _place(checkpoint)
-    return "roundhouse" + place.removeprefix("file") if place.startswith("file://") else place

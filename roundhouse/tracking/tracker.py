@@ -137,9 +137,30 @@ class Tracker:
             if self._stopped:
                 return
             try:
-                self._write()
+                ending = self._ending
+                page = self._page = self._page or mlflow.open_mlflow_run(self._run, self._uri)
+                for iteration in page.missing_iterations():
+                    page.log_iteration(iteration)
+                    self._written += 1
+                while self._posted:
+                    self._posted.popleft()(page)
+                    self._written += 1
+                if ending:
+                    page.finish(ending)
+                else:
+                    page.monitor_system()
             except Exception as error:  # noqa: BLE001 (border of the requests: a view may break in any way)
-                self._fell_behind(error)
+                self._reason = masked_text(str(error))
+                if self._failures == 0:
+                    log.warning(
+                        "MLflow at %s does not answer (%s): the run continues, the store keeps everything, and what is "
+                        "missing is written once it answers",
+                        masked_text(self._uri),
+                        self._reason,
+                    )
+                with self._changed:
+                    self._failures += 1
+                    self._changed.notify_all()
             else:
                 self._failures = 0
                 with self._changed:
@@ -150,33 +171,6 @@ class Tracker:
         """Wait; no longer than until there is more to write."""
         asked = self._asked
         self._changed.wait_for(lambda: self._asked > asked or self._stopped, seconds)
-
-    def _write(self) -> None:
-        ending = self._ending
-        page = self._page = self._page or mlflow.open_mlflow_run(self._run, self._uri)
-        for iteration in page.missing_iterations():
-            page.log_iteration(iteration)
-            self._written += 1
-        while self._posted:
-            self._posted.popleft()(page)
-            self._written += 1
-        if ending:
-            page.finish(ending)
-        else:
-            page.monitor_system()
-
-    def _fell_behind(self, error: Exception) -> None:
-        self._reason = masked_text(str(error))
-        if self._failures == 0:
-            log.warning(
-                "MLflow at %s does not answer (%s): the run goes on, the store keeps everything, and what is missing is "
-                "written once it answers",
-                masked_text(self._uri),
-                self._reason,
-            )
-        with self._changed:
-            self._failures += 1
-            self._changed.notify_all()
 
 
 def catch_up(run: Run) -> bool:

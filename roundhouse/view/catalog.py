@@ -147,20 +147,6 @@ class Catalog:
             rows.append(row)
         return rows
 
-    def _list_dataset(self, scope: Scope) -> list[StageFiles]:
-        versions = self.versions(scope.run_id)
-        if scope.iteration is not None and scope.iteration not in versions:
-            raise Missing(
-                f"{scope.run_id} has no version {scope.iteration}; there are: {', '.join(versions.values())}."
-            )
-        chosen = versions if scope.iteration is None else {scope.iteration: versions[scope.iteration]}
-        found = []
-        for number, label in chosen.items():
-            place = self.root / f"{scope.run_id}/{label}"
-            names = tuple(place.names())
-            found.append(StageFiles(scope.run_id, number, "collect", place.uri, names, None, scope.run_id, label))
-        return found
-
     def _identity(self, run_id: str) -> dict[str, Any] | None:
         try:
             identity = json.loads((self.root / f"runs/{run_id}").read("run.json"))
@@ -178,7 +164,17 @@ class Catalog:
 
     def _list(self, scope: Scope) -> list[StageFiles]:
         if is_dataset(scope.run_id):
-            found = self._list_dataset(scope)
+            versions = self.versions(scope.run_id)
+            if scope.iteration is not None and scope.iteration not in versions:
+                raise Missing(
+                    f"{scope.run_id} has no version {scope.iteration}; there are: {', '.join(versions.values())}."
+                )
+            chosen = versions if scope.iteration is None else {scope.iteration: versions[scope.iteration]}
+            found = []
+            for number, label in chosen.items():
+                place = self.root / f"{scope.run_id}/{label}"
+                files = tuple(place.names())
+                found.append(StageFiles(scope.run_id, number, "collect", place.uri, files, None, scope.run_id, label))
         elif scope.iteration is None:
             self.iterations(scope.run_id)  # or there is no such run
             place = self.root / f"runs/{scope.run_id}"

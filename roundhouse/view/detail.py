@@ -25,7 +25,7 @@ from roundhouse.query.parts import StageFiles, columns_found, dataset_of
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 from roundhouse.view.catalog import Catalog, Scope, ViewError
-from roundhouse.view.index import Index, Indexes
+from roundhouse.view.index import Indexes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +58,9 @@ class Details:
         turns = _turns(own, file, rollout_id)
         sequences, columns, refused = _trained(stages, rollout_id)
         streams = streams_of(turns, sequences, columns)
-        self._spell(scope.run_id, streams)
+        decoder = self.decoder(scope.run_id)
+        for stream in streams:
+            stream["texts"] = None if decoder is None else decoder.texts(stream["ids"])
         complete = {name: stage.complete for name, stage in stages.items()}
         verdict = refused[0] if refused else None
         return {
@@ -70,10 +72,16 @@ class Details:
             "complete": complete,
             "quarantine": verdict,
             "turns": [_told(turn) for turn in turns],
-            "columns": [_scalars(row) for row in columns],
+            "columns": [
+                {name: value for name, value in row.items() if not isinstance(value, list | dict)} for row in columns
+            ],
             "streams": streams,
             "missing": missing("dataset" if own.dataset else scope.stage, complete, iteration, verdict, streams),
-            "siblings": _siblings(index, row["group_id"], iteration),
+            "siblings": [
+                {name: member[name] for name in ("rollout_id", "sample", "reward", "status", "reason", "advantage")}
+                for member in index.members(row["group_id"], exact=True)
+                if member["iteration"] == iteration
+            ],
         }
 
     def group(self, scope: Scope, group: str, *, exact: bool = True, limit: int = 64) -> list[dict[str, Any]]:
@@ -98,11 +106,6 @@ class Details:
         stages = [stage for stage in self._indexes.at(scope).stages if stage.stage == StageKind.VALIDATE]
         names = ["iteration", *QUARANTINE.names]
         return dataset_of(stages, "quarantine", QUARANTINE).head(limit, columns=names).to_pylist()
-
-    def _spell(self, run_id: str, streams: Sequence[dict[str, Any]]) -> None:
-        decoder = self.decoder(run_id)
-        for stream in streams:
-            stream["texts"] = None if decoder is None else decoder.texts(stream["ids"])
 
     def _load_decoder(self, run_id: str) -> Decoder | None:
         data = self._catalog.tokenizer_file(run_id)
@@ -147,14 +150,6 @@ def _trained(stages: dict[str, StageFiles], rollout_id: str) -> tuple[list[Any],
     return sequences, _rows_of(train, "columns", columns_found([train], "columns", COLUMNS), rollout_id), refused
 
 
-def _siblings(index: Index, group: str, iteration: int) -> list[dict[str, Any]]:
-    return [
-        {name: member[name] for name in ("rollout_id", "sample", "reward", "status", "reason", "advantage")}
-        for member in index.members(group, exact=True)
-        if member["iteration"] == iteration
-    ]
-
-
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
     """The JSON columns as JSON."""
     return row | {name: _parsed(row[name]) for name in ("messages", "task") if row.get(name) is not None}
@@ -174,10 +169,6 @@ def _told(turn: dict[str, Any]) -> dict[str, Any]:
     }
     names = ("turn", "parent", "prompt_length", "policy_version", "finish_reason", "latency_seconds", "trained")
     return {name: turn[name] for name in names} | lengths
-
-
-def _scalars(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not isinstance(value, list | dict)}
 
 
 Stream = dict[str, Any]
@@ -326,14 +317,12 @@ class Decoder:
         """The text of each token."""
         with self._lock:
             for token in set(ids) - self._known.keys():
-                self._known[token] = self._one(token)
+                if token < 0 or (piece := self._tokenizer.id_to_token(token)) is None:
+                    self._known[token] = f"<{token}?>"
+                else:
+                    text = self._text([*self._before, token]).removeprefix(self._prefix)
+                    self._known[token] = piece if _BROKEN in text or not text else text
             return [self._known[token] for token in ids]
-
-    def _one(self, token: int) -> str:
-        if token < 0 or (piece := self._tokenizer.id_to_token(token)) is None:
-            return f"<{token}?>"
-        text = self._text([*self._before, token]).removeprefix(self._prefix)
-        return piece if _BROKEN in text or not text else text
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -283,10 +283,10 @@ def test_a_full_disk_ends_the_collection_while_it_runs(
     engine.healthy = 5  # the others wait for an answer for a minute
     monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.05)
 
-    def full(self: parts.Parts, calls: Any) -> None:
+    def full(calls: Any) -> bytes:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(parts.Parts, "_write_journal", full)
+    monkeypatch.setattr(parts, "journal_parquet", full)
     begun_at = time.monotonic()
     with pytest.raises(StoreError, match="the disk is full"):
         collect_iteration(run, 1, weights, engine.url)

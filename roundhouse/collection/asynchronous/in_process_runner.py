@@ -227,37 +227,35 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
     async def _roll_out(self, given: Continue, opened: OpenCollection) -> None:
         key = (given.position, given.sample)
         try:
-            await self._held(given.version)
+            # A rollout that was admitted during a transfer begins on the new weights
+            while (held := self._dispatch.controller.replicas[ENGINE].version) is None or held < given.version:
+                change = self._change
+                if self._dispatch.controller.replicas[ENGINE].version == held:
+                    await change.wait()
             began = time.monotonic()
             rollout = await opened.collection.roll_out(self.plan.spec(key), policy_version=given.version)
             opened.spans[key] = began, time.monotonic()
             with self._dispatch as dispatch:
                 if self._open.get(opened.iteration) is opened and dispatch.is_running(key, given.attempt):
-                    self._take(rollout, key, given, opened)
+                    opened.parts.add(rollout)
+                    opened.rollouts[key] = rollout
+                    announce(
+                        "rollout",
+                        tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
+                        reward=rollout.reward,
+                    )
+                    if rollout.status is Status.FAILED:
+                        self._dispatch.tell(
+                            happened.RolloutFailed(*key, given.attempt, rollout.failure_code or "failed", final=True)
+                        )
+                    else:
+                        self._dispatch.tell(happened.RolloutFinished(*key, given.attempt))
+                    if opened.progress is not None:
+                        opened.progress(len(opened.rollouts), opened.planned)
         finally:
             opened.running.pop(key, None)
             self._running -= 1
             self._look_again()
-
-    def _take(self, rollout: Rollout, key: Key, given: Continue, opened: OpenCollection) -> None:
-        opened.parts.add(rollout)
-        opened.rollouts[key] = rollout
-        announce("rollout", tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns), reward=rollout.reward)
-        if rollout.status is Status.FAILED:
-            self._dispatch.tell(
-                happened.RolloutFailed(*key, given.attempt, rollout.failure_code or "failed", final=True)
-            )
-        else:
-            self._dispatch.tell(happened.RolloutFinished(*key, given.attempt))
-        if opened.progress is not None:
-            opened.progress(len(opened.rollouts), opened.planned)
-
-    async def _held(self, version: int) -> None:
-        """Wait for the weights that a rollout is to begin on, where it was admitted while they were on their way."""
-        while (held := self._dispatch.controller.replicas[ENGINE].version) is None or held < version:
-            change = self._change
-            if self._dispatch.controller.replicas[ENGINE].version == held:
-                await change.wait()
 
     async def _flush(self) -> None:
         for opened in list(self._open.values()):

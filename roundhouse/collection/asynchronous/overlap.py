@@ -103,19 +103,17 @@ class Overlap:
                     return
                 if self.runner.ended.is_set():
                     raise self.runner.error or GenerationLoopEnded("The rollouts have ended before the plan.")
-                order = self._order(opened)
+                if (transfer := self.dispatch.controller.transfer(ENGINE)) is not None:
+                    self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
+                    order = transfer
+                else:
+                    wanted = self.runner.wanted
+                    order = BeginCollect(wanted) if wanted is not None and wanted not in opened else None
                 if order is None:
                     dispatch.wait(LOOK_SECONDS)
             if isinstance(order, BeginCollect):
                 opened.add(order.iteration)
             yield order
-
-    def _order(self, opened: set[int]) -> BeginCollect | Transfer | None:
-        if (transfer := self.dispatch.controller.transfer(ENGINE)) is not None:
-            self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
-            return transfer
-        wanted = self.runner.wanted
-        return BeginCollect(wanted) if wanted is not None and wanted not in opened else None
 
     def transferred(self, version: int) -> None:
         """The engine has proved that it holds this version."""
@@ -198,7 +196,16 @@ class Overlap:
             yield StepBatch((), {})
             return
         with self.dispatch as dispatch:
-            batch = self._decided(k)
+            controller, own = self.dispatch.controller, self.plan.groups(k)
+            train = controller.training()
+            if train is None or train.iteration != k or (train.groups != own and not self.chooses):
+                raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
+            batch = StepBatch(train.groups, self.runner.at_hand(train.groups), self.runner.window_seconds(train.groups))
+            if self.chooses and controller.batch is None:
+                try:
+                    refuse_many_failures(self.runner.outlines(train.groups), self.run.config.rollout, self.runner.url)
+                except TooFewRollouts as failure:
+                    raise self._gives_up(failure) from None
             dispatch.tell(happened.TrainingStarted(k, batch.groups))
         self.runner.flush()  # a step that is begun again has the same groups
         try:
@@ -208,19 +215,6 @@ class Overlap:
             raise
         self.dispatch.tell(happened.TrainingFinished(k))
         self.dispatch.record(keep_state=True)
-
-    def _decided(self, k: int) -> StepBatch:
-        controller, own = self.dispatch.controller, self.plan.groups(k)
-        train = controller.training()
-        if train is None or train.iteration != k or (train.groups != own and not self.chooses):
-            raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
-        batch = StepBatch(train.groups, self.runner.at_hand(train.groups), self.runner.window_seconds(train.groups))
-        if self.chooses and controller.batch is None:
-            try:
-                refuse_many_failures(self.runner.outlines(train.groups), self.run.config.rollout, self.runner.url)
-            except TooFewRollouts as failure:
-                raise self._gives_up(failure) from None
-        return batch
 
     def _gives_up(self, failure: BaseException) -> BaseException:
         """Both loops are to be begun again, and what failed with them."""

@@ -38,7 +38,19 @@ def resume(run: Run, plan: Plan) -> Dispatch:
     newest = run.first_version if latest is None else latest.policy_version
     _skip_what_was_skipped(run, dispatch, newest)
     try:
-        dispatch.tell(_restarted(run, plan, controller, newest))
+        finished: list[tuple[int, int, int]] = []
+        failed: list[tuple[int, int]] = []
+        for iteration in _open_iterations(controller, newest):
+            stage = generated_in(run, iteration)
+            committed = stage.reference() is not None
+            if committed and controller.terms.chooses:
+                continue
+            for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items():
+                if rollout.status is not Status.FAILED and rollout.turns:
+                    finished.append((*key, oldest_version(rollout)))
+                elif committed:
+                    failed.append(key)
+        dispatch.tell(happened.Restarted(newest, tuple(finished), ((ENGINE, None),), tuple(failed)))
     except DataError as error:
         raise StoreError(
             f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
@@ -66,22 +78,6 @@ def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
         if (skip := skip_of(run, skipped)) is None:
             return
         dispatch.tell(happened.IterationSkipped(skipped, skip.code))
-
-
-def _restarted(run: Run, plan: Plan, controller: Controller, version: int) -> happened.Restarted:
-    finished: list[tuple[int, int, int]] = []
-    failed: list[tuple[int, int]] = []
-    for iteration in _open_iterations(controller, version):
-        stage = generated_in(run, iteration)
-        committed = stage.reference() is not None
-        if committed and controller.terms.chooses:
-            continue
-        for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items():
-            if rollout.status is not Status.FAILED and rollout.turns:
-                finished.append((*key, oldest_version(rollout)))
-            elif committed:
-                failed.append(key)
-    return happened.Restarted(version, tuple(finished), ((ENGINE, None),), tuple(failed))
 
 
 def _forget_what_is_lost(run: Run, plan: Plan, controller: Controller, dispatch: Dispatch) -> None:

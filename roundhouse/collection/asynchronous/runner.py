@@ -123,7 +123,7 @@ class RolloutRunner(ABC, Generic[O]):
         self._stopped.set()
         self._interrupt()
         self._dispatch.wake()
-        limit = self._end_seconds()
+        limit = END_SECONDS
         if self._thread.is_alive():
             self._thread.join(limit)
         if self._thread.is_alive():
@@ -204,9 +204,6 @@ class RolloutRunner(ABC, Generic[O]):
 
     def _interrupt(self) -> None:
         """Wake the runner's thread where it does not wait for the dispatch."""
-
-    def _end_seconds(self) -> float:
-        return END_SECONDS
 
     def _refuse_failed(self, opened: O) -> None:
         """Raise why this attempt cannot be completed."""

@@ -275,7 +275,18 @@ class ShardRunner(RolloutRunner[OpenShards]):
     def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> OpenShards:
         self._refuse_ended()
         attempt = ShardedAttempt(self.run, stage, iteration - 1, oldest_version)
-        shards = self._shards(iteration, attempt)
+        # The share of `rollout.concurrency` is the same for all shards: any of them may be at work at once
+        config, count = self.run.config, self._distribution.shards
+        share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
+        keys = self.plan.keys(iteration)
+        shards = [
+            OpenShard(
+                shard,
+                attempt.task(shard, config.generation.sampling, self.url, share),
+                tuple(islice(keys, len(shard.specs))),
+            )
+            for shard in split(self.plan.specs(iteration), count)
+        ]
         with self._dispatch as dispatch:
             controller = dispatch.controller
             settled = {position for position in self.plan.groups(iteration) if controller.has_decided(position)}
@@ -325,20 +336,6 @@ class ShardRunner(RolloutRunner[OpenShards]):
     def flush(self) -> None:
         """Write down the controller's events; what they tell is in the store."""
         self._dispatch.record()
-
-    def _shards(self, iteration: int, attempt: ShardedAttempt) -> list[OpenShard]:
-        """Each with its share of `rollout.concurrency`, which is the same for all: any of them may be at work at once."""
-        config, count = self.run.config, self._distribution.shards
-        share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
-        keys = self.plan.keys(iteration)
-        return [
-            OpenShard(
-                shard,
-                attempt.task(shard, config.generation.sampling, self.url, share),
-                tuple(islice(keys, len(shard.specs))),
-            )
-            for shard in split(self.plan.specs(iteration), count)
-        ]
 
     def _end_seconds(self) -> float:
         return END_SECONDS + self._ending_seconds
@@ -396,7 +393,19 @@ class ShardRunner(RolloutRunner[OpenShards]):
     def _run(self) -> None:
         try:
             with attribute_to_this_stage():
-                self._admit()
+                recorded = time.monotonic()
+                while not self._stopped.is_set():
+                    with self._dispatch as dispatch:
+                        if (begun := self._begin()) is None:
+                            dispatch.wait(LOOK_SECONDS)
+                        self._cpu_seconds = time.thread_time()
+                    if begun is not None:
+                        collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
+                        name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
+                        threading.Thread(target=collect, name=name, daemon=True).start()
+                    if time.monotonic() - recorded >= stage_parts.FLUSH_SECONDS:
+                        self._dispatch.record()
+                        recorded = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
             self.error = error
         try:
@@ -409,21 +418,6 @@ class ShardRunner(RolloutRunner[OpenShards]):
         finally:
             self.ended.set()
             self._dispatch.wake()
-
-    def _admit(self) -> None:
-        recorded = time.monotonic()
-        while not self._stopped.is_set():
-            with self._dispatch as dispatch:
-                if (begun := self._begin()) is None:
-                    dispatch.wait(LOOK_SECONDS)
-                self._cpu_seconds = time.thread_time()
-            if begun is not None:
-                collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
-                name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
-                threading.Thread(target=collect, name=name, daemon=True).start()
-            if time.monotonic() - recorded >= stage_parts.FLUSH_SECONDS:
-                self._dispatch.record()
-                recorded = time.monotonic()
 
     def _begin(self) -> RunningShard | None:
         """The next shard, with all of its rollouts that the controller admits; None while none may begin."""

@@ -137,7 +137,13 @@ class LlmClient:
         added = messages[known:] if known and _key(messages[:known]) == _key(self._newest) else messages
         item_id = f"msg_{self._attempt.rollout.seed:08x}_{len(self._chain.turns) - 1}"
         for place, message in enumerate(added):
-            self.items.extend(_items(message, f"{item_id}_{place}"))
+            if message["role"] == "assistant":
+                items = assistant_items(message, f"{item_id}_{place}")
+            elif message["role"] == "tool":
+                items = [function_call_output(message["tool_call_id"], message["content"])]
+            else:
+                items = [{"type": "message", "role": message["role"], "content": message["content"]}]
+            self.items.extend(items)
         if self._given is None:
             self._given = len(self.items)
         self.items.extend(assistant_items(completion.message, item_id))
@@ -204,14 +210,6 @@ class LlmClient:
                 fields = {name: getattr(known, name) for name in TOKEN_FIELDS}
                 return [*messages[:index], {**messages[index], **fields}, *messages[index + 1 :]]
         return messages
-
-
-def _items(message: Message, item_id: str) -> list[Item]:
-    if message["role"] == "assistant":
-        return assistant_items(message, item_id)
-    if message["role"] == "tool":
-        return [function_call_output(message["tool_call_id"], message["content"])]
-    return [{"type": "message", "role": message["role"], "content": message["content"]}]
 
 
 def _key(messages: Sequence[Message]) -> bytes:
@@ -305,7 +303,24 @@ class BaseRolloutWorker(ABC):
         self.is_truncated = is_truncated or bool(self.llm.limit)
         seen = self.llm.infos if observation is None else observation
         if result is None:
-            result = await self._evaluated(task, AgentEvaluationTarget(final_answer, seen, self.is_truncated))
+            target = AgentEvaluationTarget(final_answer, seen, self.is_truncated)
+            evaluator = self.evaluator
+            if evaluator is None:
+                raise VerifierFailed(f"{type(self).__name__} has no evaluator: set environment.evaluator.")
+            try:
+                if is_async(evaluator):
+                    told: Any = evaluator.evaluate(task, target)
+                else:
+                    told = await asyncio.to_thread(evaluator.evaluate, task, target)
+                result = await told if inspect.isawaitable(told) else told
+            except (InfraError, DataError):
+                raise
+            except Exception as error:  # the evaluator's code ends here; its failure becomes an outcome
+                raise VerifierFailed(f"{type(evaluator).__name__} raised {error!r}") from error
+            if not isinstance(result, EvaluationRunResult):
+                raise VerifierFailed(
+                    f"{type(evaluator).__name__} returned a {type(result).__name__}; it must return an EvaluationRunResult."
+                )
         self.result = result
         return StepResult.SUCCESS
 
@@ -314,26 +329,6 @@ class BaseRolloutWorker(ABC):
         answer = self.llm.infos[-1]["response"] if self.llm.infos else ""
         self.llm.limit = limit
         return await self.put_trajectory(task, answer, is_truncated=True)
-
-    async def _evaluated(self, task: dict[str, Any], target: AgentEvaluationTarget) -> EvaluationRunResult:
-        evaluator = self.evaluator
-        if evaluator is None:
-            raise VerifierFailed(f"{type(self).__name__} has no evaluator: set environment.evaluator.")
-        try:
-            if is_async(evaluator):
-                told: Any = evaluator.evaluate(task, target)
-            else:
-                told = await asyncio.to_thread(evaluator.evaluate, task, target)
-            result = await told if inspect.isawaitable(told) else told
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the evaluator's code ends here; its failure becomes an outcome
-            raise VerifierFailed(f"{type(evaluator).__name__} raised {error!r}") from error
-        if not isinstance(result, EvaluationRunResult):
-            raise VerifierFailed(
-                f"{type(evaluator).__name__} returned a {type(result).__name__}; it must return an EvaluationRunResult."
-            )
-        return result
 
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -208,7 +208,26 @@ def record_calls(spans: Iterable[Span], llm: LlmClient) -> None:
         raise NoTrajectory("The trace has no span of type LLM: is the tracer given to the agent?")
     for number, span in enumerate(calls):
         inputs = span.get("inputs") or {}
-        llm.record(list(inputs.get("messages") or []), list(inputs.get("tools") or []), _completion(span, number, llm))
+        outputs = span.get("outputs") or {}
+        tokens = outputs.get("nexrl_train") or {}
+        prompt, generated = tokens.get("prompt_tokens") or [], tokens.get("response_tokens") or []
+        log_probs = tokens.get("response_logprobs") or []
+        if not prompt or not generated or len(log_probs) != len(generated):
+            raise WorkerFailed(
+                f"Model call {number} of the trace has {len(prompt)} prompt tokens, {len(generated)} response tokens and "
+                f"{len(log_probs)} log-probabilities in outputs.nexrl_train: let the agent call a server that returns "
+                "token IDs."
+            )
+        version = tokens.get("policy_version", llm.policy_version)
+        if version is None:
+            raise WorkerFailed("The policy version that answered is unknown: the trace does not tell it.")
+        message = outputs.get("message") or {"role": "assistant", "content": ""}
+        finish = outputs.get("finish_reason") or "stop"
+        llm.record(
+            list(inputs.get("messages") or []),
+            list(inputs.get("tools") or []),
+            Completion(message, finish, list(prompt), list(generated), list(log_probs), int(version), 0.0),
+        )
 
 
 def llm_calls(spans: Iterable[Span]) -> Iterator[Span]:
@@ -217,21 +236,3 @@ def llm_calls(spans: Iterable[Span]) -> Iterator[Span]:
         if str(span.get("type", "")).upper() == "LLM":
             yield span
         yield from llm_calls(span.get("children") or [])
-
-
-def _completion(span: Span, number: int, llm: LlmClient) -> Completion:
-    outputs = span.get("outputs") or {}
-    tokens = outputs.get("nexrl_train") or {}
-    prompt, generated = tokens.get("prompt_tokens") or [], tokens.get("response_tokens") or []
-    log_probs = tokens.get("response_logprobs") or []
-    if not prompt or not generated or len(log_probs) != len(generated):
-        raise WorkerFailed(
-            f"Model call {number} of the trace has {len(prompt)} prompt tokens, {len(generated)} response tokens and "
-            f"{len(log_probs)} log-probabilities in outputs.nexrl_train: let the agent call a server that returns token IDs."
-        )
-    version = tokens.get("policy_version", llm.policy_version)
-    if version is None:
-        raise WorkerFailed("The policy version that answered is unknown: the trace does not tell it.")
-    message = outputs.get("message") or {"role": "assistant", "content": ""}
-    finish = outputs.get("finish_reason") or "stop"
-    return Completion(message, finish, list(prompt), list(generated), list(log_probs), int(version), 0.0)

@@ -112,7 +112,16 @@ def services(state_dir: Path) -> list[Finding]:
     if found.is_ready("ray"):
         findings.append(_engine(found))
     if not running:
-        findings = [ok("services", "not running; a run starts them, or `roundhouse up`"), *_ports(found)]
+        findings = []
+        for name in ("prefect", "mlflow"):
+            record = found.records.get(name)
+            port = record.ports.get("http") if record else None
+            if port and not ports.is_free(port):
+                owner = ports.describe_owner(port) or "another process"
+                findings.append(
+                    warn(f"port of {name}", f"{port} is now used by {owner}", "Nothing: a free one will be taken.")
+                )
+        findings = [ok("services", "not running; a run starts them, or `roundhouse up`"), *findings]
         if found.state.path.exists() and (orphans := processes.members(found.state)):
             numbers = ", ".join(str(process.pid) for process in orphans[:5])
             findings.append(
@@ -212,20 +221,6 @@ def _engine(found: Services) -> Finding:
         remedy = f"Look at {found.state.path / 'ray' / 'session_latest' / 'logs' / 'serve'}."
         return fail("engine endpoint", f"{found.serve_url}/v1/models: HTTP {code}", remedy)
     return ok("engine endpoint", f"{found.serve_url} answers")
-
-
-def _ports(found: Services) -> list[Finding]:
-    """Remembered ports that somebody else has now: the pages will have another address."""
-    findings = []
-    for name in ("prefect", "mlflow"):
-        record = found.records.get(name)
-        port = record.ports.get("http") if record else None
-        if port and not ports.is_free(port):
-            owner = ports.describe_owner(port) or "another process"
-            findings.append(
-                warn(f"port of {name}", f"{port} is now used by {owner}", "Nothing: a free one will be taken.")
-            )
-    return findings
 
 
 def _model(path: Path) -> Finding:

@@ -183,7 +183,21 @@ class Cluster:
         )
         answer = self._client.call_api(*parameters, _request_timeout=seconds).response
         if answer.status >= 300:
-            raise _refusal(answer)
+            text = answer.data.decode(errors="replace")
+            try:
+                told = json.loads(text)
+                reason, message = str(told.get("reason", "")), str(told.get("message", ""))
+            except (ValueError, AttributeError):
+                reason, message = str(answer.reason or ""), text[:500]
+            value = answer.headers.get("Retry-After")  # seconds, or a date
+            if value is None:
+                retry_after = None
+            elif value.strip().isdigit():
+                retry_after = float(value)
+            else:
+                moment = email.utils.parsedate_tz(value)
+                retry_after = None if moment is None else max(0.0, email.utils.mktime_tz(moment) - time.time())
+            raise ApiRefused(answer.status, reason, message, retry_after)
         return answer
 
 
@@ -240,26 +254,6 @@ def _kind(path: str) -> str:
     if "namespaces" in parts[:-2]:
         return "/".join(parts[parts.index("namespaces") + 2 :][::2])
     return parts[-1]
-
-
-def _refusal(answer: urllib3.HTTPResponse) -> ApiRefused:
-    text = answer.data.decode(errors="replace")
-    try:
-        told = json.loads(text)
-        reason, message = str(told.get("reason", "")), str(told.get("message", ""))
-    except (ValueError, AttributeError):
-        reason, message = str(answer.reason or ""), text[:500]
-    return ApiRefused(answer.status, reason, message, _retry_after(answer.headers.get("Retry-After")))
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds that a server asks to wait."""
-    if value is None:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    moment = email.utils.parsedate_tz(value)
-    return None if moment is None else max(0.0, email.utils.mktime_tz(moment) - time.time())
 
 
 class Owned(Protocol):

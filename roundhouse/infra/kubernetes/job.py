@@ -122,7 +122,12 @@ class RunJobs:
             raise over.error from None
         except BaseException:
             say(f"Job {name} is being deleted")
-            self._delete(name, uid)
+            try:
+                there = self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
+                if there:
+                    self._until_gone(name, uid)
+            except (ApiRefused, InfraError) as error:
+                logger.error("Job %s could not be deleted: %s. It ends at its deadline.", name, error)
             raise
         finally:
             self._jobs.forget(uid)
@@ -271,14 +276,6 @@ class RunJobs:
         if events:
             deadlines.event = str(events[-1].get("message") or "")
             say(f"No pod yet: {deadlines.event}")
-
-    def _delete(self, name: str, uid: str) -> None:
-        try:
-            there = self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
-            if there:
-                self._until_gone(name, uid)
-        except (ApiRefused, InfraError) as error:
-            logger.error("Job %s could not be deleted: %s. It ends at its deadline.", name, error)
 
     def _until_gone(self, name: str, uid: str) -> None:
         deadline, changed = time.monotonic() + GONE_SECONDS, self._waiter(uid)

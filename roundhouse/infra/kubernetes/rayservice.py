@@ -140,10 +140,23 @@ class RayServiceServed:
         replicas = self.replicas()
         for _ in range(MOST_WRITERS):
             service = self._get(cluster)
-            self._require_free(service)
+            notes = service["metadata"].get("annotations") or {}
+            uid, run, place = (notes.get(f"{LABEL}{name}") for name in ("run-uid", "run", "location"))
+            if uid not in (None, "", self.holder.run_uid) and not _is_over(place):
+                name, namespace = self.engine.ray_service, self.infra.namespace
+                raise ConfigError(
+                    f"RayService {name} serves run {run!r} ({place}), which has not finished. Give this run its own "
+                    f"(infra.engine.ray_service); if that run is given up: kubectl -n {namespace} annotate rayservice {name} "
+                    f"{LABEL}run-uid-"
+                )
             text = service["spec"].get("serveConfigV2")
             current = application_in(text)
-            application = self._application(config, model_dir, weights, version, options, current, replicas)
+            before = None if current is None else current["deployments"][0].get("user_config")
+            wanted = desired_state(version, weights, options, [before, *(replica.desired for replica in replicas)])
+            wanted["request"] = exact_request(wanted["request"])
+            if weights is None and before is not None:
+                wanted = before  # engines that have weights keep them
+            application = dict(as_handed_on(deployment.wanted_application(config, model_dir, wanted)))
             try:
                 return self._apply(cluster, service, with_application(text, application)), application
             except ApiRefused as refused:
@@ -152,23 +165,6 @@ class RayServiceServed:
         raise InfraError(
             f"RayService {self.engine.ray_service} was changed by others {MOST_WRITERS} times while the flow wrote to it."
         )
-
-    def _application(
-        self,
-        config: GenerationConfig,
-        model_dir: str,
-        weights: str | None,
-        version: int,
-        options: RefitOptions,
-        current: Object | None,
-        replicas: list[ReplicaReport],
-    ) -> Object:
-        before = None if current is None else current["deployments"][0].get("user_config")
-        wanted = desired_state(version, weights, options, [before, *(replica.desired for replica in replicas)])
-        wanted["request"] = exact_request(wanted["request"])
-        if weights is None and before is not None:
-            wanted = before  # engines that have weights keep them
-        return dict(as_handed_on(deployment.wanted_application(config, model_dir, wanted)))
 
     def _get(self, cluster: Cluster) -> Object:
         name, namespace = self.engine.ray_service, self.infra.namespace
@@ -192,18 +188,6 @@ class RayServiceServed:
         }
         body = {"apiVersion": API, "kind": "RayService", "metadata": metadata, "spec": {"serveConfigV2": text}}
         return cluster.apply(f"{self.collection}/{self.engine.ray_service}", body, FIELD_MANAGER)
-
-    def _require_free(self, service: Object) -> None:
-        notes = service["metadata"].get("annotations") or {}
-        uid, run, place = (notes.get(f"{LABEL}{name}") for name in ("run-uid", "run", "location"))
-        if uid in (None, "", self.holder.run_uid) or _is_over(place):
-            return
-        name, namespace = self.engine.ray_service, self.infra.namespace
-        raise ConfigError(
-            f"RayService {name} serves run {run!r} ({place}), which has not finished. Give this run its own "
-            f"(infra.engine.ray_service); if that run is given up: kubectl -n {namespace} annotate rayservice {name} "
-            f"{LABEL}run-uid-"
-        )
 
 
 @dataclass
@@ -231,7 +215,15 @@ class _RefitWait:
             while time.monotonic() - self.began < self.seconds:
                 asked += 1
                 changed.clear()
-                word = told(self._present(watched))
+                if watched.failure is not None:
+                    raise watched.failure
+                watched.listed.wait(self.cluster.patience_seconds)
+                there = watched.all_present()
+                if watched.failure is None and not there:
+                    raise InfraError(
+                        f"RayService {self.served.engine.ray_service} was deleted while the flow waited for it."
+                    )
+                word = told(there[0] if there else {})
                 first = first or word
                 self.changed_since |= (word.status, word.message) != (first.status, first.message)
                 found = self.served.replicas()
@@ -256,16 +248,6 @@ class _RefitWait:
     @property
     def _desired(self) -> Object:
         return dict(self.application["deployments"][0]["user_config"])
-
-    def _present(self, watched: Watched) -> Object:
-        """The RayService as it is now."""
-        if watched.failure is not None:
-            raise watched.failure
-        watched.listed.wait(self.cluster.patience_seconds)
-        there = watched.all_present()
-        if watched.failure is None and not there:
-            raise InfraError(f"RayService {self.served.engine.ray_service} was deleted while the flow waited for it.")
-        return there[0] if there else {}
 
     def _raise_failures(self, word: Told) -> None:
         waited = time.monotonic() - self.began

@@ -123,7 +123,11 @@ def job(
 ) -> Manifest:
     """The Job of a try: `spec` without its template, which is `pod`."""
     queued = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
-    spec = spec | {"template": {"metadata": {"labels": dict(labels), **_scraped(pod)}, "spec": pod}}
+    metadata = {"labels": dict(labels)}
+    declared = [port for container in pod["containers"] for port in container.get("ports", [])]
+    if pages := [port["containerPort"] for port in declared if port["name"] == METRICS]:  # Prometheus finds it by these
+        metadata["annotations"] = {"prometheus.io/scrape": "true", "prometheus.io/port": str(pages[0])}
+    spec = spec | {"template": {"metadata": metadata, "spec": pod}}
     if queue:
         spec["suspend"] = True  # until Kueue admits it
     return {
@@ -245,10 +249,3 @@ def container(
     if secret:
         found["envFrom"] = [{"secretRef": {"name": secret}}]
     return found
-
-
-def _scraped(pod: Manifest) -> Manifest:
-    """Annotations by which Prometheus finds the page of a pod that has one."""
-    declared = [port for container in pod["containers"] for port in container.get("ports", [])]
-    found = [port["containerPort"] for port in declared if port["name"] == METRICS]
-    return {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": str(found[0])}} if found else {}

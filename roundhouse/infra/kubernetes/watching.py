@@ -148,7 +148,20 @@ class Watched:
             if self._version is None:
                 self._list()
             for event in self._events():
-                self._take(event)
+                item, kind = event["object"], event["type"]
+                if kind == "ERROR":
+                    raise ApiRefused(int(item.get("code") or 500), str(item.get("reason")), str(item.get("message")))
+                self._version = item["metadata"]["resourceVersion"]
+                if kind != "BOOKMARK":
+                    uid = item["metadata"]["uid"]
+                    with self._lock:
+                        if kind == "DELETED":
+                            self._present.pop(uid, None)
+                            self._gone[uid] = item
+                        else:
+                            self._present[uid] = item
+                        self._keep_by_owner(item)
+                    self._changed(item)
                 self._heard = time.monotonic()
         except ApiRefused as refused:
             if refused.status in (401, 403, 404):
@@ -197,28 +210,6 @@ class Watched:
         finally:
             self._stream = None
             stream.close()
-
-    def _take(self, event: Object) -> None:
-        """Apply an event.
-
-        Raises:
-            ApiRefused: 410 when the watch cannot go on from the version it has.
-        """
-        item, kind = event["object"], event["type"]
-        if kind == "ERROR":
-            raise ApiRefused(int(item.get("code") or 500), str(item.get("reason")), str(item.get("message")))
-        self._version = item["metadata"]["resourceVersion"]
-        if kind == "BOOKMARK":
-            return
-        uid = item["metadata"]["uid"]
-        with self._lock:
-            if kind == "DELETED":
-                self._present.pop(uid, None)
-                self._gone[uid] = item
-            else:
-                self._present[uid] = item
-            self._keep_by_owner(item)
-        self._changed(item)
 
     def _fail(self, error: RoundhouseError) -> None:
         self.failure = error

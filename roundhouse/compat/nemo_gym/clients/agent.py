@@ -156,7 +156,12 @@ class RemoteAgentClient:
             InfraError: the server cannot be reached, did not answer within `seconds`, or cannot serve now.
             AgentGaveUp, BadAgentAnswer, UnknownAgent
         """
-        server = await self._found()
+        async with self._looking:  # one look-up, also for many rollouts that begin at once
+            if self._server is None:
+                assert self._head is not None
+                assert self.agent_name is not None
+                self._server = Connection(await look_up(self._head, self.agent_name, self._head_token))
+            server = self._server
         try:
             status, text = await server.post("run", request, seconds=seconds)
         except EnvironmentUnreachable:
@@ -179,7 +184,7 @@ class RemoteAgentClient:
         """
         assert self._models is not None, "only asked where captures is true"
         path = f"captures/{rollout_name}"
-        headers = _bearer(self._models_token)
+        headers = {} if self._models_token is None else {"Authorization": f"Bearer {self._models_token}"}
         status, text, _ = await self._models.exchange(
             "GET", path, None, None, headers=headers, seconds=CAPTURES_SECONDS
         )
@@ -193,17 +198,6 @@ class RemoteAgentClient:
         await self._models.exchange("DELETE", path, None, None, headers=headers, seconds=CAPTURES_SECONDS)
         return record
 
-    async def _found(self) -> Connection:
-        """The connection to the agent server, looked up if need be."""
-        if self._server is not None:
-            return self._server
-        async with self._looking:
-            if self._server is None:
-                assert self._head is not None
-                assert self.agent_name is not None
-                self._server = Connection(await look_up(self._head, self.agent_name, self._head_token))
-        return self._server
-
     async def close(self) -> None:
         for connection in (self._server, self._head, self._models, *self._left):
             if connection is not None:
@@ -214,10 +208,6 @@ class RemoteAgentClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _bearer(token: str | None) -> dict[str, str]:
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def _token(variable: str | None, file: str | None) -> str | None:
@@ -332,12 +322,29 @@ def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> 
     params = row.get("responses_create_params")
     if not isinstance(params, dict) or not isinstance(params.get("input"), str | list):
         raise BadTaskRow("A task row needs responses_create_params.input, a text or a list of items.")
+    sampling = sampling_overrides(params, attempt.sampling, attempt.on_policy).sampling
+    # The metadata with seed and top_k in `extra_body`, a JSON text through which model servers take engine parameters
+    metadata = params.get("metadata")
+    try:
+        given = dict(metadata or {})
+        extra = orjson.loads(given.get("extra_body") or "{}")
+        extra = {**extra, "seed": attempt.rollout.seed}
+    except (ValueError, TypeError) as error:
+        raise BadTaskRow(f"responses_create_params.metadata.extra_body is no JSON object: {error}") from error
+    if sampling.top_k is not None:
+        extra["top_k"] = sampling.top_k
     request = {
         "_ng_task_index": task_index,
         "_ng_rollout_index": rollout.sample,
         **row,
         "_ng_rollout_id": rollout_name(rollout.group_id, rollout.sample),
-        "responses_create_params": _sampled_as_the_run(params, attempt),
+        "responses_create_params": {
+            **params,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_output_tokens": sampling.max_new_tokens,
+            "metadata": {**given, "extra_body": orjson.dumps(extra).decode()},
+        },
     }
     request.pop("_ng_attempt_index", None)  # part of the name already
     if agent is not None:
@@ -372,27 +379,6 @@ def rollout_name(group_id: str, sample: int) -> str:
     return f"r-{readable}-{sample}-{uuid.uuid4().hex[:12]}"
 
 
-def _sampled_as_the_run(params: dict[str, Any], attempt: RolloutAttempt) -> dict[str, Any]:
-    sampling = sampling_overrides(params, attempt.sampling, attempt.on_policy).sampling
-    # The metadata with seed and top_k in `extra_body`, a JSON text through which model servers take engine parameters
-    metadata = params.get("metadata")
-    try:
-        given = dict(metadata or {})
-        extra = orjson.loads(given.get("extra_body") or "{}")
-        extra = {**extra, "seed": attempt.rollout.seed}
-    except (ValueError, TypeError) as error:
-        raise BadTaskRow(f"responses_create_params.metadata.extra_body is no JSON object: {error}") from error
-    if sampling.top_k is not None:
-        extra["top_k"] = sampling.top_k
-    return {
-        **params,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_output_tokens": sampling.max_new_tokens,
-        "metadata": {**given, "extra_body": orjson.dumps(extra).decode()},
-    }
-
-
 _CARRIED = frozenset({*TOKEN_FIELDS, "routed_experts"})
 
 
@@ -416,7 +402,12 @@ def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
         BadAgentAnswer: it holds no reward or no response.
         BadReward: its numbers are none.
     """
-    _refuse_failure(reply)
+    failure = reply.get(FAILURE)
+    if not (failure is None and not reply.get("_ng_no_persist")):
+        text = f"The agent reports {failure or 'a rollout that is not to be kept'}: {detail_of(reply) or 'no detail given'}"
+        if reply.get(TERMINAL):
+            raise AgentGaveUp(text)
+        raise (JudgeFailed if failure == "judge_failed" else AgentFailed)(text)
     response = reply.get("response")
     output = response.get("output") if isinstance(response, dict) else None
     if "reward" not in reply or not isinstance(response, dict) or not isinstance(output, list):
@@ -473,16 +464,6 @@ def turns_from_items(response: Mapping[str, Any], policy_version: int) -> list[T
         except (TypeError, OverflowError) as error:
             raise BadAgentAnswer(f"prompt_token_ids holds something else than token IDs: {error}") from error
     return chain.turns
-
-
-def _refuse_failure(reply: Mapping[str, Any]) -> None:
-    failure = reply.get(FAILURE)
-    if failure is None and not reply.get("_ng_no_persist"):
-        return
-    text = f"The agent reports {failure or 'a rollout that is not to be kept'}: {detail_of(reply) or 'no detail given'}"
-    if reply.get(TERMINAL):
-        raise AgentGaveUp(text)
-    raise (JudgeFailed if failure == "judge_failed" else AgentFailed)(text)
 
 
 def _bare(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,9 +106,11 @@ class Connection:
         target = URL(f"{self.url}/{path}", encoded=True)
         limit = aiohttp.ClientTimeout(total=seconds or self.request_seconds, sock_connect=CONNECT_SECONDS)
         try:
-            request = self._session().request(
-                method, target, data=data, headers=sent, allow_redirects=False, timeout=limit
-            )
+            if self._http is None:
+                allow_open_files()
+                connector = PacedConnector(keepalive_timeout=KEEP_ALIVE_SECONDS)
+                self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            request = self._http.request(method, target, data=data, headers=sent, allow_redirects=False, timeout=limit)
             async with request as reply:
                 text = (await reply.read()).decode("utf-8", "replace")
         except TimeoutError as error:
@@ -122,13 +124,6 @@ class Connection:
         if reply.headers.get(FAILURE_HEADER) == "infra":
             raise EnvironmentUnavailable(f"{target} answered {reply.status}: {text}")
         return reply.status, text, reply.headers
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            allow_open_files()
-            connector = PacedConnector(keepalive_timeout=KEEP_ALIVE_SECONDS)
-            self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        return self._http
 
     async def close(self) -> None:
         if self._http is not None:

@@ -183,33 +183,40 @@ class _Expansion:
 
     def expand(self, node: Any, where: KeyPath) -> Any:
         if isinstance(node, dict):
-            return self._mapping(node, where)
+            given = node.get(DELETE)
+            if given is None:
+                unwanted = set()
+            else:
+                if not isinstance(given, str):
+                    raise ConfigError(
+                        f"{'.'.join(where)}.{DELETE} is {given!r}; give names separated by commas, in one text."
+                    )
+                unwanted = {name.strip() for name in given.split(",") if name.strip()}
+            own = {
+                key: child for key, child in node.items() if key not in (INHERIT, COPY, DELETE) and key not in unwanted
+            }
+            expanded = {key: self.expand(child, (*where, str(key))) for key, child in own.items()}
+            if INHERIT not in node and COPY not in node:
+                return expanded
+            named = node[INHERIT] if INHERIT in node else node[COPY]
+            source = self._source(named, where, moves=INHERIT in node)
+            if source == MISSING:
+                return MISSING
+            if not isinstance(source, dict):
+                raise ConfigError(f"{'.'.join(where)} is made from {named!r}, which is no mapping.")
+            made = merged(source, expanded)
+            for key in sorted(unwanted - node.keys()):
+                if key not in made:
+                    raise ConfigError(
+                        f"{'.'.join(where)}.{DELETE} names {key!r}, which is not there; there are: {', '.join(made)}."
+                    )
+                del made[key]
+            return made
         if isinstance(node, list):
             return [self.expand(child, (*where, str(index))) for index, child in enumerate(node)]
         if isinstance(node, str) and (call := _CALL.fullmatch(node)):
             return self._source(call[2], where, moves=call[1] == "inherit_from")
         return node
-
-    def _mapping(self, node: dict[str, Any], where: KeyPath) -> Any:
-        unwanted = _names(node.get(DELETE), where)
-        own = {key: child for key, child in node.items() if key not in (INHERIT, COPY, DELETE) and key not in unwanted}
-        expanded = {key: self.expand(child, (*where, str(key))) for key, child in own.items()}
-        if INHERIT not in node and COPY not in node:
-            return expanded
-        named = node[INHERIT] if INHERIT in node else node[COPY]
-        source = self._source(named, where, moves=INHERIT in node)
-        if source == MISSING:
-            return MISSING
-        if not isinstance(source, dict):
-            raise ConfigError(f"{'.'.join(where)} is made from {named!r}, which is no mapping.")
-        made = merged(source, expanded)
-        for key in sorted(unwanted - node.keys()):
-            if key not in made:
-                raise ConfigError(
-                    f"{'.'.join(where)}.{DELETE} names {key!r}, which is not there; there are: {', '.join(made)}."
-                )
-            del made[key]
-        return made
 
     def _source(self, dotted: Any, where: KeyPath, *, moves: bool) -> Any:
         """The expanded value at a dotted path of the original tree."""
@@ -253,14 +260,6 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` on top of `base`: mappings key by key, everything else replaced, an unset `???` replaces nothing."""
     result: Any = OmegaConf.to_container(OmegaConf.merge(base, over), resolve=False)
     return dict(result)
-
-
-def _names(given: Any, where: KeyPath) -> set[str]:
-    if given is None:
-        return set()
-    if not isinstance(given, str):
-        raise ConfigError(f"{'.'.join(where)}.{DELETE} is {given!r}; give names separated by commas, in one text.")
-    return {name.strip() for name in given.split(",") if name.strip()}
 
 
 _NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
@@ -308,13 +307,13 @@ def _child(node: Any, key: Any, where: KeyPath, unfilled: dict[KeyPath, str]) ->
     try:
         value = node[key]
     except (OmegaConfBaseException, ValueError, KeyError) as error:
-        unfilled[where] = _reason(error)
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if found := _NOT_FOUND.search(first):
+            reason = (
+                f"refers to {found[1]!r}, which is not set. Set it on the command line (++{found[1]}=…) or in env.yaml"
+            )
+        else:
+            reason = first
+        unfilled[where] = reason
         return str(node._get_node(key)._value())
     return _fill(value, where, unfilled)
-
-
-def _reason(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if found := _NOT_FOUND.search(first):
-        return f"refers to {found[1]!r}, which is not set. Set it on the command line (++{found[1]}=…) or in env.yaml"
-    return first

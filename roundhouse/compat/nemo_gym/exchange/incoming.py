@@ -118,7 +118,8 @@ def foreign_rollout(
     own_task = task if task is not None else {name: value for name, value in row.items() if name not in RESULT_FIELDS}
     begin = input_items(own_task)
     response = row.get("response")
-    output = _output(response)
+    output = response.get("output") if isinstance(response, dict) else None
+    output = output if isinstance(output, list) and all(isinstance(item, dict) for item in output) else None
     calls = _Calls(output or [], policy_version, _incomplete(response))
     agent = row.get("agent_ref")
     rollout = Rollout(
@@ -132,7 +133,15 @@ def foreign_rollout(
         turns=calls.turns,
     )
     _judge(rollout, row, known=task or {}, malformed=calls.malformed, incomplete=_incomplete(response))
-    return rollout, _remnant(row, own_task, None if output is None else len(begin), calls)
+    given = None if output is None else len(begin)
+    from_task = [name for name, value in row.items() if name in own_task and _same(own_task[name], value)]
+    left = dict(row) | dict.fromkeys(from_task)
+    if given is None or "response" in from_task:
+        remnant = Remnant(left, from_task)
+    else:
+        left["response"] = row["response"] | {"output": None}
+        remnant = Remnant(left, from_task, given, calls.places, calls.log_probs)
+    return rollout, remnant
 
 
 def restored_row(rollout: Rollout, remnant: Remnant) -> Row:
@@ -190,15 +199,6 @@ class _Calls:
         self.places.append(place)
 
 
-def _remnant(row: Row, task: Row, given: int | None, calls: _Calls) -> Remnant:
-    from_task = [name for name, value in row.items() if name in task and _same(task[name], value)]
-    left = dict(row) | dict.fromkeys(from_task)
-    if given is None or "response" in from_task:
-        return Remnant(left, from_task)
-    left["response"] = row["response"] | {"output": None}
-    return Remnant(left, from_task, given, calls.places, calls.log_probs)
-
-
 def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: bool) -> None:
     """Status, reward and reasons of a foreign row."""
     reward = row.get("reward")
@@ -238,14 +238,6 @@ def _own_turns(own_turns: list[Row], output: list[Item]) -> list[Turn]:
         if place is not None:
             output[place] = {name: value for name, value in carrier.items() if name not in TOKEN_FIELDS}
     return turns
-
-
-def _output(response: Any) -> list[Item] | None:
-    """The items of a Responses object; None if there are none to be read."""
-    output = response.get("output") if isinstance(response, dict) else None
-    if isinstance(output, list) and all(isinstance(item, dict) for item in output):
-        return output
-    return None
 
 
 def _incomplete(response: Any) -> bool:

@@ -95,7 +95,23 @@ def result_row(rollout: Rollout, address: Address) -> Row:
         None if place is None or any(name in output[place] for name in TOKEN_FIELDS) else place for place in places
     ]
     prompts = rebuild_prompts(rollout.turns)
-    result: Row = {"response": _response(rollout, _with_tokens(output, placed, rollout.turns, prompts))}
+    shown = list(output)
+    for place, turn, prompt in zip(placed, rollout.turns, prompts, strict=True):
+        if place is not None:
+            shown[place] = with_tokens(shown[place], turn, prompt)
+    params = rollout.task.get("responses_create_params")
+    response = response_object(
+        f"resp_{rollout.seed:08x}",
+        shown,
+        model="policy",
+        created_at=rollout.started_at,
+        finish_reason="length" if rollout.status is Status.TRUNCATED else "stop",
+        input_tokens=sum(turn.prompt_length for turn in rollout.turns),
+        output_tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
+        params=params if isinstance(params, dict) else {},
+    )
+    # An import reads the items of the record back
+    result: Row = {"response": whole_response(response, items=False)}
     result |= _judgement(rollout) | _stamps(rollout, address)
     own = {
         "version": VERSION,
@@ -172,31 +188,6 @@ def _judgement(rollout: Rollout) -> Row:
     return fields
 
 
-def _response(rollout: Rollout, output: list[Item]) -> dict[str, Any]:
-    params = rollout.task.get("responses_create_params")
-    response = response_object(
-        f"resp_{rollout.seed:08x}",
-        output,
-        model="policy",
-        created_at=rollout.started_at,
-        finish_reason="length" if rollout.status is Status.TRUNCATED else "stop",
-        input_tokens=sum(turn.prompt_length for turn in rollout.turns),
-        output_tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
-        params=params if isinstance(params, dict) else {},
-    )
-    return whole_response(response, items=False)  # an import reads the items of the record back
-
-
-def _with_tokens(
-    output: list[Item], placed: list[int | None], turns: list[Turn], prompts: list[list[int]]
-) -> list[Item]:
-    shown = list(output)
-    for place, turn, prompt in zip(placed, turns, prompts, strict=True):
-        if place is not None:
-            shown[place] = with_tokens(shown[place], turn, prompt)
-    return shown
-
-
 def _own_turn(turn: Turn, place: int | None, prompt: list[int]) -> Row:
     own = {"item": place, **{name: getattr(turn, name) for name in TURN_SCALARS}}
     return own if place is not None else with_tokens(own, turn, prompt)
@@ -238,19 +229,12 @@ def _ends(output: Sequence[Item], *, within: bool) -> list[int]:
     ends: list[int] = []
     before: int | None = None
     for place, item in enumerate(output):
-        rank = _rank(item)
+        kind = item.get("type", "message")
+        rank = None if kind == "message" and item.get("role") != "assistant" else _ORDER.get(kind)
         if before is not None and (rank is None or (within and rank <= before and rank < _ORDER["function_call"])):
             ends.append(place - 1)
         before = rank
     return [*ends, len(output) - 1] if before is not None else ends
-
-
-def _rank(item: Item) -> int | None:
-    """The item's place in a reply; None for what the policy did not say."""
-    kind = item.get("type", "message")
-    if kind == "message" and item.get("role") != "assistant":
-        return None
-    return _ORDER.get(kind)
 
 
 _CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")

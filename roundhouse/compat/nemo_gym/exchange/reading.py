@@ -137,7 +137,17 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
     rollouts = [line.rollout for line in chosen if line.rollout is not None]
     in_order = [line for line in chosen if line.file == "failures"]
     same_lines = len(in_order) == len(failures) and all(map(operator.is_, in_order, failures))
-    return CollectedFiles(rollouts, _originals([*judged, *failures], chosen, rollouts, tasks, same_lines))
+    given: dict[Key, tuple[Rollout, Row]] = {}
+    for line, rollout, place in zip(chosen, rollouts, addresses(rollouts), strict=True):
+        line.plain = line.address == place
+        given[line.key] = rollout, materialized_row(rollout, place)
+    same_tasks = [row for _, _, row in tasks] == [given[key][1] for key in sorted(given)]
+    originals: list[Original] = []  # none where the records alone give back all lines, in their order
+    if not (same_lines and same_tasks and all(line.plain for line in chosen)):
+        originals = [line.original() for line in [*judged, *failures]] + [
+            _original_task(number, row, given.get(key)) for number, key, row in tasks
+        ]
+    return CollectedFiles(rollouts, originals)
 
 
 @dataclass(slots=True)
@@ -197,30 +207,6 @@ def _refuse_twice(where: str, keys: Sequence[tuple[int, Key]]) -> None:
             raise DataError(
                 f"Task {key[0]}, rollout {key[1]} stands on lines {first[key]} and {number} of {where}. Remove one of them."
             )
-
-
-def _originals(
-    lines: Sequence[_Line],
-    chosen: Sequence[_Line],
-    rollouts: Sequence[Rollout],
-    tasks: Sequence[tuple[int, Key, Row]],
-    same_lines: bool,
-) -> list[Original]:
-    """The lines to keep; none if records alone give back all of them, in their order.
-
-    Args:
-        same_lines: the records' lines are all lines, in the order in which an export writes them.
-    """
-    given: dict[Key, tuple[Rollout, Row]] = {}
-    for line, rollout, place in zip(chosen, rollouts, addresses(rollouts), strict=True):
-        line.plain = line.address == place
-        given[line.key] = rollout, materialized_row(rollout, place)
-    same_tasks = [row for _, _, row in tasks] == [given[key][1] for key in sorted(given)]
-    if same_lines and same_tasks and all(line.plain for line in chosen):
-        return []
-    return [line.original() for line in lines] + [
-        _original_task(number, row, given.get(key)) for number, key, row in tasks
-    ]
 
 
 def _original_task(number: int, row: Row, given: tuple[Rollout, Row] | None) -> Original:

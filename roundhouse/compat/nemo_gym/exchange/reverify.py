@@ -101,9 +101,21 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
         )
     output = asked.output.with_name(f"unsafe_{asked.output.name}") if unfit else asked.output
     files = CollectionFiles(output)
-    _make_way(files, asked)
+    if not (asked.append or asked.resume):
+        for path in (files.rollouts, files.failures):
+            if path.exists() and not asked.overwrite:
+                raise ConfigError(
+                    f"{path} is there. Pass --overwrite to remove it, --resume to go on with it, or name another --output."
+                )
+            path.unlink(missing_ok=True)
     if asked.judge_failed_only:
-        present = _taken_over(asked.rollouts.rollouts, files.rollouts)
+        # The judged rollouts go to the output as they are
+        present = {key_of(row) for row in _rows(files.rollouts)}
+        with Appender(files.rollouts) as file:
+            for row in _rows(asked.rollouts.rollouts):
+                if key_of(row) not in present:
+                    file.append(row)
+                    present.add(key_of(row))
         rows = list(_recoverable(asked.rollouts.failures, present))
     else:
         rows = [row for _, row in iter_rows(asked.rollouts.rollouts)]
@@ -112,28 +124,6 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
     if not asked.resume:
         return files, Remaining(wanted)
     return files, remaining(wanted, _rows(files.rollouts), _rows(files.failures), max_attempts())
-
-
-def _make_way(files: CollectionFiles, asked: Reverification) -> None:
-    if asked.append or asked.resume:
-        return
-    for path in (files.rollouts, files.failures):
-        if path.exists() and not asked.overwrite:
-            raise ConfigError(
-                f"{path} is there. Pass --overwrite to remove it, --resume to go on with it, or name another --output."
-            )
-        path.unlink(missing_ok=True)
-
-
-def _taken_over(rollouts: Path, output: Path) -> set[Key]:
-    """Add the judged rollouts to the output as they are; the keys that it then has."""
-    present = {key_of(row) for row in _rows(output)}
-    with Appender(output) as file:
-        for row in _rows(rollouts):
-            if key_of(row) not in present:
-                file.append(row)
-                present.add(key_of(row))
-    return present
 
 
 def _recoverable(failures: Path, present: Iterable[Key]) -> Iterator[Row]:

@@ -130,7 +130,19 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
     rows: list[Row] = []
     for number, line in lines:
         try:
-            row, repeats = _prepared(line, how, f"{name}, line {number}")
+            where = f"{name}, line {number}"
+            task_row = parsed_row(line, where, needs_input=how.prompt is None)
+            if how.prompt is not None:
+                task_row = how.prompt.applied(task_row, where)
+            if how.agent is not None:
+                task_row.setdefault("agent_ref", {"name": how.agent})
+            agent = task_row.get("agent_ref")
+            if not isinstance(agent, dict) or not isinstance(agent.get("name"), str):
+                raise DataError(f"{where} names no agent: name one for all rows, or put agent_ref.name into it.")
+            if TASK in task_row and not is_index(task_row[TASK]):
+                raise DataError(f"{where} has {TASK} {task_row[TASK]!r}; it is a whole number from 0, or left out.")
+            task_row["responses_create_params"] = task_row["responses_create_params"] | how.params
+            row, repeats = task_row, how.repeats.of_agent(agent["name"])
         except DataError as error:
             faults.append(str(error))
             continue
@@ -153,22 +165,6 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
         shown = "".join(f"\n  {fault}" for fault in faults[:MOST_SHOWN])
         raise DataError(f"{len(faults)} line(s) of {name} are no task rows:{shown}{more}")
     return rows
-
-
-def _prepared(line: bytes, how: Materialization, where: str) -> tuple[Row, int]:
-    """A line's row with all but its rollout index, and how often it is repeated."""
-    row = parsed_row(line, where, needs_input=how.prompt is None)
-    if how.prompt is not None:
-        row = how.prompt.applied(row, where)
-    if how.agent is not None:
-        row.setdefault("agent_ref", {"name": how.agent})
-    agent = row.get("agent_ref")
-    if not isinstance(agent, dict) or not isinstance(agent.get("name"), str):
-        raise DataError(f"{where} names no agent: name one for all rows, or put agent_ref.name into it.")
-    if TASK in row and not is_index(row[TASK]):
-        raise DataError(f"{where} has {TASK} {row[TASK]!r}; it is a whole number from 0, or left out.")
-    row["responses_create_params"] = row["responses_create_params"] | how.params
-    return row, how.repeats.of_agent(agent["name"])
 
 
 def _is_count(value: Any) -> bool:

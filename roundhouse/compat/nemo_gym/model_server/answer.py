@@ -83,7 +83,16 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
     try:
         choice = reply["choices"][0]
         told = choice["message"]
-        message = {"role": "assistant", "content": _content(told, config)}
+        content = told.get("content")
+        reasoning = told.get("reasoning_content") or told.get("reasoning")
+        if reasoning:
+            if not config.uses_reasoning_parser:
+                raise BadReply(
+                    "The engine separates reasoning (it runs a reasoning parser), but uses_reasoning_parser is false. "
+                    "Set it to true, or start the engine without the parser."
+                )
+            content = f"<think>{reasoning}</think>{content or ''}"
+        message = {"role": "assistant", "content": content}
         if told.get("tool_calls"):
             message["tool_calls"] = told["tool_calls"]
         return ModelAnswer(
@@ -103,22 +112,12 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
         raise BadReply(f"The engine's reply is not a chat completion: {error!r}") from error
 
 
-def _content(told: Message, config: ModelServerConfig) -> str | None:
-    content = told.get("content")
-    reasoning = told.get("reasoning_content") or told.get("reasoning")
-    if not reasoning:
-        return content
-    if not config.uses_reasoning_parser:
-        raise BadReply(
-            "The engine tells reasoning apart (it runs a reasoning parser), but uses_reasoning_parser is false. Set it to "
-            "true, or start the engine without the parser."
-        )
-    return f"<think>{reasoning}</think>{content or ''}"
-
-
 def _tokens(reply: Body, choice: Body, message: Message) -> AnswerTokens:
     in_message = _message_tokens(message)
-    beside = _reply_tokens(reply, choice)
+    prompt, generation = reply.get("prompt_token_ids"), choice.get("token_ids")
+    beside = None if prompt is None and generation is None else (prompt, generation)
+    if beside is not None and not (isinstance(prompt, list) and isinstance(generation, list)):
+        raise BadReply("The reply has only one of prompt_token_ids and choices[0].token_ids.")
     drawn = _log_prob_tokens(choice)
     if in_message is None and drawn is None:
         raise BadReply(
@@ -152,15 +151,6 @@ def _message_tokens(message: Message) -> AnswerTokens | None:
     return AnswerTokens(prompt, generation or [], log_probs or [], message.get("routed_experts"))
 
 
-def _reply_tokens(reply: Body, choice: Body) -> tuple[list[int], list[int]] | None:
-    prompt, generation = reply.get("prompt_token_ids"), choice.get("token_ids")
-    if prompt is None and generation is None:
-        return None
-    if not (isinstance(prompt, list) and isinstance(generation, list)):
-        raise BadReply("The reply has only one of prompt_token_ids and choices[0].token_ids.")
-    return prompt, generation
-
-
 def _log_prob_tokens(choice: Body) -> tuple[list[int], list[float]] | None:
     entries = (choice.get("logprobs") or {}).get("content")
     if not isinstance(entries, list):
@@ -191,6 +181,15 @@ def as_response(answer: ModelAnswer, asked: Body, config: ModelServerConfig) -> 
     params: Body = dict.fromkeys(_ECHOED)
     params |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
     params |= {key: asked[key] for key in _ECHOED if key in asked}
+    usage = None
+    if reported := answer.usage:
+        usage = usage_object(
+            reported.get("prompt_tokens") or 0,
+            reported.get("completion_tokens") or 0,
+            total_tokens=reported.get("total_tokens"),
+            cached_tokens=(reported.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            reasoning_tokens=(reported.get("completion_tokens_details") or {}).get("reasoning_tokens"),
+        )
     return {
         **response_object(
             f"resp_{uuid.uuid4().hex}",
@@ -200,7 +199,7 @@ def as_response(answer: ModelAnswer, asked: Body, config: ModelServerConfig) -> 
             finish_reason=answer.finish_reason,
             params=params,
         ),
-        "usage": _responses_usage(answer.usage),
+        "usage": usage,
     }
 
 
@@ -226,18 +225,6 @@ def as_chat_completion(answer: ModelAnswer, config: ModelServerConfig) -> Body:
     if answer.policy_version is not None:
         completion["policy_version"] = answer.policy_version
     return completion
-
-
-def _responses_usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    if not usage:
-        return None
-    return usage_object(
-        usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or 0,
-        total_tokens=usage.get("total_tokens"),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens"),
-    )
 
 
 _STOP_REASONS = {"max_output_tokens": "max_tokens", "content_filter": "refusal"}
@@ -308,7 +295,16 @@ def _items(message: Body) -> list[Body]:
 
     for block in content:
         if block.get("type") in ("text", "image"):
-            parts.append(_part(block))
+            if block["type"] == "text":
+                part = {"type": "input_text", "text": block["text"]}
+            else:
+                source = block["source"]
+                if source.get("type") == "url":
+                    part = {"type": "input_image", "image_url": source["url"], "detail": "auto"}
+                else:
+                    url = f"data:{source['media_type']};base64,{source['data']}"
+                    part = {"type": "input_image", "image_url": url, "detail": "auto"}
+            parts.append(part)
         elif block.get("type") == "redacted_thinking":
             continue  # it holds nothing that could be shown
         else:
@@ -316,16 +312,6 @@ def _items(message: Body) -> list[Body]:
             items.append(_item(block))
     flush()
     return items
-
-
-def _part(block: Body) -> Body:
-    if block["type"] == "text":
-        return {"type": "input_text", "text": block["text"]}
-    source = block["source"]
-    if source.get("type") == "url":
-        return {"type": "input_image", "image_url": source["url"], "detail": "auto"}
-    url = f"data:{source['media_type']};base64,{source['data']}"
-    return {"type": "input_image", "image_url": url, "detail": "auto"}
 
 
 def _item(block: Body) -> Body:
@@ -344,17 +330,15 @@ def _item(block: Body) -> Body:
             "arguments": arguments,
         }
     if kind == "tool_result":
-        return {"type": "function_call_output", "call_id": block["tool_use_id"], "output": _result_text(block)}
+        content = block.get("content") or ""
+        if isinstance(content, str):
+            text = content
+        else:
+            if any(part.get("type") != "text" for part in content):
+                raise invalid(["messages"], "a tool_result holds something else than text", block)
+            text = "\n".join(part["text"] for part in content)
+        return {"type": "function_call_output", "call_id": block["tool_use_id"], "output": text}
     raise invalid(["messages"], f"a content block of type {kind!r} cannot be shown to the policy", block)
-
-
-def _result_text(block: Body) -> str:
-    content = block.get("content") or ""
-    if isinstance(content, str):
-        return content
-    if any(part.get("type") != "text" for part in content):
-        raise invalid(["messages"], "a tool_result holds something else than text", block)
-    return "\n".join(part["text"] for part in content)
 
 
 def message_object(response: Body, model: str) -> Body:

@@ -127,7 +127,18 @@ class ModelServer:
         anthropic_dialect = scope["path"] == "/v1/messages"
 
         async def ask(chat: Body) -> ModelAnswer:
-            return await self._answer(chat, session, mark)
+            if mark.rollout is None or not (mark.capture or self._config.capture_all):
+                return await self._complete(chat, session, tokens=self._config.return_token_id_information)
+            if self._config.capture_continues:
+                chat = with_recorded_tokens(chat, partial(self._captures.recall, mark.rollout))
+            number = self._captures.begin(mark.rollout)
+            try:
+                answer = await self._complete(chat, session, tokens=True)
+            except BaseException:
+                self._captures.abandon(mark.rollout, number)
+                raise
+            self._captures.record(mark.rollout, number, answer, reply_digest(chat, answer.message))
+            return answer
 
         try:
             body = await read_json(receive)
@@ -170,21 +181,6 @@ class ModelServer:
         message = answer.message_object(response, body.get("model") or self._config.model)
         return (sse.messages_events(message), EVENTS) if body.get("stream") is True else (orjson.dumps(message), JSON)
 
-    async def _answer(self, chat: Body, session: str, mark: RolloutMark) -> ModelAnswer:
-        """Ask an engine; record the call where its path wants it."""
-        if mark.rollout is None or not (mark.capture or self._config.capture_all):
-            return await self._complete(chat, session, tokens=self._config.return_token_id_information)
-        if self._config.capture_continues:
-            chat = with_recorded_tokens(chat, partial(self._captures.recall, mark.rollout))
-        number = self._captures.begin(mark.rollout)
-        try:
-            answer = await self._complete(chat, session, tokens=True)
-        except BaseException:
-            self._captures.abandon(mark.rollout, number)
-            raise
-        self._captures.record(mark.rollout, number, answer, reply_digest(chat, answer.message))
-        return answer
-
     async def _complete(self, chat: Body, session: str, *, tokens: bool) -> ModelAnswer:
         body = engine_body(chat, self._config, tokens=tokens)
         if not self._config.sequential_reasoning_allowed and ends_in_reasoning_only(body):
@@ -212,7 +208,18 @@ class ModelServer:
 
     def _captured(self, scope: Scope) -> tuple[int, Any]:
         rollout = scope["path"].removeprefix(CAPTURES)
-        if not self._may_read(scope):
+        if self._config.capture_token is None:
+            # A program of this machine asks: its address is a loopback one (none: a local socket), no reverse proxy here
+            # forwards requests of others, and the host name in the request is not that of a site which points here.
+            headers = dict(scope["headers"])
+            caller = (scope.get("client") or ("",))[0]
+            host = host_name(headers.get(b"host", b"localhost").decode("latin-1"))
+            allowed = (caller == "" or is_loopback(caller)) and is_loopback(host) and not PROXY_HEADERS & headers.keys()
+        else:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            wanted = f"Bearer {self._config.capture_token.get_secret_value()}".encode()
+            allowed = hmac.compare_digest(given, wanted)
+        if not allowed:
             return 403, {
                 "detail": "Captures answer to their bearer token, or on this machine only where none is configured."
             }
@@ -222,13 +229,6 @@ class ModelServer:
         if scope["method"] == "DELETE":
             return 200, {"deleted": self._captures.delete(rollout)}
         return 405, {"detail": "Method Not Allowed"}
-
-    def _may_read(self, scope: Scope) -> bool:
-        if self._config.capture_token is None:
-            return _from_this_machine(scope)
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        wanted = f"Bearer {self._config.capture_token.get_secret_value()}".encode()
-        return hmac.compare_digest(given, wanted)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -240,14 +240,6 @@ class ModelServer:
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return
-
-
-def _from_this_machine(scope: Scope) -> bool:
-    """Whether a program of this machine asks: its address is a loopback one (none: a local socket), no reverse proxy here hands
-    on what others ask, and the name by which it asks is no site's that points here."""
-    headers = dict(scope["headers"])
-    caller, name = (scope.get("client") or ("",))[0], host_name(headers.get(b"host", b"localhost").decode("latin-1"))
-    return (caller == "" or is_loopback(caller)) and is_loopback(name) and not PROXY_HEADERS & headers.keys()
 
 
 EVENTS = b"text/event-stream; charset=utf-8"

@@ -69,17 +69,16 @@ def chat_from_responses(body: Body) -> Body:
         chat["reasoning_effort"] = effort
     if tools:
         chat["tools"] = tools
-        chat["tool_choice"] = _chat_tool_choice(chat.get("tool_choice", "auto"))
+        choice = chat.get("tool_choice", "auto")
+        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+            tool_choice = {"type": "function", "function": {"name": choice["name"]}}
+        else:
+            tool_choice = choice
+        chat["tool_choice"] = tool_choice
     else:
         chat.pop("tool_choice", None)
         chat.pop("parallel_tool_calls", None)
     return chat
-
-
-def _chat_tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
 
 
 def engine_body(chat: Body, config: ModelServerConfig, *, tokens: bool) -> Body:

@@ -91,7 +91,12 @@ class EngineClient:
             async with asyncio.timeout(self._config.request_timeout_seconds):
                 tried: list[EngineState] = []
                 for _ in range(self._config.max_attempts):
-                    engine = await self._engine(session, tried)
+                    # Waits for an engine that is in while the outage may pass.
+                    give_up = time.monotonic() + self._config.outage_wait_seconds
+                    while (engine := self.choice.choose(session, time.monotonic(), tried)) is None:
+                        if self.choice.next_return() > give_up:
+                            raise self._unreachable(f"All {len(self.choice.engines)} engines are out")
+                        await asyncio.sleep(max(self.choice.next_return() - time.monotonic(), 0.001))
                     try:
                         return engine, await self._ask(engine, "/chat/completions", data)
                     except _Repeatable:
@@ -157,15 +162,6 @@ class EngineClient:
             await self._http.close()
         self._http, self._checks = None, []
 
-    async def _engine(self, session: str, tried: Collection[EngineState]) -> EngineState:
-        """An engine that is in; waits for one while the outage may pass."""
-        give_up = time.monotonic() + self._config.outage_wait_seconds
-        while (engine := self.choice.choose(session, time.monotonic(), tried)) is None:
-            if self.choice.next_return() > give_up:
-                raise self._unreachable(f"All {len(self.choice.engines)} engines are out")
-            await asyncio.sleep(max(self.choice.next_return() - time.monotonic(), 0.001))
-        return engine
-
     async def _ask(self, engine: EngineState, path: str, data: bytes) -> Any:
         base = engine.url.removesuffix("/v1") if path == "/tokenize" else engine.url
         engine.in_flight += 1
@@ -226,16 +222,6 @@ class EngineClient:
                 text = text.replace(secret, "***")
         return text
 
-    def _take_calls_away(self, engine: EngineState) -> None:
-        """Calls of an engine that hangs go to another one, if there is one."""
-        now = time.monotonic()
-        if engine.is_in(now) or not any(other.is_in(now) for other in self.choice.engines):
-            return
-        for waiting in self._waiting[engine]:
-            if not waiting.taken:
-                waiting.taken = True
-                waiting.task.cancel()
-
     async def _check(self, engine: EngineState) -> None:
         """Look after one engine for as long as the client is open."""
         url = engine.url.removesuffix("/v1") + "/health"
@@ -249,7 +235,13 @@ class EngineClient:
                     status = reply.status
             except TimeoutError:
                 self.choice.doubted(engine, time.monotonic(), "its health check timed out")
-                self._take_calls_away(engine)
+                # Calls of an engine that hangs go to another one, if there is one.
+                now = time.monotonic()
+                if not engine.is_in(now) and any(other.is_in(now) for other in self.choice.engines):
+                    for waiting in self._waiting[engine]:
+                        if not waiting.taken:
+                            waiting.taken = True
+                            waiting.task.cancel()
             except (aiohttp.ClientError, OSError) as error:
                 self.choice.failed(engine, time.monotonic(), f"cannot be reached ({type(error).__name__})")
             else:

@@ -167,7 +167,17 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
         if leading:
             strict["instructions"] = "\n\n".join(text for text in texts if text)
             strict["input"] = items[leading:]
-    tools = _flat_tools(offered, namespaces)
+    tools: list[Body] = []
+    for tool in offered:
+        if _kind(tool) == "namespace":
+            for inner in tool.get("tools") or ():
+                name = f"{tool.get('name')}{_JOINT}{inner.get('name')}"
+                namespaces[name] = (str(tool.get("name")), str(inner.get("name")))
+                tools.append({**inner, "type": "function", "name": name})
+        elif _kind(tool) == "function" and tool.get("name"):
+            tools.append(tool)
+        else:
+            _told("tools", [_kind(tool)])
     if tools or "tools" in strict:
         strict["tools"] = tools
     return strict, namespaces
@@ -182,21 +192,6 @@ def with_namespaces(response: Body, namespaces: Namespaces) -> Body:
 
 def _kind(item: Any) -> str:
     return str(item.get("type", "message")) if isinstance(item, dict) else type(item).__name__
-
-
-def _flat_tools(tools: list[Any], namespaces: Namespaces) -> list[Body]:
-    flat: list[Body] = []
-    for tool in tools:
-        if _kind(tool) == "namespace":
-            for inner in tool.get("tools") or ():
-                name = f"{tool.get('name')}{_JOINT}{inner.get('name')}"
-                namespaces[name] = (str(tool.get("name")), str(inner.get("name")))
-                flat.append({**inner, "type": "function", "name": name})
-        elif _kind(tool) == "function" and tool.get("name"):
-            flat.append(tool)
-        else:
-            _told("tools", [_kind(tool)])
-    return flat
 
 
 def _joined_call(item: Body) -> Body:

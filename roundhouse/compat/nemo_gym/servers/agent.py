@@ -150,30 +150,27 @@ class _AgentServer:
     async def run(self, request: Request) -> Response:
         row = without_results(await object_body(request))
         try:
-            played = await self._play(row)
+            params = row.get("responses_create_params")
+            if not isinstance(params, dict):
+                raise BadTaskRow(f"responses_create_params is {params!r}; a task row needs an object there.")
+            prefix = path_prefix(rollout_id(row) if self._names_calls else None, capture=self._captures)
+            policy = self._model.rollout(params, prefix=prefix)
+            environment: EnvironmentClient = self._environment
+            if self._config.skip_verification and isinstance(self._environment, RemoteEnvironmentClient):
+                environment = UnverifiedEnvironment(self._environment, self._config.skip_verification_reward)
+            played = await play_rollout(
+                _spec(row),
+                policy,
+                environment,
+                self._limits,
+                self._sampling,
+                on_policy=False,
+                judges_overflow=self._judges_overflow,
+            )
         except DataError as error:  # the row is at fault before anything was begun
             kind, code, detail = classify(error)
             return json_answer(failed_row(row, code, detail, terminal=kind is FailureKind.DATA))
         return json_answer(run_answer(played))
-
-    async def _play(self, row: dict[str, Any]) -> RolloutAttempt:
-        params = row.get("responses_create_params")
-        if not isinstance(params, dict):
-            raise BadTaskRow(f"responses_create_params is {params!r}; a task row needs an object there.")
-        prefix = path_prefix(rollout_id(row) if self._names_calls else None, capture=self._captures)
-        policy = self._model.rollout(params, prefix=prefix)
-        environment: EnvironmentClient = self._environment
-        if self._config.skip_verification and isinstance(self._environment, RemoteEnvironmentClient):
-            environment = UnverifiedEnvironment(self._environment, self._config.skip_verification_reward)
-        return await play_rollout(
-            _spec(row),
-            policy,
-            environment,
-            self._limits,
-            self._sampling,
-            on_policy=False,
-            judges_overflow=self._judges_overflow,
-        )
 
     async def responses(self, request: Request) -> Response:
         params = await object_body(request, "input")
@@ -253,7 +250,15 @@ def run_answer(played: RolloutAttempt) -> dict[str, Any]:
         terminal = rollout.failure_kind is FailureKind.DATA
         return failed_row(rollout.task, rollout.failure_code, rollout.failure_detail, terminal=terminal)
     told = {"responses_create_params": rollout.task["responses_create_params"], **played.answer}
-    params, response = told["responses_create_params"], _with_tokens(told.get("response"), played)
+    # The response as the verifier returned it, with the token fields that it was not shown
+    judged, response = told.get("response"), played.response_with_tokens()
+    items = judged.get("output") if isinstance(judged, dict) else None
+    if response is not None and isinstance(items, list) and len(items) == len(response["output"]):
+        marked = list(items)
+        for index, fields in played.token_marks:
+            marked[index] = {**marked[index], **fields}
+        response = {**judged, "output": marked}
+    params = told["responses_create_params"]
     return {
         **told,
         "responses_create_params": whole_params(params) if isinstance(params, dict) else params,
@@ -276,18 +281,6 @@ def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool
         DETAIL: detail,
     }
     return answered | {TERMINAL: True} if terminal else answered
-
-
-def _with_tokens(judged: Any, played: RolloutAttempt) -> Any:
-    """The response as the verifier gave it back, with the token fields that were kept from its eyes."""
-    ours = played.response_with_tokens()
-    output = judged.get("output") if isinstance(judged, dict) else None
-    if ours is None or not isinstance(output, list) or len(output) != len(ours["output"]):
-        return ours
-    marked = list(output)
-    for index, fields in played.token_marks:
-        marked[index] = {**marked[index], **fields}
-    return {**judged, "output": marked}
 
 
 class UnverifiedEnvironment:

@@ -243,11 +243,6 @@ class MeasuredRequests:
             await self._app(scope, receive, counted)
         finally:
             self._in_flight.dec()
-            self._seconds.labels(_route(scope), status).observe(time.perf_counter() - began)
-
-
-def _route(scope: dict[str, Any]) -> str:
-    last = scope["path"].rstrip("/").rsplit("/", 1)[-1]
-    if last in ROUTES:
-        return last
-    return "tool" if scope["method"] == "POST" else "other"
+            last = scope["path"].rstrip("/").rsplit("/", 1)[-1]
+            route = last if last in ROUTES else "tool" if scope["method"] == "POST" else "other"
+            self._seconds.labels(route, status).observe(time.perf_counter() - began)

@@ -66,7 +66,7 @@ from roundhouse.environments.base import (
 )
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.http.asgi import SameOrigin
-from roundhouse.http.sessions import Closing, Seeded, SessionStore, outcome
+from roundhouse.http.sessions import Closing, SessionStore, outcome
 from roundhouse.logs import set_up_observability
 from roundhouse.rollout.protocol import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
 
@@ -199,7 +199,9 @@ class _ResourcesServer:
         body = await object_body(request, "responses_create_params", "response")
         response = body.pop("response")
         judged = response if self.mcp is None else self.mcp.judged(response)
-        verdict = await self._environment.verify(self._state(request), body, judged)
+        # Without state nothing can be lost, so nothing needs to have been seeded
+        state = None if self._stateless else self._sessions.get(request.session["session_id"]).state
+        verdict = await self._environment.verify(state, body, judged)
         told = json_answer({**body, "response": response, **verdict_fields(verdict)})
         if self.offers_close and request.headers.get(SESSION_HEADER) == SESSION_LAST_USE:
             self._sessions.close(request.session["session_id"])
@@ -215,11 +217,6 @@ class _ResourcesServer:
     async def aggregate(self, request: Request) -> Response:
         body = await object_body(request, "verify_responses")
         return json_answer(aggregate_metrics(body["verify_responses"], self._environment.compute_metrics))
-
-    def _state(self, request: Request) -> Any:
-        if self._stateless:  # nothing can be lost, so nothing needs to have been seeded
-            return None
-        return self._sessions.get(request.session["session_id"]).state
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
@@ -334,9 +331,18 @@ class _GymnasiumServer:
     async def step(self, request: Request) -> Response:
         body = await object_body(request, "responses_create_params", "response")
         session_id = request.session["session_id"]
-        step = await self._played_once(
-            self._sessions.get(session_id), body["response"], body.get("_ng_step_request_id")
-        )
+        session = self._sessions.get(session_id)
+        response = body["response"]
+        request_id = body.get("_ng_step_request_id")
+        episode: Episode = session.state
+        if request_id is None:
+            step = await outcome(session.begin(self._environment.step(episode.state, response)))
+        else:
+            if request_id != episode.request_id or episode.newest is None:
+                episode.request_id = request_id
+                episode.newest = session.begin(self._environment.step(episode.state, response))
+            # Shielded: a caller that left must not take the step away from the one that asks again.
+            step = await outcome(asyncio.shield(episode.newest))
         if step.done:
             self._sessions.finished(session_id)
         return json_answer(
@@ -348,16 +354,6 @@ class _GymnasiumServer:
                 "info": step.wire_info(),
             }
         )
-
-    async def _played_once(self, session: Seeded, response: dict[str, Any], request_id: str | None) -> GymStep:
-        episode: Episode = session.state
-        if request_id is None:
-            return await outcome(session.begin(self._environment.step(episode.state, response)))
-        if request_id != episode.request_id or episode.newest is None:
-            episode.request_id = request_id
-            episode.newest = session.begin(self._environment.step(episode.state, response))
-        # Shielded: a caller that left must not take the step away from the one that asks again.
-        return await outcome(asyncio.shield(episode.newest))
 
     async def close(self, request: Request) -> Response:
         await object_body(request)

@@ -18,7 +18,6 @@ import keyword
 import re
 from pathlib import Path
 from string import Template
-from types import ModuleType
 
 import orjson
 
@@ -219,16 +218,11 @@ def write_environment(name: str, directory: Path) -> list[Path]:
     }
     for file_name, text in texts.items():
         (place / file_name).write_text(Template(text).substitute(words))
-    module = _imported(place / "environment.py", name)
-    rows = getattr(module, words["class_name"])().tasks("train")[:EXAMPLES]
-    (place / "example.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return [place / file_name for file_name in [*texts, "example.jsonl"]]
-
-
-def _imported(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_example", path)
+    spec = importlib.util.spec_from_file_location(f"{name}_example", place / "environment.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    rows = getattr(module, words["class_name"])().tasks("train")[:EXAMPLES]
+    (place / "example.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return [place / file_name for file_name in [*texts, "example.jsonl"]]

@@ -104,12 +104,28 @@ class GymServers:
             InfraError: a port is taken, a process cannot be started or ended, or the time is over: names who is at fault.
         """
         host, port = self._resolution.head_address()
-        self._refuse_taken_ports()
+        for command in self._commands.values():
+            _, port = self._resolution.address(command.instance)
+            if not can_bind(port):
+                owner = describe_owner(port) or "another process"
+                raise InfraError(f"{command.instance.name}: port {port} is taken by {owner}.")
         app = head_server.build_app(self._resolution, self.running, self._options.head_token)
         self._head = HttpThread(app, host, port)
         self._options.announce(f"head server at {self.head_url}")
         self._children = Children(self._options.logs)
-        await self._start_ray(self._children)
+        foreign = [command for command in self._commands.values() if command.instance.kind == "foreign"]
+        tree = self._resolution.tree
+        if self._options.ray and foreign and not tree.get("ray_head_node_address"):
+            self._options.announce("starting the Ray cluster that foreign servers join")
+            first = foreign[0]
+            self._foreign_environment = with_token({})
+            tree["ray_head_node_address"] = await start_cluster(
+                self._children,
+                first.arguments[0],
+                {**first.environment, **self._foreign_environment},
+                self._options.logs,
+                self._options.start_seconds,
+            )
         for command in self._commands.values():
             name = command.instance.name
             log = self._children.log(name)
@@ -138,22 +154,6 @@ class GymServers:
                 await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
             except TimeoutError:
                 continue
-
-    async def _start_ray(self, children: Children) -> None:
-        foreign = [command for command in self._commands.values() if command.instance.kind == "foreign"]
-        tree = self._resolution.tree
-        if not self._options.ray or not foreign or tree.get("ray_head_node_address"):
-            return
-        self._options.announce("starting the Ray cluster that foreign servers join")
-        first = foreign[0]
-        self._foreign_environment = with_token({})
-        tree["ray_head_node_address"] = await start_cluster(
-            children,
-            first.arguments[0],
-            {**first.environment, **self._foreign_environment},
-            self._options.logs,
-            self._options.start_seconds,
-        )
 
     async def _until_ready(self) -> None:
         deadline = time.monotonic() + self._options.start_seconds
@@ -199,13 +199,6 @@ class GymServers:
                 await asyncio.sleep(LOOK_SECONDS)
         if silent:
             self._options.announce(f"no answer from {_named(silent)}; rollouts will fail until there is")
-
-    def _refuse_taken_ports(self) -> None:
-        for command in self._commands.values():
-            _, port = self._resolution.address(command.instance)
-            if not can_bind(port):
-                owner = describe_owner(port) or "another process"
-                raise InfraError(f"{command.instance.name}: port {port} is taken by {owner}.")
 
     def _raise_ended(self) -> None:
         texts = []
