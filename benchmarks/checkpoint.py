@@ -147,7 +147,7 @@ def write(work: Path, arguments: argparse.Namespace) -> None:
     from roundhouse.stages.checkpoint import recorded
     from roundhouse.training.checkpoint import TRAINER_DIRECTORY
     from roundhouse.training.optimizer import OPTIMIZER
-    from roundhouse.weight_sync.tensor_writer import TensorHeader, TensorWriter, shards
+    from roundhouse.weight_sync.tensor_files import TensorHeader, TensorWriter, shards
 
     run, noise = run_of(work), torch.randn(ROWS, COLUMNS).to(torch.bfloat16)
     attempt = run.begin(run.stage(1, "train"), policy_version=0)

@@ -207,7 +207,7 @@ class ShardedAttempt:
             self._cost[name] = self._cost.get(name, 0.0) + value
 
     def charge(self, cpu_seconds: float) -> None:
-        """Count CPU seconds of threads that worked for this attempt beside its own (`roundhouse.store.cpu_accounting`)."""
+        """Count CPU seconds of threads that worked for this attempt beside its own (`roundhouse.cpu`)."""
         self._attempt.charge(cpu_seconds)
 
     def metrics(self) -> dict[str, float]:

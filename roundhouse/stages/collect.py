@@ -14,9 +14,8 @@ from roundhouse.collection.collector import (
     open_collector,
     refuse_many_failures,
 )
-from roundhouse.collection.rounds import sample_rounds
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec, sample_rounds
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -42,7 +41,7 @@ def collect_dataset(
 
 
 def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progress: Progress | None) -> Reference:
-    """Collect one round, or round after round (`roundhouse.collection.rounds`), into one stage."""
+    """Collect one round, or round after round (`roundhouse.rollout.plan`), into one stage."""
     if (done := stage.reference()) is not None:
         return done
     config = run.config

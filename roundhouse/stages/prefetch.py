@@ -3,7 +3,7 @@
 Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
 step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
 journal has what became of each rollout. `inputs` names the checkpoint of every version that generated. CPU seconds of the
-generation loop are those of the collect stage that is committed next, and no other's (`roundhouse.store.cpu_accounting`).
+generation loop are those of the collect stage that is committed next, and no other's (`roundhouse.cpu`).
 
     own groups:     collect 3                        the rollouts of iteration 3
     with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were decided on for all of them
@@ -21,9 +21,9 @@ from roundhouse.collection.asynchronous.resumption import oldest_version
 from roundhouse.collection.asynchronous.runner import Progress, RolloutRunner
 from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures
 from roundhouse.collection.parts import written_rollouts
+from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import StoreError
 from roundhouse.stages.refit import ensure_version, refit_iteration
-from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest

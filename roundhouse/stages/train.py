@@ -26,8 +26,10 @@ import pyarrow.compute as pc
 
 from roundhouse.activity import announce
 from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.models import TrainConfig
 from roundhouse.config.placement import engine_sleeps
-from roundhouse.config.training import ProcessService, ResidentService
+from roundhouse.config.secrets import read_secret
+from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import TRAINER, is_weights, trained_since_state
@@ -61,8 +63,10 @@ if TYPE_CHECKING:
 
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import StepSpec, TrainStepResult
+    from roundhouse.training.service.verbs import TrainService
     from roundhouse.training.trainer import Trainer
     from roundhouse.weight_sync.replica_state import ReplicaReport
+
 
 Say = Callable[[str], None]
 
@@ -320,7 +324,6 @@ def write_with_optimizer(run: Run, version: Reference, directory: Path, cache: P
 def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it; and how
     many iterations it trained again for that."""
-    from roundhouse.launch.train_service import open_service
     from roundhouse.training.trainer import Trainer
 
     key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))
@@ -380,3 +383,48 @@ def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Refer
 
 def _weights_digest(files: ModelFiles) -> str:
     return "+".join(entry.sha256 for name, entry in files.by_name().items() if is_weights(name))
+
+
+def open_service(
+    config: TrainConfig, *, owner: str, temperature: float, placement_group: str | None = None
+) -> TrainService:
+    """The service that `config.service` names, to be closed by the caller: in this process, ranks of its own, a Ray actor, or a
+    server elsewhere. Whichever it is, what it computes is the same; nothing is shared between two calls.
+
+    Args:
+        owner: who trains; a remote service tells runs apart by it.
+        placement_group: id of Ray's, in whose last bundle an actor is to be.
+
+    Raises:
+        ConfigError: the service is one process a step, which has no verbs, or a token cannot be read.
+        InfraError: Ray cannot be reached, or ranks do not start.
+    """
+    service = config.service
+    if isinstance(service, ResidentService):
+        if service.processes > 1:
+            from roundhouse.launch.resident_ranks import ResidentRanks
+
+            return ResidentRanks(config, service, owner=owner, temperature=temperature)
+        from roundhouse.training.service.engine import TrainEngine
+
+        return TrainEngine(config, temperature=temperature)
+    if isinstance(service, RayService):
+        from roundhouse.training.service.actor import RayTrainService
+
+        return RayTrainService(config, service, temperature=temperature, placement_group=placement_group)
+    if isinstance(service, RemoteService):
+        from roundhouse.training.service.client import RemoteTrainService
+
+        return RemoteTrainService(
+            service.url,
+            config,
+            owner=owner,
+            token=read_secret(service.token_variable, service.token_file),
+            temperature=temperature,
+            timeout_seconds=service.timeout_seconds,
+            retry_seconds=service.retry_seconds,
+        )
+    assert isinstance(service, ProcessService)
+    raise ConfigError(
+        "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
+    )

@@ -344,7 +344,7 @@ class Location:
         except StoreError:
             raise
         except FileNotFoundError as error:
-            if bucket.code_of(error) == "NoSuchBucket":
+            if not self.is_local and bucket.code_of(error) == "NoSuchBucket":
                 name = self._root.split("/", 1)[0]
                 raise NoBucket(
                     f"cannot {verb} {place}: there is no bucket {name!r} at {bucket.endpoint()}. Create it, or correct `store`."
@@ -354,7 +354,7 @@ class Location:
             raise AlreadyExists(f"cannot {verb} {place}: it exists already") from error
         except PermissionError as error:
             remedy = "Check owner, credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), policy."
-            if bucket.code_of(error) == "RequestTimeTooSkewed":
+            if not self.is_local and bucket.code_of(error) == "RequestTimeTooSkewed":
                 remedy = "This machine's clock differs from the bucket's by more than it accepts: set the clock."
             raise StoreError(f"cannot {verb} {place}: permission denied. {remedy}") from error
         except OSError as error:

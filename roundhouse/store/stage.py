@@ -30,8 +30,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from roundhouse import cpu
 from roundhouse.errors import StoreError
-from roundhouse.store import cpu_accounting
 from roundhouse.store.lease import Fence
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance, Reference, sha256
@@ -138,7 +138,7 @@ class Attempt:
         self.name = name or f"{number:04d}"
         """Part of the names of all its files."""
         self._started_at = started_at
-        self._cpu = cpu_accounting.clock()
+        self._cpu = cpu.clock()
         self._started_cpu = self._cpu()
         self._provenance = provenance
         self._fence = fence
@@ -172,7 +172,7 @@ class Attempt:
         return self._provenance
 
     def charge(self, cpu_seconds: float) -> None:
-        """Count the CPU time of another process or thread (`store.cpu_accounting`) that worked for this attempt."""
+        """Count the CPU time of another process or thread (`roundhouse.cpu`) that worked for this attempt."""
         self._started_cpu -= cpu_seconds
 
     def adopt(self, entry: FileEntry) -> FileEntry:

@@ -4,7 +4,7 @@
     trainer/optimizer.safetensors                          AdamW's moments
     trainer/state.json                                     cursor: updates done, last iteration, seed
 
-Files of tensors above `tensor_writer.SHARD_BYTES` are several, with an index. They are written tensor by tensor and hashed in
+Files of tensors above `tensor_files.SHARD_BYTES` are several, with an index. They are written tensor by tensor and hashed in
 passing, so saving takes the memory of one tensor beside the model's own.
 
 Invariant: loading fails rather than start from weights that were not in the files, and the state is everything: all

@@ -24,13 +24,14 @@ from safetensors import safe_open
 
 from roundhouse.errors import InfraError
 from roundhouse.training.parallel import Ranks, gathered
-from roundhouse.weight_sync.tensor_files import INDEX, weight_files
-from roundhouse.weight_sync.tensor_writer import (
+from roundhouse.weight_sync.tensor_files import (
+    INDEX,
     SHARD_BYTES,
     TensorHeader,
     TensorWriter,
     file_names,
     shards,
+    weight_files,
     write_index,
 )
 

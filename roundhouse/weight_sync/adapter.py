@@ -30,8 +30,7 @@ from roundhouse.weight_sync.base import (
 from roundhouse.weight_sync.cache import CacheEntry, entry_key
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from roundhouse.weight_sync.replica_state import ReplicaReport
-from roundhouse.weight_sync.tensor_files import copy_side_files, digest_of, weight_files
-from roundhouse.weight_sync.tensor_writer import rewrite
+from roundhouse.weight_sync.tensor_files import copy_side_files, digest_of, rewrite, weight_files
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

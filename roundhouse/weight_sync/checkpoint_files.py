@@ -28,8 +28,7 @@ from roundhouse.store.location import Location, NotFound, file_digest
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, is_as_written, model_location
 from roundhouse.store.stage import read_manifest
 from roundhouse.weight_sync.cache import CacheEntry, NodeCache, entry_key, private_directory
-from roundhouse.weight_sync.tensor_files import digest_of_tensors, needs_retyping, tensor_digests, weight_files
-from roundhouse.weight_sync.tensor_writer import retype
+from roundhouse.weight_sync.tensor_files import digest_of_tensors, needs_retyping, retype, tensor_digests, weight_files
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from roundhouse.weight_sync.base import FetchRequest, Published, RunCheckpoint, 
 from roundhouse.weight_sync.cache import CacheEntry, NodeCache, private_directory
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from roundhouse.weight_sync.replica_state import ReplicaReport
-from roundhouse.weight_sync.tensor_files import digest_of
-from roundhouse.weight_sync.tensor_writer import retype
+from roundhouse.weight_sync.tensor_files import digest_of, retype
 
 MEMORY = Path("/dev/shm")
 

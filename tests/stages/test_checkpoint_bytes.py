@@ -21,8 +21,7 @@ from roundhouse.weight_sync import checkpoint_files
 from roundhouse.weight_sync.base import fetch_weights
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
-from roundhouse.weight_sync.tensor_files import digest_of_tensors, tensor_digests, weight_files
-from roundhouse.weight_sync.tensor_writer import TensorWriter, header_of
+from roundhouse.weight_sync.tensor_files import TensorWriter, digest_of_tensors, header_of, tensor_digests, weight_files
 from tests.weight_sync.test_tensor_writer import change_one_byte
 
 WEIGHTS = {"w": torch.randn(4, 6), "v": torch.randn(3)}

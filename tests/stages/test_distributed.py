@@ -283,9 +283,8 @@ def test_a_stage_that_is_killed_takes_its_workers_with_it_and_goes_on_with_any_n
 
 def calls_of_shard_2(run: Run, first: int, end: int) -> set[int]:
     """Seeds of the calls from number `first` (from 0) to before `end`, of the rollouts of the second of two shards."""
-    from roundhouse.collection.rounds import round_tasks
     from roundhouse.rollout.clients import open_environment
-    from roundhouse.rollout.plan import plan_rollouts
+    from roundhouse.rollout.plan import plan_rollouts, round_tasks
 
     tasks = open_environment(run.config.environment).tasks("train")
     plan = plan_rollouts(round_tasks(tasks, run.config.seed, 1, TASKS, 1), GROUP, run.config.seed, 1)

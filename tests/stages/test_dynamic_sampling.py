@@ -13,11 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from roundhouse.collection import parts
-from roundhouse.collection.rounds import round_tasks, sample_rounds
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.plan import RolloutSpec, round_tasks, sample_rounds
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.validate import validate_iteration

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from roundhouse.config.models import RunConfig
-from roundhouse.store.cpu_accounting import attribute_to_this_stage
+from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 

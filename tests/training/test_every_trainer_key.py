@@ -14,7 +14,7 @@ import torch
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError
-from roundhouse.launch.train_service import open_service
+from roundhouse.stages.train import open_service
 from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.service import actor, client
 from roundhouse.training.trainer import Trainer

@@ -21,7 +21,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import ResidentService
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.launch.resident_ranks import ResidentRanks
-from roundhouse.launch.train_service import open_service
+from roundhouse.stages.train import open_service
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import LossBatch, Role

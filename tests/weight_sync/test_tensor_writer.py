@@ -15,8 +15,15 @@ from roundhouse.store.location import file_digest
 from roundhouse.training.parallel import Ranks
 from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
 from roundhouse.weight_sync import tensor_files
-from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, tensor_digests, weight_files
-from roundhouse.weight_sync.tensor_writer import TensorWriter, header_of, shards
+from roundhouse.weight_sync.tensor_files import (
+    TensorWriter,
+    digest_of,
+    digest_of_tensors,
+    header_of,
+    shards,
+    tensor_digests,
+    weight_files,
+)
 
 TENSORS = {
     "b": torch.arange(12.0).reshape(3, 4),

@@ -19,8 +19,7 @@ from roundhouse.weight_sync.base import checkpoint_source, fetch_weights, parse_
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.delta import DeltaSource, write_delta
 from roundhouse.weight_sync.shared_memory import SharedMemorySource
-from roundhouse.weight_sync.tensor_files import digest_of, weight_files
-from roundhouse.weight_sync.tensor_writer import retype
+from roundhouse.weight_sync.tensor_files import digest_of, retype, weight_files
 from tests.training.tiny import make_model, sequences
 
 

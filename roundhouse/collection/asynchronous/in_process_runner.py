@@ -23,12 +23,12 @@ from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.parts import Parts
+from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
-from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage

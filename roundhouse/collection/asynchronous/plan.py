@@ -15,10 +15,9 @@ from functools import lru_cache
 
 from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.collection.rounds import round_tasks
 from roundhouse.config.models import RunConfig
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.plan import RolloutSpec, plan_rollouts
+from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, round_tasks
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.records import Rollout

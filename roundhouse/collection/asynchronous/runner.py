@@ -70,7 +70,7 @@ class OpenIteration(Protocol):
         ...
 
     def charge(self, cpu_seconds: float) -> None:
-        """Count CPU seconds of the runner's own thread, too (`roundhouse.store.cpu_accounting`)."""
+        """Count CPU seconds of the runner's own thread, too (`roundhouse.cpu`)."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -38,11 +38,11 @@ from roundhouse.collection.parts import by_id
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, begun_on, finished_in, split
 from roundhouse.config.rollout import Shards
+from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.launch.base import Launcher, Program, Stopped
 from roundhouse.retry import Backoff
-from roundhouse.store.cpu_accounting import attribute_to_this_stage
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage

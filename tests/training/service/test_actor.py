@@ -12,7 +12,7 @@ from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RayService
 from roundhouse.errors import DataError, InfraError
-from roundhouse.launch.train_service import open_service
+from roundhouse.stages.train import open_service
 from roundhouse.training.trainer import Trainer
 from tests.training.service.test_remote import files
 from tests.training.tiny import make_model, sequences
