@@ -26,12 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 
-from roundhouse.activity import ACTIVITY, announce
+from roundhouse.activity import announce
 from roundhouse.collection.parts import Parts
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
-from roundhouse.collection.shards import Shard, finished_in, shares, split
+from roundhouse.collection.shards import Shard, shares, split
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.config.rollout import InProcessCollection
@@ -39,7 +38,6 @@ from roundhouse.errors import InfraError, TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.health.watchdog import Interrupted, run_interruptible
 from roundhouse.launch.base import Launcher, Program, Stopped
-from roundhouse.retry import Backoff
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import RolloutSpec
@@ -54,9 +52,7 @@ Progress = Callable[[int, int], None]
 
 
 LOOK_SECONDS = 0.2
-"""How often progress is told, and an interruption noticed."""
-FIRST_PAUSE_SECONDS = 1.0
-"""Before a lost worker is started again; twice as long each time after."""
+"""How often progress is reported, and an interruption noticed."""
 
 
 @dataclass(frozen=True)
@@ -267,9 +263,8 @@ class ShardedCollector:
         if missing:
             kept = sum(len(outcome.rollouts) for outcome in found.values())
             with sharded.open_launcher([task for _, task in missing]) as launcher:
-                work = _Work(launcher, sharded.distribution.restarts, kept, len(specs), progress, sharded.outcome)
+                work = _Round(sharded, launcher, kept, len(specs), progress)
                 found |= {outcome.label: outcome for outcome in work.carry_out(missing)}
-                sharded.lost += work.lost
             sharded.spend(launcher.metrics())
         outcomes = [found[shard.label] for shard in shards]
         sharded.take(outcomes)
@@ -277,28 +272,19 @@ class ShardedCollector:
         return Collected([rollout for outcome in outcomes for rollout in outcome.rollouts], seconds)
 
 
-class _Work:
+class _Round:
     """The tasks of one round, each in a thread that waits for its worker."""
 
     def __init__(
-        self,
-        launcher: Launcher,
-        restarts: int,
-        before: int,
-        planned: int,
-        progress: Progress | None,
-        outcome: Callable[[Shard, Program], ShardOutcome],
+        self, sharded: ShardedAttempt, launcher: Launcher, before: int, planned: int, progress: Progress | None
     ) -> None:
-        self.lost = 0
-        """Workers that were."""
+        self._sharded = sharded
         self._launcher = launcher
-        self._restarts = restarts
         self._before = before
         self._planned = planned
         self._progress = progress
-        self._outcome = outcome
         self._finished: dict[str, int] = {}
-        self._told = 0
+        self._reported = 0
         self._stopped = threading.Event()
 
     def carry_out(self, tasks: Sequence[tuple[Shard, Program]]) -> list[ShardOutcome]:
@@ -309,47 +295,32 @@ class _Work:
         pool.shutdown(wait=False)
         try:
             while (left := wait(futures, LOOK_SECONDS, FIRST_EXCEPTION).not_done) and not any(map(_error, futures)):
-                self._tell()
+                self._report_progress()
             if not left:
-                self._tell()
+                self._report_progress()
                 return [future.result() for future in futures]
         finally:
             self._stopped.set()
             self._until_ended(futures)
         errors = [error for future in futures if (error := _error(future)) is not None]
-        # Not that of a worker that was told to end, and rather one that repeating cannot help.
+        # Not that of a worker that was ended, and rather one that repeating cannot help.
         raise min(errors, key=lambda error: (isinstance(error, Stopped), isinstance(error, InfraError)))
 
     def _collect(self, shard: Shard, task: Program) -> ShardOutcome:
         """Have one worker after another work on a shard, until it is whole or may not be tried again."""
-        again = 0
         while True:
             try:
-                with ACTIVITY.track("collect", "shard", task.label) as token:
-                    self._launcher.run(task, partial(self._heard, task.label, token), self._stopped)
-                    outcome = self._outcome(shard, task)
-                self._finished[task.label] = len(outcome.rollouts)  # what it said last may not have been heard
+                outcome = self._sharded.work(self._launcher, shard, task, self._stopped, self._finished)
+                self._finished[shard.label] = len(outcome.rollouts)  # what it said last may not have been heard
                 return outcome
             except InfraError as error:
-                if again >= self._restarts or self._stopped.is_set():
+                if not self._sharded.may_repeat(task, error, self._stopped):
                     raise
-                log.warning("%s was lost and is collected on: %s", task.label, error)
-                self.lost += 1
-            again += 1
-            self._stopped.wait(Backoff(FIRST_PAUSE_SECONDS).pause(again))
 
-    def _heard(self, label: str, token: str, line: str) -> None:
-        """A worker said something, in whatever thread."""
-        ACTIVITY.advance(token)
-        if (finished := finished_in(line)) is not None:
-            self._finished[label] = finished
-        else:
-            log.info("%s: %s", label, line)
-
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         finished = sum(list(self._finished.values()))
-        if self._progress is not None and finished != self._told:
-            self._told = finished
+        if self._progress is not None and finished != self._reported:
+            self._reported = finished
             self._progress(self._before + finished, self._planned)
 
     def _until_ended(self, futures: Sequence[Future[ShardOutcome]]) -> None:

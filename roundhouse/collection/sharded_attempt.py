@@ -15,7 +15,9 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished_in, planned_groups
 from roundhouse.config.models import Sampling
 from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
+from roundhouse.retry import Backoff
 from roundhouse.rollout.journal import ResumptionCounts
 from roundhouse.rollout.plan import reorder
 from roundhouse.store.location import Location, NotFound
@@ -41,6 +45,8 @@ from roundhouse.trajectories.schemas import rollouts_table, summaries_from_table
 
 log = logging.getLogger(__name__)
 
+FIRST_PAUSE_SECONDS = 1.0
+"""Before a lost worker is started again; twice as long each time after."""
 WORKER = "roundhouse.collection.shard_worker"
 _FLEETING = {"attempt", "provenance", "oldest_version", "began_on"}
 """Of a spec, what a worker may differ in and still do the same; the oldest version follows from configuration and iteration."""
@@ -72,9 +78,9 @@ class ShardedAttempt:
         assert isinstance(distribution, Shards), "who collects together needs no shards"
         self.run = run
         self.distribution = distribution
-        self.lost = 0
-        """Workers that were."""
         self.stage = stage
+        self._losses: Counter[str] = Counter()
+        """Workers that were lost, by the place of their shard's reports."""
         self._oldest_version = oldest_version
         self._attempt = run.begin(stage, policy_version=policy_version)
         self._outcomes: list[ShardOutcome] = []
@@ -146,6 +152,48 @@ class ShardedAttempt:
             raise
         return launcher
 
+    def work(
+        self,
+        launcher: Launcher,
+        shard: Shard,
+        task: Program,
+        stopped: threading.Event,
+        finished: MutableMapping[str, int],
+    ) -> ShardOutcome:
+        """Have a worker collect a shard, in the calling thread.
+
+        Args:
+            task: of the shard; where its worker begins on another version, that of `begun_on`.
+            finished: is told by shard how many rollouts are finished.
+
+        Raises:
+            InfraError: the worker was lost; `may_repeat` decides whether there is another one.
+            Stopped: `stopped` was set.
+        """
+
+        def heard(line: str) -> None:  # in whatever thread
+            ACTIVITY.advance(token)
+            if (count := finished_in(line)) is not None:
+                finished[shard.label] = count
+            else:
+                log.info("iteration %d, %s: %s", self.stage.iteration, shard.label, line)
+
+        with ACTIVITY.track("collect", "shard", shard.label) as token:
+            launcher.run(task, heard, stopped)
+            return self.outcome(shard, task)
+
+    def may_repeat(self, task: Program, error: InfraError, stopped: threading.Event) -> bool:
+        """Count a lost worker and wait until another one may begin; False after `rollout.distribution.restarts`, or when the
+        shard is not wanted any more."""
+        if stopped.is_set():
+            return False
+        self._losses[task.place.uri] += 1
+        if (losses := self._losses[task.place.uri]) > self.distribution.restarts:
+            return False
+        log.warning("%s of iteration %d was lost and is collected on: %s", task.label, self.stage.iteration, error)
+        stopped.wait(Backoff(FIRST_PAUSE_SECONDS).pause(losses))
+        return True
+
     def left_before(self, shard: Shard, task: Program, is_settled: bool = False) -> ShardOutcome | None:
         """What a worker of an earlier attempt left whole; with failed rollouts only where nothing is to be made any more."""
         if not task.after or (report := _read_report(task.place)) is None:
@@ -214,7 +262,7 @@ class ShardedAttempt:
         reports = [outcome.report for outcome in self._outcomes]
         return self._resumptions().metrics() | {
             "rollout/shards": float(len(reports)),
-            "rollout/shards_lost": float(self.lost),
+            "rollout/shards_lost": float(self._losses.total()),
             "rollout/shard_cpu_seconds": sum(report.cpu_seconds for report in reports),
             **{f"rollout/{name}": value for name, value in self._cost.items()},
         }

@@ -16,12 +16,11 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.rollout import Shards
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.infra.kubernetes import train_job
+from roundhouse.infra.kubernetes import stage_jobs
 from roundhouse.infra.kubernetes.cluster import connect
 from roundhouse.infra.kubernetes.job import GONE_SECONDS, RunJobs, Unwanted
 from roundhouse.infra.kubernetes.names import StageIdentity, dns_label
-from roundhouse.infra.kubernetes.shard_job import PLACE, ShardJob
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import PLACE, ShardJob, TrainJob
 from roundhouse.launch.base import Launcher, Program, Say, Stopped
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
@@ -62,9 +61,9 @@ class KubernetesLauncher(Launcher):
     def caches(self, own: Path) -> dict[str, object]:
         trainer = self._infra.trainer
         if not trainer.cache_claim:
-            return {"cache": train_job.CACHE}
+            return {"cache": stage_jobs.CACHE}
         gib = int(trainer.cache_gib * 2**30)
-        return {"cache": train_job.CACHE, "node_cache": train_job.NODE_CACHE, "node_cache_bytes": gib}
+        return {"cache": stage_jobs.CACHE, "node_cache": stage_jobs.NODE_CACHE, "node_cache_bytes": gib}
 
     def metrics(self) -> dict[str, float]:
         return {"kubernetes_calls": float(self._cluster.calls.total())}

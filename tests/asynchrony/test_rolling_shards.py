@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from roundhouse.collection import sharded_attempt
 from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous import shard_runner
 from roundhouse.collection.asynchronous.controller import Controller
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.dispatch import ENGINE
@@ -282,7 +282,7 @@ class ThreadLauncher(Launcher):
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     threads = Threads()
     monkeypatch.setattr(ShardedAttempt, "open_launcher", lambda attempt, programs: threads.of(attempt, programs))
-    monkeypatch.setattr(shard_runner, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(sharded_attempt, "FIRST_PAUSE_SECONDS", 0.01)
     return threads
 
 

@@ -28,11 +28,9 @@ from roundhouse.config.training import ProcessService
 from roundhouse.errors import InfraError, TooFewRollouts, TooFewSequences
 from roundhouse.health.errors import KL, MISMATCH, REWARD, new_alerts
 from roundhouse.infra import services
-from roundhouse.infra.kubernetes.job_deadlines import JobDeadlines
-from roundhouse.infra.kubernetes.job_status import Waiting
+from roundhouse.infra.kubernetes.job_status import JobDeadlines, Waiting
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.shard_job import ShardJob
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import ShardJob, TrainJob
 from roundhouse.rollout.collector import RolloutCollection, retry_delay
 from roundhouse.stages import evaluate, freshness, offline, report
 from roundhouse.stages.cost import BudgetReached, iteration_cost

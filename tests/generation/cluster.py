@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from roundhouse.generation.deployment import ServeEndpoint
-from roundhouse.generation.serve_head import REPLICA_PORTS, head_environment
+from roundhouse.infra.service_specs import REPLICA_PORTS, head_environment
 
 
 def free_ports(count: int) -> list[int]:

@@ -24,7 +24,7 @@ from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.job import RunJobs
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from tests.k8s.stand import cluster_of
 
 Object = dict[str, Any]

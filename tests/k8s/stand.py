@@ -17,7 +17,7 @@ from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import Cluster
 from roundhouse.infra.kubernetes.job import RunJobs
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from tests.k8s.api_server import ApiState, api_server
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.fault_proxy import Faults, fault_proxy

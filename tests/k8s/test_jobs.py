@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
-from roundhouse.infra.kubernetes import job_deadlines
+from roundhouse.infra.kubernetes import job_status
 from roundhouse.infra.kubernetes.cluster import ApiRefused
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from tests.k8s.fault_proxy import EXPIRED, Fault
 from tests.k8s.stand import Stand
 
@@ -216,14 +216,14 @@ def test_cancellation_deletes_the_job_and_returns_when_its_pods_are_gone(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand.kubelet.behave = lambda pod: stand.kubelet.run(pod)
-    real = job_deadlines.JobDeadlines.left
+    real = job_status.JobDeadlines.left
 
     def cancelled(self: Any, *arguments: Any) -> float:
         if running(stand):
             raise Cancelled
         return min(real(self, *arguments), 0.1)
 
-    monkeypatch.setattr(job_deadlines.JobDeadlines, "left", cancelled)
+    monkeypatch.setattr(job_status.JobDeadlines, "left", cancelled)
     with pytest.raises(Cancelled):
         stand.run(stand.plan())
     assert stand.found("jobs") == []
@@ -443,7 +443,7 @@ def test_a_pod_that_failed_without_a_message_is_told_with_the_end_of_its_log(fak
 
 
 def test_the_reason_of_a_job_without_pods_is_asked_for(fake: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_deadlines, "NO_POD_SECONDS", 0.2)
+    monkeypatch.setattr(job_status, "NO_POD_SECONDS", 0.2)
     plan = fake.plan(trainer={"pending_seconds": 1})
     monkeypatch.setattr("tests.k8s.players.JobController._create", lambda *_: None)
 

@@ -16,7 +16,7 @@ from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from roundhouse.store.location import Location
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import install_crd

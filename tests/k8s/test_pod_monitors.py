@@ -15,7 +15,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import until
 from tests.k8s.stand import cluster_of

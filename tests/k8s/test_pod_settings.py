@@ -18,7 +18,7 @@ from roundhouse.errors import InfraError
 from roundhouse.infra.kubernetes import cluster, rayservice
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from roundhouse.launch.kubernetes_jobs import KubernetesLauncher
 from tests.k8s.test_shard_jobs import manifest as shard_manifest
 

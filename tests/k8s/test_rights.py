@@ -21,7 +21,7 @@ from roundhouse.infra.checks import kubernetes as checks
 from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.job import Unwanted
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-from roundhouse.infra.kubernetes.shard_job import PLACE
+from roundhouse.infra.kubernetes.stage_jobs import PLACE
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd
 from tests.k8s.stand import Stand, cluster_of, real_stand

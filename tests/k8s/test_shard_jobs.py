@@ -28,7 +28,7 @@ from roundhouse.config.rollout import JobShards
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.job import Unwanted
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.shard_job import PLACE, ShardJob
+from roundhouse.infra.kubernetes.stage_jobs import PLACE, ShardJob
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -284,7 +284,9 @@ def plan(namespace: str, digest: str = "89abcdef0123", stage: str = "file:///sto
     collector = PODS | given.pop("collector", {})
     infra = KubernetesInfra.model_validate({"namespace": namespace, "collector": collector, **given})
     identity = StageIdentity("My_run.1", "0123456789ab", 3, "collect", digest, shard="s0001of0200")
-    return ShardJob(identity, infra, JobShards(timeout_seconds=1000), f"{stage}/spec.json", stage, "file:///store")
+    return ShardJob(
+        identity, infra, JobShards(timeout_seconds=1000), f"{stage}/spec.json", stage, store="file:///store"
+    )
 
 
 def test_a_stop_deletes_the_job_and_waits_until_it_is_gone(stand: Stand) -> None:
@@ -368,7 +370,7 @@ def test_an_error_of_a_collectors_pod_names_the_keys_of_the_collector(
 def test_a_shard_beyond_its_deadline_says_what_to_raise(fake: Stand) -> None:
     fake.kubelet.behave = lambda pod: fake.kubelet.run(pod)
     slow = plan(fake.namespace)
-    slow = ShardJob(slow.identity, slow.infra, JobShards(timeout_seconds=1), slow.spec, slow.stage, slow.store)
+    slow = ShardJob(slow.identity, slow.infra, JobShards(timeout_seconds=1), slow.spec, slow.stage, store=slow.store)
     with (
         fake.jobs() as jobs,
         pytest.raises(InfraError, match=r"Raise rollout.distribution.timeout_seconds, or infra.coll"),

@@ -14,7 +14,7 @@ import s3fs
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.infra.kubernetes import train_job
+from roundhouse.infra.kubernetes import stage_jobs
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -38,7 +38,7 @@ def bucket(s3_server: str) -> str:
 def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> Run:
     """The run of `make_run`, with its training on the cluster."""
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
-    monkeypatch.setattr(train_job, "CACHE", str(tmp_path / "pod-cache"))
+    monkeypatch.setattr(stage_jobs, "CACHE", str(tmp_path / "pod-cache"))
     stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod)
     tree = make_run(store, tmp_path, kind="process").config.model_dump(mode="json")
     tree["infra"] = {
@@ -80,7 +80,7 @@ def test_with_a_cache_claim_a_step_does_not_fetch_what_the_one_before_it_wrote(
     fake: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "node").mkdir()
-    monkeypatch.setattr(train_job, "NODE_CACHE", str(tmp_path / "node"))
+    monkeypatch.setattr(stage_jobs, "NODE_CACHE", str(tmp_path / "node"))
     run = cluster_run(fake, bucket, tmp_path, monkeypatch, cache_claim="roundhouse-cache")
     base, fetched = starting_policy(run), []
     for iteration in (1, 2):

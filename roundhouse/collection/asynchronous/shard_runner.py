@@ -17,7 +17,6 @@ import contextvars
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,16 +32,14 @@ from roundhouse.collection.asynchronous.events import Block, Continue
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.collection.asynchronous.runner import END_SECONDS, LOOK_SECONDS, Progress, RolloutRunner, window_of
-from roundhouse.collection.collector import FIRST_PAUSE_SECONDS
 from roundhouse.collection.parts import by_id
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
-from roundhouse.collection.shards import Shard, begun_on, finished_in, split
+from roundhouse.collection.shards import Shard, begun_on, split
 from roundhouse.config.rollout import Shards
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.launch.base import Launcher, Program, Stopped
-from roundhouse.retry import Backoff
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
@@ -89,10 +86,9 @@ class OpenShards:
     """Its workers are to end."""
     error: Exception | None = None
     """Why it cannot be completed by this attempt."""
-    losses: Counter[str] = field(default_factory=Counter)
     finished: dict[str, int] = field(default_factory=dict)
-    """Rollouts that a worker at work has told to be finished, by shard."""
-    told: int = 0
+    """Finished rollouts by shard, as the worker at work reports them."""
+    reported: int = 0
     cpu_seconds: float = 0.0
     """Of the threads that waited for its workers."""
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -150,8 +146,8 @@ class OpenShards:
         """Report how far it is, where that is news."""
         at_work = sum(count for label, count in list(self.finished.items()) if label not in self.outcomes)
         finished = at_work + sum(len(outcome.rollouts) for outcome in list(self.outcomes.values()))
-        if self.progress is not None and finished != self.told:
-            self.told = finished
+        if self.progress is not None and finished != self.reported:
+            self.reported = finished
             self.progress(finished, self.planned)
 
 
@@ -165,20 +161,21 @@ class RunningShard:
     """On which they were admitted."""
     attempts: Mapping[Key, int]
     dispatch: Dispatch
-    restarts: int
-    """How many workers its shard may lose."""
 
     def collect(self, at_work: set[RunningShard]) -> None:
         """Have the shard collected, in the calling thread; it leaves the set last of all."""
-        opened, label = self.opened, self.shard.label
+        opened = self.opened
         with attribute_to_this_stage():
             began_cpu = time.thread_time()
             try:
                 if self._is_held():
-                    with ACTIVITY.track("collect", "shard", label) as token:
-                        self._take(self._carry_out(token))
-            except InfraError as error:
-                self._lost(error)
+                    self._take(self._carry_out())
+            except InfraError as error:  # its rollouts begin again after a while
+                if (
+                    not opened.attempt.may_repeat(self.shard.task, error, opened.stopped)
+                    and not opened.stopped.is_set()
+                ):
+                    opened.error = error
             except Stopped:
                 pass
             except Exception as error:  # noqa: BLE001 - the stage raises it
@@ -186,7 +183,7 @@ class RunningShard:
             finally:
                 with self.dispatch as dispatch:
                     self.evict("its stage was given up" if opened.stopped.is_set() else "its worker was lost")
-                    opened.finished.pop(label, None)
+                    opened.finished.pop(self.shard.label, None)
                     opened.cpu_seconds += time.thread_time() - began_cpu
                     at_work.discard(self)
                     dispatch.wake()
@@ -209,18 +206,18 @@ class RunningShard:
                 dispatch.wait(LOOK_SECONDS)
         return False
 
-    def _carry_out(self, token: str) -> ShardOutcome:
+    def _carry_out(self) -> ShardOutcome:
         opened, shard = self.opened, self.shard
         assert opened.launcher is not None, "a shard that has begun was missing when its collection was opened"
         began, _ = opened.spans.get(shard.label, (time.monotonic(), 0.0))
         try:
-            opened.launcher.run(begun_on(shard.task, self.version), partial(self._heard, token), opened.stopped)
+            task = begun_on(shard.task, self.version)
+            return opened.attempt.work(opened.launcher, shard.shard, task, opened.stopped, opened.finished)
         finally:
             opened.spans[shard.label] = began, time.monotonic()
-        return opened.attempt.outcome(shard.shard, shard.task)
 
     def _take(self, outcome: ShardOutcome) -> None:
-        """The shard is whole: tell what became of each rollout."""
+        """The shard is whole: report the outcome of each rollout."""
         with self.dispatch as dispatch:
             events: list[happened.Event] = []
             for key, rollout in zip(self.shard.keys, outcome.rollouts, strict=True):
@@ -234,28 +231,6 @@ class RunningShard:
                     events.append(happened.RolloutFinished(*key, attempt))
             dispatch.tell(*events)
             self.opened.outcomes[outcome.label] = outcome
-
-    def _lost(self, error: InfraError) -> None:
-        """Its rollouts begin again after a while, unless too many of the shard's workers were lost."""
-        opened, label = self.opened, self.shard.label
-        if opened.stopped.is_set():
-            return
-        opened.attempt.lost += 1
-        opened.losses[label] += 1
-        if (losses := opened.losses[label]) > self.restarts:
-            opened.error = error
-            return
-        log.warning("%s of iteration %d was lost and is collected on: %s", label, opened.iteration, error)
-        opened.stopped.wait(Backoff(FIRST_PAUSE_SECONDS).pause(losses))
-
-    def _heard(self, token: str, line: str) -> None:
-        """The worker said something, in whatever thread."""
-        ACTIVITY.advance(token)
-        label = self.shard.label
-        if (finished := finished_in(line)) is not None:
-            self.opened.finished[label] = finished
-        else:
-            log.info("iteration %d, %s: %s", self.opened.iteration, label, line)
 
 
 class ShardRunner(RolloutRunner[OpenShards]):
@@ -436,6 +411,6 @@ class ShardRunner(RolloutRunner[OpenShards]):
             attempts[key] = given.attempt
             self._dispatch.tell(happened.RolloutStarted(*key, given.attempt, ENGINE))
             given = controller.admission(ENGINE)
-        work = RunningShard(opened, shard, version, attempts, self._dispatch, self._distribution.restarts)
+        work = RunningShard(opened, shard, version, attempts, self._dispatch)
         self._at_work.add(work)
         return work

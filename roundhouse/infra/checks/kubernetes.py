@@ -14,7 +14,7 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, Object, connect
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
-from roundhouse.infra.kubernetes.train_job import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 
 OLDEST = (1, 31)
 """The first version in which a Job's podFailurePolicy is not behind a gate."""

@@ -257,7 +257,7 @@ def _kind(path: str) -> str:
 
 
 class Owned(Protocol):
-    """What belongs to a run (`job.JobPlan`)."""
+    """What belongs to a run (`stage_jobs.StageJob`)."""
 
     def run_object(self) -> Object: ...
     def run_service(self, owner: Object) -> Object | None: ...

@@ -21,14 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Container
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, OwnedResources
-from roundhouse.infra.kubernetes.job_deadlines import JobDeadlines
-from roundhouse.infra.kubernetes.job_status import INDEX, Failed, Succeeded, Waiting, judge
-from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
-from roundhouse.infra.kubernetes.stage_pod import PodKeys, PodSettings
+from roundhouse.infra.kubernetes.job_status import INDEX, Failed, JobDeadlines, Succeeded, Waiting, judge
+from roundhouse.infra.kubernetes.names import LABEL
+from roundhouse.infra.kubernetes.stage_jobs import StageJob
+from roundhouse.infra.kubernetes.stage_pod import PodKeys
 from roundhouse.infra.kubernetes.watching import PodLog, Watched, last_lines
 
 logger = logging.getLogger(__name__)
@@ -42,25 +42,6 @@ MOST_TRIES = 50
 """Numbers that are looked through; a Job's time to live frees them."""
 GONE_SECONDS = 120.0
 """For a deleted Job's pods to end: above their grace period of 30 s."""
-
-
-class JobPlan(Protocol):
-    """What a stage wants run (`train_job.TrainJob`, `shard_job.ShardJob`)."""
-
-    @property
-    def identity(self) -> StageIdentity: ...
-    @property
-    def namespace(self) -> str: ...
-    @property
-    def infra(self) -> Any: ...
-    @property
-    def settings(self) -> PodSettings: ...
-    @property
-    def keys(self) -> PodKeys: ...
-    def run_object(self) -> Object: ...
-    def run_service(self, owner: Object) -> Object | None: ...
-    def job(self, number: int, owner: Object) -> Object: ...
-    def seconds(self) -> int: ...
 
 
 class RunJobs:
@@ -92,7 +73,7 @@ class RunJobs:
 
     def run(
         self,
-        plan: JobPlan,
+        plan: StageJob,
         say: Say,
         prepare: Callable[[int], None] = lambda number: None,
         told: Callable[[int], RoundhouseError | None] = lambda number: None,
@@ -153,7 +134,7 @@ class RunJobs:
 
     def _create_or_find(
         self,
-        plan: JobPlan,
+        plan: StageJob,
         prepare: Callable[[int], None],
         left: Callable[[int], bool],
         stopped: threading.Event | None,
@@ -178,7 +159,7 @@ class RunJobs:
 
     def _wait(
         self,
-        plan: JobPlan,
+        plan: StageJob,
         number: int,
         job: Object,
         say: Say,

@@ -110,40 +110,6 @@ def owner_reference(owner: Manifest) -> Manifest:
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 
 
-def job(
-    identity: StageIdentity,
-    number: int,
-    namespace: str,
-    owner: Manifest,
-    spec: Manifest,
-    pod: Manifest,
-    labels: Mapping[str, str],
-    queue: str | None,
-    annotations: Mapping[str, str] | None = None,
-) -> Manifest:
-    """The Job of a try: `spec` without its template, which is `pod`."""
-    queued = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
-    metadata = {"labels": dict(labels)}
-    declared = [port for container in pod["containers"] for port in container.get("ports", [])]
-    if pages := [port["containerPort"] for port in declared if port["name"] == METRICS]:  # Prometheus finds it by these
-        metadata["annotations"] = {"prometheus.io/scrape": "true", "prometheus.io/port": str(pages[0])}
-    spec = spec | {"template": {"metadata": metadata, "spec": pod}}
-    if queue:
-        spec["suspend"] = True  # until Kueue admits it
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {
-            "name": identity.job_name(number),
-            "namespace": namespace,
-            "labels": {**labels, **queued},
-            "annotations": {**identity.annotations(), **(annotations or {})},
-            "ownerReferences": [owner_reference(owner)],
-        },
-        "spec": spec,
-    }
-
-
 def pod_failure_policy(container: str, disrupted: Literal["Ignore", "FailJob"]) -> Manifest:
     """Fails the Job if repeating cannot help; `disrupted`: for a pod that was drained, preempted, or lost with its node."""
     codes = {"containerName": container, "operator": "In", "values": FINAL_EXIT_CODES}
