@@ -51,7 +51,6 @@ class Parts:
         `shard`, only its rollouts are looked for among earlier parts."""
         self.attempt = attempt
         self.policy_version = policy_version
-        self._oldest_version = oldest_version
         self.journal = TurnJournal(policy_version, oldest_version)
         """Records the model calls of rollouts in flight, and knows those that earlier attempts finished."""
         self._location = attempt.stage.location
@@ -60,8 +59,31 @@ class Parts:
         self._own_journal: list[str] = []
         self._waiting: list[Rollout] = []
         self._flushed_at = time.monotonic()
-        self._shard = shard
-        self._read()
+        names = [name for name in self._location.names() if name.endswith(".parquet")]
+        if shard is not None:
+            names = [name for name in names if shard.may_be_in(name)]
+        spent = set()
+        for name in _of("rollouts", names):
+            rollouts = read_part(self._location, name, ROLLOUTS)
+            turns = read_part(self._location, "turns-" + name.removeprefix("rollouts-"), TURNS)
+            if rollouts is None or turns is None:  # either cannot be trusted
+                continue
+            for rollout in rollouts_from_tables(rollouts, turns):
+                if shard is not None and rollout.rollout_id not in shard.rollout_ids:
+                    continue
+                if oldest_version is not None and any(turn.policy_version < oldest_version for turn in rollout.turns):
+                    continue
+                if rollout.status is not Status.FAILED:
+                    self._earlier[rollout.rollout_id] = rollout
+                elif rollout.failure_kind is FailureKind.DATA:
+                    spent.add(rollout.rollout_id)
+        self._journal_names = _of("journal", names)
+        for name in self._journal_names:
+            if (part := read_part(self._location, name, JOURNAL)) is not None:
+                if shard is not None:
+                    own = pa.array(sorted(shard.rollout_ids), pa.string())
+                    part = part.filter(pc.is_in(part["rollout_id"], value_set=own))
+                self.journal.read(part, leave_out=spent | self._earlier.keys())
 
     def keep(self, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
         """Take over those rollouts of `specs` that an earlier attempt finished; by id. Failed ones are to be tried again."""
@@ -138,34 +160,6 @@ class Parts:
                 clock.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-    def _read(self) -> None:
-        shard, oldest = self._shard, self._oldest_version
-        names = [name for name in self._location.names() if name.endswith(".parquet")]
-        if shard is not None:
-            names = [name for name in names if shard.may_be_in(name)]
-        spent = set()
-        for name in _of("rollouts", names):
-            rollouts = read_part(self._location, name, ROLLOUTS)
-            turns = read_part(self._location, "turns-" + name.removeprefix("rollouts-"), TURNS)
-            if rollouts is None or turns is None:  # either cannot be trusted
-                continue
-            for rollout in rollouts_from_tables(rollouts, turns):
-                if shard is not None and rollout.rollout_id not in shard.rollout_ids:
-                    continue
-                if oldest is not None and any(turn.policy_version < oldest for turn in rollout.turns):
-                    continue
-                if rollout.status is not Status.FAILED:
-                    self._earlier[rollout.rollout_id] = rollout
-                elif rollout.failure_kind is FailureKind.DATA:
-                    spent.add(rollout.rollout_id)
-        self._journal_names = _of("journal", names)
-        for name in self._journal_names:
-            if (part := read_part(self._location, name, JOURNAL)) is not None:
-                if shard is not None:
-                    own = pa.array(sorted(shard.rollout_ids), pa.string())
-                    part = part.filter(pc.is_in(part["rollout_id"], value_set=own))
-                self.journal.read(part, leave_out=spent | self._earlier.keys())
 
 
 def _of(dataset: str, names: Iterable[str]) -> list[str]:

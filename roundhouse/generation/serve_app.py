@@ -40,7 +40,7 @@ from roundhouse.generation.protocol import Engine
 from roundhouse.http.asgi import SameOrigin
 from roundhouse.logs import set_up_logs
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, model_location, sha256
+from roundhouse.store.manifest import MANIFEST, Manifest, model_location, sha256
 from roundhouse.weight_sync.cache import private_directory
 from roundhouse.weight_sync.checkpoint_files import local_path
 from roundhouse.weight_sync.tensor_files import INDEX
@@ -102,37 +102,30 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
     ) / f"model-{hashlib.sha256(uri.encode() + data).hexdigest()[:24]}"
     if not final.is_dir():
         files = Manifest.model_validate_json(data).model_files.by_name()
-        _place(
-            source,
-            {
-                name: entry
-                for name, entry in files.items()
-                if "/" not in name and not name.endswith(".safetensors") and not name.endswith(INDEX)
-            },
-            final,
-        )
-    return final
-
-
-def _place(source: Location, entries: dict[str, FileEntry], final: Path) -> None:
-    partial = final.parent / f".{final.name}.{uuid.uuid4().hex}"
-    partial.mkdir(parents=True)
-    try:
-        for name, entry in entries.items():
-            data = source.read(entry.path)
-            if sha256(data) != entry.sha256:
-                raise StoreError(
-                    f"{source.uri}/{entry.path} is not what its manifest says. Look with `roundhouse store verify`."
-                )
-            (partial / name).write_bytes(data)
+        entries = {
+            name: entry
+            for name, entry in files.items()
+            if "/" not in name and not name.endswith(".safetensors") and not name.endswith(INDEX)
+        }
+        partial = final.parent / f".{final.name}.{uuid.uuid4().hex}"
+        partial.mkdir(parents=True)
         try:
-            os.rename(partial, final)
-        except OSError:
-            if not final.is_dir():
-                raise
-            # Another replica of this node was quicker.
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            for file_name, entry in entries.items():
+                content = source.read(entry.path)
+                if sha256(content) != entry.sha256:
+                    raise StoreError(
+                        f"{source.uri}/{entry.path} is not what its manifest says. Look with `roundhouse store verify`."
+                    )
+                (partial / file_name).write_bytes(content)
+            try:
+                os.rename(partial, final)
+            except OSError:
+                if not final.is_dir():
+                    raise
+                # Another replica of this node was quicker.
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return final
 
 
 APPLICATION = "policy"

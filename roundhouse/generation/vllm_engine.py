@@ -141,20 +141,17 @@ def read_output(output: Any) -> Generated:
         raise EnginePoisoned(
             "The engine returned a log-probability that is not finite: the weights hold NaN or infinity."
         )
-    return Generated(ids, list(flat), output.finish_reason or "length", _versions(output.weight_versions))
+    if not output.weight_versions or any(not span.version.isdecimal() for span in output.weight_versions):
+        versions = None
+    else:
+        versions = [(int(span.version), span.end - span.start) for span in output.weight_versions]
+    return Generated(ids, list(flat), output.finish_reason or "length", versions)
 
 
 def _cause(error: Exception) -> str:
     """The first line of what a worker said."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def _versions(spans: Any) -> list[tuple[int, int]] | None:
-    """vLLM's spans as (version, tokens); None before the first weights, which vLLM calls `default`."""
-    if not spans or any(not span.version.isdecimal() for span in spans):
-        return None
-    return [(int(span.version), span.end - span.start) for span in spans]
 
 
 class VllmEngine:
@@ -242,7 +239,15 @@ class VllmEngine:
         try:
             # Gloo keeps the limits by itself. A worker that waits in NCCL can only be ended.
             async with asyncio.timeout(seconds * TRANSFER_LIMITS):
-                await self._join(init)
+                from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+                try:
+                    await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init))
+                except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
+                    await self.engine.check_health()
+                    raise WeightTransferFailed(
+                        f"the group did not come together: {_cause(error)}", touched=False
+                    ) from error
                 await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
                 arrived = await self._receive(update, change)
                 if clear:
@@ -251,15 +256,6 @@ class VllmEngine:
             raise EnginePoisoned(f"A transfer did not end within {seconds * TRANSFER_LIMITS:g} s.") from error
         await engine.resume_generation()
         return arrived
-
-    async def _join(self, init: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        try:
-            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init))
-        except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
-            await self.engine.check_health()
-            raise WeightTransferFailed(f"the group did not come together: {_cause(error)}", touched=False) from error
 
     async def _receive(self, update: dict[str, Any], change: WeightChange) -> tuple[str, int]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

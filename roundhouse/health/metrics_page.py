@@ -54,7 +54,9 @@ class InFlightCollector:
         )
         groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for work in self._activity.in_flight():
-            key = (work.module, _kind(work.kind))
+            words = work.kind.split()
+            named = all(word.isalpha() for word in words[:_KIND_WORDS])
+            key = (work.module, " ".join(words[: _KIND_WORDS if named else 1]))
             groups.setdefault(key, []).append((work.seconds, work.silent_seconds))
         for key, each in groups.items():
             count.add_metric(key, len(each))
@@ -145,8 +147,3 @@ def registry_of_run() -> CollectorRegistry:
     registry.register(InFlightCollector())
     logging.getLogger("roundhouse.progress").addHandler(Announced(registry))
     return registry
-
-
-def _kind(text: str) -> str:
-    words = text.split()
-    return " ".join(words[:_KIND_WORDS] if all(word.isalpha() for word in words[:_KIND_WORDS]) else words[:1])

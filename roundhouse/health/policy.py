@@ -80,7 +80,14 @@ class Past:
 def after_failure(error: BaseException, config: FailuresConfig, past: Past) -> Course:
     """What to do about the error that an iteration ended with."""
     kind = kind_of(error)
-    step = _step(error, kind, config)
+    if isinstance(error, TooFewLeft) and config.on_too_few == "skip":
+        step = Step.SKIP
+    elif config.policy == "stop_on_error" or kind is Kind.FATAL:
+        step = Step.STOP
+    elif kind is Kind.INFRA:
+        step = Step.WAIT
+    else:
+        step = Step.SKIP if kind is Kind.DATA or config.policy == "continue" else Step.STOP
     if step is Step.SKIP and past.skipped_in_a_row >= config.max_consecutive_skips:
         return Course(
             Step.STOP,
@@ -92,16 +99,6 @@ def after_failure(error: BaseException, config: FailuresConfig, past: Past) -> C
             return Course(Step.STOP, f"waited {past.waited_seconds:.0f} s already (failures.max_wait_seconds)")
         return Course(Step.WAIT, f"a failure of kind {kind} may pass", seconds)
     return Course(step, f"failures.policy is {config.policy}, and the failure is of kind {kind}")
-
-
-def _step(error: BaseException, kind: Kind, config: FailuresConfig) -> Step:
-    if isinstance(error, TooFewLeft) and config.on_too_few == "skip":
-        return Step.SKIP
-    if config.policy == "stop_on_error" or kind is Kind.FATAL:
-        return Step.STOP
-    if kind is Kind.INFRA:
-        return Step.WAIT
-    return Step.SKIP if kind is Kind.DATA or config.policy == "continue" else Step.STOP
 
 
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
@@ -154,27 +151,22 @@ def typed(error: BaseException) -> BaseException:
     """
     if isinstance(error, RoundhouseError):
         return error
-    found = _typed(error)
-    if found is None:
-        return error
-    found.__cause__ = error
-    return found
-
-
-def _typed(error: BaseException) -> RoundhouseError | None:
     if isinstance(error, MemoryError) or (_is_runtime_error(error) and _OUT_OF_MEMORY.search(str(error))):
-        return OutOfMemory(
+        found: RoundhouseError = OutOfMemory(
             f"{type(error).__name__}: {str(error)[:500]}. Lower train.tokens_per_microbatch or set train.logits_chunk_tokens, "
             "or give the machine more memory; see that nothing else fills it."
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"{error}. Free space, then start the run again: it goes on where it stopped.")
-    if isinstance(error, ConnectionError) or _is_transport(error):
-        return ServiceUnreachable(
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        found = DiskFull(f"{error}. Free space, then start the run again: it goes on where it stopped.")
+    elif isinstance(error, ConnectionError) or _is_transport(error):
+        found = ServiceUnreachable(
             f"{type(error).__module__.split('.')[0]} {type(error).__name__}: {str(error)[:500]}. `roundhouse doctor` says what "
             "is not reachable."
         )
-    return None
+    else:
+        return error
+    found.__cause__ = error
+    return found
 
 
 def _is_transport(error: BaseException) -> bool:

@@ -137,7 +137,8 @@ class _Supervision(Generic[T]):
         deadline = time.monotonic() + grace / 2
         while self.thread.ident is not None and time.monotonic() < deadline:
             # Again and again: in an event loop it ends one coroutine, and the next one may block in the same way.
-            _raise_in_thread(self.thread.ident, Interrupted)
+            # Raised in that thread when it next runs Python code
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(Interrupted))
             if self.done.wait(_INTERRUPT_SECONDS):
                 return
 
@@ -186,11 +187,6 @@ def _free_worker() -> _Worker:
 
 
 _supervision: contextvars.ContextVar[_Supervision[Any] | None] = contextvars.ContextVar("supervision", default=None)
-
-
-def _raise_in_thread(ident: int, error: type[BaseException]) -> None:
-    """Raise an error in another thread, when it next runs Python code."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
 
 
 def _stalled(stage: str, about: str, limit: float, parts: list[Work], supervision: _Supervision[Any]) -> Stalled:

@@ -32,21 +32,6 @@ def check_model_directory(path: str | Path) -> None:
     if not config.get("model_type"):
         raise _broken(directory / "config.json", "names no model_type", "Save the model again with save_pretrained")
     _check_weights(directory)
-    _check_tokenizer(directory)
-
-
-def _check_weights(directory: Path) -> None:
-    remedy = (
-        "Weights must be safetensors (convert others: model.save_pretrained(directory)); complete the copy or download"
-    )
-    try:
-        for path in weight_files(directory):
-            TensorFile(path)
-    except DataError as error:
-        raise ConfigError(f"policy.path is {directory}: {error} {remedy}.") from error
-
-
-def _check_tokenizer(directory: Path) -> None:
     tokenizer = directory / "tokenizer.json"
     if tokenizer.exists():
         _read_json(tokenizer, "It is the tokenizer")
@@ -61,6 +46,17 @@ def _check_tokenizer(directory: Path) -> None:
             "is missing and tokenizer_config.json has no chat_template",
             "Conversations need one: use a chat model, or add the template of its family",
         )
+
+
+def _check_weights(directory: Path) -> None:
+    remedy = (
+        "Weights must be safetensors (convert others: model.save_pretrained(directory)); complete the copy or download"
+    )
+    try:
+        for path in weight_files(directory):
+            TensorFile(path)
+    except DataError as error:
+        raise ConfigError(f"policy.path is {directory}: {error} {remedy}.") from error
 
 
 def _read_json(file: Path, purpose: str) -> dict[str, Any]:

@@ -138,7 +138,11 @@ class Simulation:
             self.now, _, happens, subject = heapq.heappop(self._queue)
             if (changed := happens(*subject)) is not None:
                 self._settle(changed)
-        return self._close()
+        self.outcome.seconds = self.now
+        for replica in self.replicas.values():
+            replica.next_end(self.now)  # brings its account up to date
+            self._account(replica)
+        return self.outcome
 
     # What happens
 
@@ -148,20 +152,17 @@ class Simulation:
             return None  # something else happened to it meanwhile
         key, slot = replica.end(self.now)
         if next(self._faults) < self.scenario.faults.rollout:
-            self._fail(key, slot)
+            final = slot.attempt >= self.scenario.faults.attempts
+            self.outcome.discarded["failed"] += 1
+            self.outcome.discarded_slot_seconds += self.now - slot.began
+            self.outcome.failed += final
+            self._tell(happened.RolloutFailed(*key, slot.attempt, "planted", final))
         elif key in self._finished:
             raise DataError(f"Rollout {key} has finished twice.")
         else:
             self._finished[key] = min(slot.versions)
             self._tell(happened.RolloutFinished(*key, slot.attempt))
         return [name]
-
-    def _fail(self, key: Key, slot: Slot) -> None:
-        final = slot.attempt >= self.scenario.faults.attempts
-        self.outcome.discarded["failed"] += 1
-        self.outcome.discarded_slot_seconds += self.now - slot.began
-        self.outcome.failed += final
-        self._tell(happened.RolloutFailed(*key, slot.attempt, "planted", final))
 
     def _on_trained(self) -> list[str]:
         self._tell(happened.TrainingFinished(self.controller.version + 1))
@@ -213,7 +214,11 @@ class Simulation:
             self._tell(happened.ValidationStarted(validate.version))
             self._later(self.scenario.evaluation_seconds, self._on_evaluated, validate.version)
         for name in changed:
-            self._start_transfer(name)
+            if name in self.replicas and (transfer := self.controller.transfer(name)) is not None:
+                replica = self.replicas[name]
+                replica.pause(self.now)
+                self._tell(happened.TransferStarted(name, transfer.version))
+                self._later(next(self._refit), self._on_transferred, name, replica.life, transfer.version)
         for name in dict.fromkeys([*changed, *self._hungry]) if self.controller.pool.again else changed:
             self._fill(name)
 
@@ -228,28 +233,19 @@ class Simulation:
             self._later(seconds, self._on_training_failed)
             return
         self._later(seconds, self._on_trained)
-        self._check_batch(train.iteration, train.groups)
-
-    def _check_batch(self, iteration: int, groups: tuple[int, ...]) -> None:
         scenario = self.scenario
-        keys = [(position, sample) for position in groups for sample in range(scenario.group_size)]
-        ages = Counter(iteration - 1 - self._finished.pop(key) for key in keys if key in self._finished)
+        keys = [(position, sample) for position in train.groups for sample in range(scenario.group_size)]
+        ages = Counter(train.iteration - 1 - self._finished.pop(key) for key in keys if key in self._finished)
         if ages and not 0 <= min(ages) <= max(ages) <= scenario.asynchrony.staleness:
             raise DataError(
-                f"Iteration {iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
+                f"Iteration {train.iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
             )
-        failed = sum(len(self.controller.pool.groups[position].failed) for position in groups)
+        failed = sum(len(self.controller.pool.groups[position].failed) for position in train.groups)
         if ages.total() + failed != len(keys):
-            raise DataError(f"The batch of iteration {iteration} has {ages.total()} rollouts and {failed} failed ones.")
+            raise DataError(
+                f"The batch of iteration {train.iteration} has {ages.total()} rollouts and {failed} failed ones."
+            )
         self.outcome.ages += ages
-
-    def _start_transfer(self, name: str) -> None:
-        if name not in self.replicas or (transfer := self.controller.transfer(name)) is None:
-            return
-        replica = self.replicas[name]
-        replica.pause(self.now)
-        self._tell(happened.TransferStarted(name, transfer.version))
-        self._later(next(self._refit), self._on_transferred, name, replica.life, transfer.version)
 
     def _fill(self, name: str) -> None:
         replica = self.replicas.get(name)
@@ -290,13 +286,6 @@ class Simulation:
         outcome.slot_seconds += self.scenario.engine.slots * (self.now - self._born[replica.name])
         outcome.busy_slot_seconds += replica.busy_seconds
         outcome.paused_slot_seconds += replica.paused_seconds
-
-    def _close(self) -> SimulationResult:
-        self.outcome.seconds = self.now
-        for replica in self.replicas.values():
-            replica.next_end(self.now)  # brings its account up to date
-            self._account(replica)
-        return self.outcome
 
 
 def simulate(scenario: Scenario, *, keep_journal: bool = False) -> SimulationResult:

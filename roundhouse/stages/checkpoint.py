@@ -83,7 +83,7 @@ def publish(run: Run, update: Reference) -> Reference:
         attempt.adopt(entry)
     # Without the trainer's digest the tensors are read, which of a bucket means to fetch them once
     if written.weights_digest is not None:
-        digest = {WEIGHTS_DIGEST: written.weights_digest}
+        digest: dict[str, object] = {WEIGHTS_DIGEST: written.weights_digest}
     else:
         location = run.checkpoint(version).location
         place = location / written.directory if written.directory else location

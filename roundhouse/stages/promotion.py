@@ -181,7 +181,13 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
     against = None if incumbent in (None, version) else run.stage(incumbent, StageKind.EVALUATE).reference()
     before = _rewards(against) if against is not None else {}
     if against is None or not rewards.keys() & before.keys():
-        verdict = _without_comparison(run, version, rewards, against)
+        if not rewards:
+            verdict = _verdict(run, version, "no rollout of its evaluation has a reward", better=False)
+        elif against is None:
+            verdict = _verdict(run, version, "the first evaluated version", better=True)
+        else:
+            reason = f"no task has a reward in this evaluation and in that of version {against.policy_version}"
+            verdict = _verdict(run, version, reason, better=False)
         metrics = {"promotion/promoted": float(verdict["promoted"])}
         return attempt.commit(inputs={"evaluation": evaluation}, metrics=metrics, details=verdict)
     difference = paired_difference(rewards, before, confidence)
@@ -200,16 +206,6 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
         },
         details=verdict,
     )
-
-
-def _without_comparison(run: Run, version: int, rewards: Rewards, against: Reference | None) -> dict[str, Any]:
-    """It is the first, or rollouts of the evaluations failed. Nothing is promoted unmeasured."""
-    if not rewards:
-        return _verdict(run, version, "no rollout of its evaluation has a reward", better=False)
-    if against is None:
-        return _verdict(run, version, "the first evaluated version", better=True)
-    why = f"no task has a reward in this evaluation and in that of version {against.policy_version}"
-    return _verdict(run, version, why, better=False)
 
 
 def _verdict(run: Run, version: int, why: str, *, better: bool) -> dict[str, Any]:

@@ -331,7 +331,12 @@ def iteration_page(run: Run, iteration: int, manifests: Mapping[str, Manifest], 
     ]
     parts.append(_table(["stage", "seconds", "CPU seconds", "MiB written", "attempts"], rows))
     if StageKind.VALIDATE in manifests:
-        parts.append(_quarantine(manifests[StageKind.VALIDATE]))
+        validated = manifests[StageKind.VALIDATE]
+        reasons: Mapping[str, int] = validated.details.get("reasons", {})
+        failures: Mapping[str, int] = validated.details.get("failures", {})
+        refused = [[f"failed: {code}", str(rollouts)] for code, rollouts in failures.items()]
+        refused += [[reason, str(rollouts)] for reason, rollouts in reasons.items()]
+        parts.append(_table(["not trained on", "rollouts"], refused) if refused else "")
     collected = run.stage(iteration, StageKind.COLLECT).reference() if StageKind.COLLECT in manifests else None
     if collected is not None:
         parts.append(_samples(first_rollouts(collected, manifests[StageKind.COLLECT], samples)))
@@ -345,14 +350,6 @@ def first_rollouts(reference: Reference, manifest: Manifest, count: int) -> list
         entry = next(entry for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
         tables.append(pq.read_table(io.BytesIO(read_file(reference, entry))))
     return rollouts_from_tables(tables[0].slice(0, count), tables[1])
-
-
-def _quarantine(validated: Manifest) -> str:
-    reasons: Mapping[str, int] = validated.details.get("reasons", {})
-    failures: Mapping[str, int] = validated.details.get("failures", {})
-    rows = [[f"failed: {code}", str(count)] for code, count in failures.items()]
-    rows += [[reason, str(count)] for reason, count in reasons.items()]
-    return _table(["not trained on", "rollouts"], rows) if rows else ""
 
 
 def _samples(rollouts: Sequence[Rollout]) -> str:

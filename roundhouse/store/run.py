@@ -152,7 +152,13 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
         identity, created = _create(location, config)
         if not created:
             _refuse_existing(config, first_start)
-    _refuse_other_configuration(identity, config)
+    old = parse_config(identity["config"], origin="run.json", recorded=True)
+    if changed := changes_of_identity(old, config):
+        lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
+        raise ConfigError(
+            f"Run {config.run_id!r} exists with another configuration:\n{lines}\n"
+            "Take these changes back to continue it, or start a new run with --set run_id=<another name>."
+        )
     run = _opened(location, config, identity)
     path = config.resume.path
     if path is not None and (run.parent is None or Location(path).uri != run.parent.checkpoint.uri):
@@ -238,16 +244,6 @@ def _refuse_existing(config: RunConfig, first_start: bool) -> None:
         raise ConfigError(
             f"Run {config.run_id!r} exists in {config.store}, and resume.mode is 'disable'. Choose another run_id, or continue "
             "it with --set resume.mode=auto."
-        )
-
-
-def _refuse_other_configuration(identity: dict[str, Any], config: RunConfig) -> None:
-    old = parse_config(identity["config"], origin="run.json", recorded=True)
-    if changed := changes_of_identity(old, config):
-        lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
-        raise ConfigError(
-            f"Run {config.run_id!r} exists with another configuration:\n{lines}\n"
-            "Take these changes back to continue it, or start a new run with --set run_id=<another name>."
         )
 
 

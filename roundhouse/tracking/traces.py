@@ -138,9 +138,15 @@ class TraceWriter:
                 start_time_ns=end,
             )
             client.end_span(root.trace_id, tool.span_id, outputs={"output": answer}, end_time_ns=end)
-        client.end_span(
-            root.trace_id, span.span_id, outputs={"items": call.said}, attributes=_of_turn(turn), end_time_ns=end
-        )
+        of_turn: dict[str, Any] = {}
+        if turn is not None:
+            of_turn = {
+                "prompt_tokens": turn.prompt_length,
+                "generated_tokens": len(turn.generation_token_ids),
+                "finish_reason": turn.finish_reason,
+                "policy_version": turn.policy_version,
+            }
+        client.end_span(root.trace_id, span.span_id, outputs={"items": call.said}, attributes=of_turn, end_time_ns=end)
         return end
 
 
@@ -192,17 +198,6 @@ def _tool_calls(call: ModelCall) -> Iterator[tuple[dict[str, Any], Any]]:
     for item in call.said:
         if item.get("type") == "function_call":
             yield item, answers.get(item.get("call_id"))
-
-
-def _of_turn(turn: Turn | None) -> dict[str, Any]:
-    if turn is None:
-        return {}
-    return {
-        "prompt_tokens": turn.prompt_length,
-        "generated_tokens": len(turn.generation_token_ids),
-        "finish_reason": turn.finish_reason,
-        "policy_version": turn.policy_version,
-    }
 
 
 ALIAS = "promoted"

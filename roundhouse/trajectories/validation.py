@@ -371,23 +371,17 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
         evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}{older}"
         raise Refusal("policy_version", evidence, turn.turn)
     if turn.version_spans is not None:
-        _prove_spans(turn, turn.version_spans)
+        # They cover the generated tokens, and the oldest is the turn's version: a rollout is as old as its oldest token
+        spans, generated = turn.version_spans, len(turn.generation_token_ids)
+        counts = [span["tokens"] for span in spans]
+        oldest = min((span["version"] for span in spans), default=None)
+        if min(counts, default=0) < 1 or sum(counts) != generated or oldest != turn.policy_version:
+            detail = f"{list(spans)} over {generated} tokens, answered by version {turn.policy_version}"
+            raise Refusal("version_spans", detail, turn.turn)
     if turn.finish_reason not in TURN_FINISHES:
         raise Refusal("finish_reason", f"a model call ended with {turn.finish_reason!r}", turn.turn)
     if terms.max_new_tokens is not None and len(tokens) > terms.max_new_tokens:
         raise Refusal("generation_length", f"{len(tokens)} tokens, {terms.max_new_tokens} allowed", turn.turn)
-
-
-def _prove_spans(turn: Turn, spans: Sequence[dict[str, int]]) -> None:
-    """They cover the generated tokens, and the turn's version is their oldest: a rollout's age is that of its oldest token."""
-    counts = [span["tokens"] for span in spans]
-    oldest = min((span["version"] for span in spans), default=None)
-    if min(counts, default=0) < 1 or sum(counts) != len(turn.generation_token_ids) or oldest != turn.policy_version:
-        raise Refusal(
-            "version_spans",
-            f"{list(spans)} over {len(turn.generation_token_ids)} tokens, answered by version {turn.policy_version}",
-            turn.turn,
-        )
 
 
 def prove_measured(turns: Sequence[Turn]) -> None:

@@ -342,11 +342,18 @@ class Filters:
             for end, sign in (("min", ">="), ("max", "<=")):
                 if text := parameters.get(f"{name}_{end}"):
                     made.add(f"{column} {sign} ?", _limit_of(f"{name}_{end}", text))
+        sort = parameters.get("sort", "")
+        by = sort.removeprefix("-")
+        if by and by not in SORTS:
+            raise ViewError(f"sort={sort!r}: there is no such column. There are: {', '.join(SORTS)}.")
+        order = "iteration, group_id, sample"
+        if by:
+            order = f"{by} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, {order}"
         return cls(
             tuple(made.conditions),
             tuple(made.values),
             parameters.get("q", "").strip(),
-            _order(parameters.get("sort", "")),
+            order,
             int(_limit_of("offset", parameters.get("offset", "0"))),
             min(int(_limit_of("limit", parameters.get("limit", "200"))), LARGEST_PAGE),
         )
@@ -366,15 +373,6 @@ def spellings(text: str) -> list[str]:
     """How a text may stand in the stored JSON: plain, as a JSON string, and as one inside a JSON string (tool arguments)."""
     once = json.dumps(text.lower(), ensure_ascii=False)[1:-1]
     return sorted({once, json.dumps(once, ensure_ascii=False)[1:-1]})
-
-
-def _order(sort: str) -> str:
-    column = sort.removeprefix("-")
-    if not column:
-        return "iteration, group_id, sample"
-    if column not in SORTS:
-        raise ViewError(f"sort={sort!r}: there is no such column. There are: {', '.join(SORTS)}.")
-    return f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, iteration, group_id, sample"
 
 
 def _limit_of(name: str, text: str) -> float:

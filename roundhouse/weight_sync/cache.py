@@ -64,7 +64,15 @@ class NodeCache:
                 return entry
             with self._alone(key) as alone:
                 if alone and not final.is_dir():
-                    self._make(key, final, fill)
+                    for left in self.directory.glob(f".{key}.partial-*"):
+                        shutil.rmtree(left, ignore_errors=True)
+                    partial = self.directory / f".{key}.partial-{uuid.uuid4().hex}"
+                    partial.mkdir(parents=True)
+                    try:
+                        fill(partial)
+                        partial.rename(final)
+                    finally:
+                        shutil.rmtree(partial, ignore_errors=True)
             # The lock was let go for a moment, in which the entry can have been evicted: look again.
 
     def held(self, key: str) -> CacheEntry | None:
@@ -97,17 +105,6 @@ class NodeCache:
             kept += size
             if kept > self.max_bytes and self._delete(path):
                 kept -= size
-
-    def _make(self, key: str, final: Path, fill: Callable[[Path], None]) -> None:
-        for left in self.directory.glob(f".{key}.partial-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        partial = self.directory / f".{key}.partial-{uuid.uuid4().hex}"
-        partial.mkdir(parents=True)
-        try:
-            fill(partial)
-            partial.rename(final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     def _delete(self, path: Path) -> bool:
         lock = self._lock(path.name, fcntl.LOCK_EX)

@@ -129,7 +129,13 @@ class TransferTransport(DirectTransport):
         with checkpoint.in_engine_format() as directory:
             digest = digest_of(directory)
             if generation.transfer_backend == "nccl":
-                _require_gpu()
+                import torch
+
+                if not torch.cuda.is_available():
+                    raise ConfigError(
+                        "generation.transfer_backend is nccl, which sends from a GPU, and the process that refits has none. "
+                        "Set it to gloo."
+                    )
             if not present or checkpoint.engine_url is None:
                 yield Published(digest, checkpoint_source(checkpoint.dtype))
                 return
@@ -295,18 +301,15 @@ class Sender:
             self._store.set(f"{self._key}/seat/{number}", json.dumps(seat))
             rank += member["workers"]
         if self._backend == "gloo":
-            self._send_by_gloo(group, size)
+            from torch.distributed import PrefixStore, TCPStore
+
+            limit = timedelta(seconds=self._seconds)
+            # A connection of its own: a wait in it must not keep others from the meeting.
+            own = TCPStore(self._address, self._store.port, is_master=False, timeout=limit, wait_for_workers=False)
+            end = GlooGroup(PrefixStore(group, own), 0, size, self._address, self._seconds)
+            end.send(self._described, iterate(self._directory), self._batch_bytes)
         else:
             _send_by_nccl(init, self._described, iterate(self._directory))
-
-    def _send_by_gloo(self, group: str, size: int) -> None:
-        from torch.distributed import PrefixStore, TCPStore
-
-        limit = timedelta(seconds=self._seconds)
-        # A connection of its own: a wait in it must not keep others from the meeting.
-        own = TCPStore(self._address, self._store.port, is_master=False, timeout=limit, wait_for_workers=False)
-        end = GlooGroup(PrefixStore(group, own), 0, size, self._address, self._seconds)
-        end.send(self._described, iterate(self._directory), self._batch_bytes)
 
 
 class _SelfDriven:
@@ -343,15 +346,6 @@ def _send_by_nccl(
         engine.send_weights()
     finally:
         engine.shutdown()
-
-
-def _require_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "generation.transfer_backend is nccl, which sends from a GPU, and the process that refits has none. Set it to gloo."
-        )
 
 
 def _first_line(error: BaseException) -> str:

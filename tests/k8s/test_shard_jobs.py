@@ -162,7 +162,7 @@ def test_what_a_shard_says_in_its_pod_is_the_stages_log_and_its_progress(
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError):
         collect_iteration(run, 1, weights, "http://nobody", progress)
     assert (14, TASKS * GROUP) in told
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("collection.collector")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("collection.sharded_attempt")]
     assert any("s0001of0002 says something" in line for line in lines)
     assert any("1 of 1 pods run" in line for line in lines)
     assert not any("of 10 rollouts" in line for line in lines), "progress is no line of the log"

@@ -103,12 +103,11 @@ class Overlap:
                     return
                 if self.runner.ended.is_set():
                     raise self.runner.error or GenerationLoopEnded("The rollouts have ended before the plan.")
-                if (transfer := self.dispatch.controller.transfer(ENGINE)) is not None:
-                    self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
-                    order = transfer
-                else:
-                    wanted = self.runner.wanted
-                    order = BeginCollect(wanted) if wanted is not None and wanted not in opened else None
+                order: BeginCollect | Transfer | None = self.dispatch.controller.transfer(ENGINE)
+                if order is not None:
+                    self.dispatch.tell(happened.TransferStarted(ENGINE, order.version))
+                elif (wanted := self.runner.wanted) is not None and wanted not in opened:
+                    order = BeginCollect(wanted)
                 if order is None:
                     dispatch.wait(LOOK_SECONDS)
             if isinstance(order, BeginCollect):

@@ -56,7 +56,18 @@ def resume(run: Run, plan: Plan) -> Dispatch:
             f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
             f"--set resume.path={run.checkpoint(newest).location.uri} --set run_id=<name>."
         ) from error
-    _forget_what_is_lost(run, plan, controller, dispatch)
+    # Roll out again what the controller was told of and the store does not hold; in an open stage also what had
+    # failed.
+    for iteration in _open_iterations(controller, controller.version):
+        stage = generated_in(run, iteration)
+        if stage.reference() is not None:
+            continue
+        there = {
+            key
+            for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items()
+            if rollout.status is not Status.FAILED and rollout.turns
+        }
+        forget(controller, dispatch, plan, iteration, there)
     dispatch.record(keep_state=True)
     return dispatch
 
@@ -78,20 +89,6 @@ def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
         if (skip := skip_of(run, skipped)) is None:
             return
         dispatch.tell(happened.IterationSkipped(skipped, skip.code))
-
-
-def _forget_what_is_lost(run: Run, plan: Plan, controller: Controller, dispatch: Dispatch) -> None:
-    """Roll out again what the controller was told of and the store does not hold; in an open stage also what had failed."""
-    for iteration in _open_iterations(controller, controller.version):
-        stage = generated_in(run, iteration)
-        if stage.reference() is not None:
-            continue
-        there = {
-            key
-            for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items()
-            if rollout.status is not Status.FAILED and rollout.turns
-        }
-        forget(controller, dispatch, plan, iteration, there)
 
 
 def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: int, kept: set[tuple[int, int]]) -> None:

@@ -107,6 +107,8 @@ class RolloutRunner(ABC, Generic[O]):
         self._dispatch = dispatch
         self._open: dict[int, O] = {}
         self._stopped = threading.Event()
+        self._ending_seconds = 0.0
+        """How long workers outside this process take to end."""
         self._cpu_seconds = self._spent_seconds = 0.0
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: context.run(self._run), name="rollout runner", daemon=True)
@@ -123,7 +125,7 @@ class RolloutRunner(ABC, Generic[O]):
         self._stopped.set()
         self._interrupt()
         self._dispatch.wake()
-        limit = END_SECONDS
+        limit = END_SECONDS + self._ending_seconds
         if self._thread.is_alive():
             self._thread.join(limit)
         if self._thread.is_alive():

@@ -31,7 +31,7 @@ from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.events import Block, Continue
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.collection.asynchronous.runner import END_SECONDS, LOOK_SECONDS, Progress, RolloutRunner, window_of
+from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.parts import by_id
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, begun_on, split
@@ -242,8 +242,6 @@ class ShardRunner(RolloutRunner[OpenShards]):
         super().__init__(run, plan, dispatch, engine_url)
         self._distribution = distribution
         self._at_work: set[RunningShard] = set()
-        self._ending_seconds = 0.0
-        """How long workers take to end."""
 
     # From the stage's thread
 
@@ -311,9 +309,6 @@ class ShardRunner(RolloutRunner[OpenShards]):
     def flush(self) -> None:
         """Write down the controller's events; what they tell is in the store."""
         self._dispatch.record()
-
-    def _end_seconds(self) -> float:
-        return END_SECONDS + self._ending_seconds
 
     def _is_at_work(self, opened: OpenShards) -> bool:
         return bool(self._of(opened))

@@ -306,25 +306,16 @@ class OwnedResources:
             if refused.status == 404:
                 raise InfraError(f"{plural[:-1]} {name} was there and vanished while it was looked up.") from refused
             raise explained(refused, f"get {plural} in namespace {self._namespace}") from refused
-        _require_ours(found, wanted, plural)
+        own = wanted["metadata"]["name"]
+
+        def told(item: Object) -> Mapping[str, Any]:
+            metadata = item["metadata"]
+            labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+            return {"run": labels.get(f"{LABEL}run-uid"), "digest": notes.get(f"{LABEL}digest")}
+
+        if told(found) != told(wanted):
+            raise ConfigError(
+                f"There is a {plural[:-1]} {own} that is not this run's: {told(found)}, not {told(wanted)}. Delete it, or use "
+                "another infra.namespace."
+            )
         return found
-
-
-def _require_ours(found: Object, wanted: Object, plural: str) -> None:
-    """Refuse an object that has the name by accident.
-
-    Raises:
-        ConfigError: it belongs to another run, or is to do something else.
-    """
-    name = wanted["metadata"]["name"]
-
-    def told(item: Object) -> Mapping[str, Any]:
-        metadata = item["metadata"]
-        labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-        return {"run": labels.get(f"{LABEL}run-uid"), "digest": notes.get(f"{LABEL}digest")}
-
-    if told(found) != told(wanted):
-        raise ConfigError(
-            f"There is a {plural[:-1]} {name} that is not this run's: {told(found)}, not {told(wanted)}. Delete it, or use "
-            "another infra.namespace."
-        )

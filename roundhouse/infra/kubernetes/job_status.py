@@ -90,7 +90,29 @@ def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOu
     if "Complete" in conditions:
         return Succeeded()
     if "Failed" in conditions:
-        return _failed(job, conditions["Failed"], pods, keys)
+        condition = conditions["Failed"]
+        name = job["metadata"]["name"]
+        if condition.get("reason") == "DeadlineExceeded":
+            seconds = job["spec"].get("activeDeadlineSeconds")
+            stuck = _waiting(job, pods, keys)
+            hint = f" At the end: {stuck.text}." if stuck.pending else ""
+            return Failed(
+                InfraError(
+                    f"Job {name} was ended after {seconds} s, its deadline.{hint} "
+                    f"Raise {keys.timeout}, or {keys.section}.pending_seconds where it waited for nodes."
+                )
+            )
+        causes = sorted(
+            (cause for each in pods if (cause := _cause(each, keys)) is not None),
+            key=lambda cause: (cause[0], cause[1]),
+        )
+        if causes:
+            _, _, failed = causes[0]
+            return failed
+        told = condition.get("message") or condition.get("reason") or "no reason given"
+        return Failed(
+            InfraError(f"Job {name} failed: {told}. Its pods are gone; look at `kubectl describe job {name}`.")
+        )
     done = {pod["metadata"].get("annotations", {}).get(INDEX) for pod in pods if _ended_well(pod)} - {None}
     if not {"FailureTarget", "Suspended"} & set(conditions) and len(done) >= int(job["spec"].get("completions") or 1):
         return Succeeded()
@@ -105,32 +127,15 @@ def _ended_well(pod: Status) -> bool:
     return all(state.get("terminated", {}).get("exitCode") == 0 for state in states)
 
 
-def _failed(job: Status, condition: Status, pods: Sequence[Status], keys: PodKeys) -> Failed:
-    name = job["metadata"]["name"]
-    if condition.get("reason") == "DeadlineExceeded":
-        seconds = job["spec"].get("activeDeadlineSeconds")
-        stuck = _waiting(job, pods, keys)
-        hint = f" At the end: {stuck.text}." if stuck.pending else ""
-        return Failed(
-            InfraError(
-                f"Job {name} was ended after {seconds} s, its deadline.{hint} "
-                f"Raise {keys.timeout}, or {keys.section}.pending_seconds where it waited for nodes."
-            )
-        )
-    causes = sorted(
-        (cause for pod in pods if (cause := _cause(pod, keys)) is not None), key=lambda cause: (cause[0], cause[1])
-    )
-    if causes:
-        _, _, failed = causes[0]
-        return failed
-    told = condition.get("message") or condition.get("reason") or "no reason given"
-    return Failed(InfraError(f"Job {name} failed: {told}. Its pods are gone; look at `kubectl describe job {name}`."))
-
-
 def _cause(pod: Status, keys: PodKeys) -> tuple[_Rank, str, Failed] | None:
     """Why a pod failed, with what orders it among its peers; None for one that did not."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
-    ended = _terminated(pod)
+    ends = [
+        state
+        for container in pod.get("status", {}).get("containerStatuses") or []
+        if (state := container.get("state", {}).get("terminated")) is not None
+    ]
+    ended = next((state for state in ends if state.get("exitCode")), ends[0] if ends else None)
     at = (ended or {}).get("finishedAt") or ""
     node = f" on node {pod['spec']['nodeName']}" if pod.get("spec", {}).get("nodeName") else ""
     for condition in status.get("conditions") or []:
@@ -218,16 +223,6 @@ def _pending(pod: Status, keys: PodKeys) -> Waiting | None:
             text = f"pod {name} cannot start ({reason}: {message})"
             return Waiting(text, ConfigError(f"P{text[1:]}. {keys.remedy_for_start}"))
     return None
-
-
-def _terminated(pod: Status) -> Status | None:
-    """How its container ended; the first of them that failed, else the first."""
-    ended = [
-        found
-        for container in pod.get("status", {}).get("containerStatuses") or []
-        if (found := container.get("state", {}).get("terminated")) is not None
-    ]
-    return next((found for found in ended if found.get("exitCode")), ended[0] if ended else None)
 
 
 NO_POD_SECONDS = 20.0

@@ -272,7 +272,11 @@ class RemoteAgent:
         }
         rollout_name = request["_ng_rollout_id"]
         if self._client.captures:
-            chained = await self._captured(attempt, rollout_name)
+            record = await attempt.in_environment(self._client.captured_calls(rollout_name))
+            chained = chain_calls(record["calls"], attempt.policy_version)
+            if record.get("complete") is False and chained.reason is None:
+                detail = "the model server lost some of the rollout's calls"
+                chained = ChainedCalls(chained.turns, INCOMPLETE_RECORD, detail)
             turns: list[Turn] = chained.turns
             lacking = NO_CALLS_RECORDED if chained.reason is None else ""
         else:
@@ -283,28 +287,17 @@ class RemoteAgent:
         if attempt.on_policy and not turns and lacking:
             raise NoTrainableTokens(lacking)
         doubt = chained if attempt.on_policy and chained.reason is not None else None
-        _judge(attempt, answer, doubt)
-
-    async def _captured(self, attempt: RolloutAttempt, rollout_name: str) -> ChainedCalls:
-        record = await attempt.in_environment(self._client.captured_calls(rollout_name))
-        chained = chain_calls(record["calls"], attempt.policy_version)
-        if record.get("complete") is False and chained.reason is None:
-            return ChainedCalls(chained.turns, INCOMPLETE_RECORD, "the model server lost some of the rollout's calls")
-        return chained
-
-
-def _judge(attempt: RolloutAttempt, answer: RunAnswer, doubt: ChainedCalls | None) -> None:
-    rollout, verdict = attempt.rollout, answer.verdict
-    rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
-    rollout.finish_reason = answer.finish
-    if doubt is not None:
-        rollout.status = Status.MASKED
-        rollout.failure_code, rollout.failure_detail = f"token_capture_{doubt.reason}", doubt.detail
-        rollout.metrics |= {"token_capture_masked": 1.0}
-    elif verdict.mask:
-        rollout.status = Status.MASKED
-    else:
-        rollout.status = Status.COMPLETED if answer.finish == "stop" else Status.TRUNCATED
+        judged, verdict = attempt.rollout, answer.verdict
+        judged.reward, judged.reward_components = verdict.reward, verdict.reward_components
+        judged.finish_reason = answer.finish
+        if doubt is not None:
+            judged.status = Status.MASKED
+            judged.failure_code, judged.failure_detail = f"token_capture_{doubt.reason}", doubt.detail
+            judged.metrics |= {"token_capture_masked": 1.0}
+        elif verdict.mask:
+            judged.status = Status.MASKED
+        else:
+            judged.status = Status.COMPLETED if answer.finish == "stop" else Status.TRUNCATED
 
 
 _LONGEST_NAME = 64

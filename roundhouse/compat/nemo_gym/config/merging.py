@@ -78,7 +78,10 @@ def merge_sources(
     tree = _plain(OmegaConf.merge(below, given))
     for override in parsed:
         if override.action == "remove":
-            _drop(tree, override.path)
+            node = tree
+            for key in override.path[:-1]:
+                node = node[key]
+            del node[override.path[-1]]
     if layers.paths:
         tree["config_paths"] = layers.paths
     return tree, layers.warnings
@@ -112,12 +115,6 @@ def _check_key(override: Override, below: Tree) -> None:
         node = node[key]
     if override.action == "remove" and override.has_value and node != override.value:
         raise ConfigError(f"{override.text!r}: {'.'.join(override.path)} is {node!r}.")
-
-
-def _drop(tree: Tree, path: tuple[str, ...]) -> None:
-    for key in path[:-1]:
-        tree = tree[key]
-    del tree[path[-1]]
 
 
 def unset_values(node: Any, where: str = "") -> list[str]:

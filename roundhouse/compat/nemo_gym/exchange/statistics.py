@@ -29,6 +29,7 @@ Invariant: a task counts for pass@k only if it has at least k scores. Names and 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def describe(rows: Sequence[VerifiedRow]) -> dict[str, float]:
             f"mean/{name}": mean,
             f"max/{name}": max(values),
             f"min/{name}": min(values),
-            f"median/{name}": _median(values),
+            f"median/{name}": statistics.median(values),
         }
         if len(values) > 1 or len(rows) == 1:
             described[f"std/{name}"] = math.sqrt(
@@ -167,12 +168,6 @@ def light(row: VerifiedRow) -> Metrics:
 def expected_by_task(rows: Iterable[VerifiedRow]) -> Counter[Any]:
     """How many rollouts of each task index were asked for."""
     return Counter(row[TASK] for row in rows)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _usage(row: VerifiedRow) -> VerifiedRow:
@@ -289,7 +284,14 @@ def pass_rates(
     rates: dict[str, Any] = {}
     for k in range(1, largest + 1):
         for name in names:
-            rates |= _rates_at(scores, name, k) | _spread_at(scores, name, k, runs[name])
+            columns = [_of(rollouts, name) for rollouts in scores]
+            passes = [pass_at_k(values, k) for values in columns if len(values) >= k]
+            means = [_mean(values) for rollouts in scores if (values := _of(rollouts[:k], name))]
+            if passes:
+                rates[f"pass@{k}/{name}"] = 100.0 * _mean(passes)
+            if means:
+                rates[f"pass@1[avg-of-{k}]/{name}"] = 100.0 * _mean(means)
+            rates |= _spread_at(scores, name, k, runs[name])
             if answer_key is not None:
                 answers = [[rollout.get(answer_key) for rollout in rollouts] for rollouts in tasks]
                 rates[f"majority@{k}/{name}"] = 100.0 * _mean(
@@ -344,18 +346,6 @@ def _scores(rollout: Mapping[str, Any], score: Score, answer_key: str | None) ->
 
 def _of(rollouts: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [one[name] for one in rollouts if name in one]
-
-
-def _rates_at(scores: Scores, name: str, k: int) -> dict[str, float]:
-    columns = [_of(rollouts, name) for rollouts in scores]
-    passes = [pass_at_k(values, k) for values in columns if len(values) >= k]
-    means = [_mean(values) for rollouts in scores if (values := _of(rollouts[:k], name))]
-    rates = {}
-    if passes:
-        rates[f"pass@{k}/{name}"] = 100.0 * _mean(passes)
-    if means:
-        rates[f"pass@1[avg-of-{k}]/{name}"] = 100.0 * _mean(means)
-    return rates
 
 
 def _spread_at(scores: Scores, name: str, k: int, runs: Sequence[float]) -> dict[str, float]:

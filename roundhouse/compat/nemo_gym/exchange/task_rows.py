@@ -268,7 +268,20 @@ def collate(
         path = directory / f"{kind}.jsonl"
         rows = write_rows(path, _rows(own, roots, metrics))
         metrics_path = directory / f"{kind}_metrics.json"
-        _write_metrics(metrics_path, own[0].entry.model_dump(mode="json") | metrics.shown(), overwrite)
+        shown = own[0].entry.model_dump(mode="json") | metrics.shown()
+        text = json.dumps(shown, indent=4)
+        if (
+            metrics_path.exists()
+            and not overwrite
+            and (found := differences(json.loads(metrics_path.read_bytes()), shown))
+        ):
+            conflict = metrics_path.with_name(f"{metrics_path.stem}_conflict.json")
+            conflict.write_text(text)
+            raise DataError(
+                f"{metrics_path} has other numbers than the data: {'; '.join(found[:5])}. The new ones are in {conflict.name}. "
+                "Delete the file, or collate with --overwrite, if the data was meant to change."
+            )
+        metrics_path.write_text(text)
         written.append(Collated(path, metrics_path, rows))
     return written
 
@@ -306,18 +319,6 @@ def _rows(datasets: Sequence[AgentDataset], roots: SearchRoots, metrics: Dataset
             row["agent_ref"] = {"type": "responses_api_agents", "name": dataset.agent}
             for _ in range(entry.num_repeats):
                 yield row
-
-
-def _write_metrics(path: Path, metrics: dict[str, Any], overwrite: bool) -> None:
-    text = json.dumps(metrics, indent=4)
-    if path.exists() and not overwrite and (found := differences(json.loads(path.read_bytes()), metrics)):
-        conflict = path.with_name(f"{path.stem}_conflict.json")
-        conflict.write_text(text)
-        raise DataError(
-            f"{path} has other numbers than the data: {'; '.join(found[:5])}. The new ones are in {conflict.name}. "
-            "Delete the file, or collate with --overwrite, if the data was meant to change."
-        )
-    path.write_text(text)
 
 
 TOOLS, WORDS = "Number of tools", "Json-dumped number of words (proxy for token count)"

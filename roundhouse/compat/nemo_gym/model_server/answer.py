@@ -115,7 +115,7 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
 def _tokens(reply: Body, choice: Body, message: Message) -> AnswerTokens:
     in_message = _message_tokens(message)
     prompt, generation = reply.get("prompt_token_ids"), choice.get("token_ids")
-    beside = None if prompt is None and generation is None else (prompt, generation)
+    beside: tuple[Any, Any] | None = None if prompt is None and generation is None else (prompt, generation)
     if beside is not None and not (isinstance(prompt, list) and isinstance(generation, list)):
         raise BadReply("The reply has only one of prompt_token_ids and choices[0].token_ids.")
     drawn = _log_prob_tokens(choice)
@@ -252,7 +252,13 @@ def responses_body(body: Any) -> Body:
         if body.get("tools"):
             params["tools"] = [_tool(tool) for tool in body["tools"]]
         if (choice := body.get("tool_choice")) is not None:
-            params["tool_choice"] = _tool_choice(choice)
+            kind = choice.get("type")
+            if kind == "tool":
+                params["tool_choice"] = {"type": "function", "name": choice["name"]}
+            elif kind in _TOOL_CHOICES:
+                params["tool_choice"] = _TOOL_CHOICES[kind]
+            else:
+                raise invalid(["tool_choice"], f"type {kind!r} is none of {sorted(_TOOL_CHOICES)} and tool", choice)
         asked |= params
     except (KeyError, TypeError, AttributeError) as error:
         raise invalid(["messages"], f"malformed: {error!r}") from error
@@ -268,16 +274,6 @@ def _tool(tool: Body) -> Body:
         "parameters": schema,
         "strict": False,
     }
-
-
-def _tool_choice(choice: Body) -> Any:
-    if choice.get("type") == "tool":
-        return {"type": "function", "name": choice["name"]}
-    if choice.get("type") not in _TOOL_CHOICES:
-        raise invalid(
-            ["tool_choice"], f"type {choice.get('type')!r} is none of {sorted(_TOOL_CHOICES)} and tool", choice
-        )
-    return _TOOL_CHOICES[choice["type"]]
 
 
 def _items(message: Body) -> list[Body]:

@@ -194,7 +194,10 @@ class EngineClient:
             raise BadReply(f"The engine's reply is not JSON: {error}") from error
 
     def _error_of(self, engine: EngineState, status: int, answer: bytes) -> Exception:
-        text = self._without_secrets(answer[:2000].decode(errors="replace"))
+        text = answer[:2000].decode(errors="replace")
+        for secret in self._secrets:
+            if secret:
+                text = text.replace(secret, "***")
         if status in _TRY_ANOTHER or (status == 404 and not answer.startswith(b"{")):
             # A proxy that knows no replica yet answers 404 without an error object.
             return self._failed(engine, f"answered {status}: {text[:200]}")
@@ -215,12 +218,6 @@ class EngineClient:
     def _unreachable(self, text: str) -> EngineUnreachable:
         states = "; ".join(f"{engine.url}: {engine.last_error or 'in'}" for engine in self.choice.engines)
         return EngineUnreachable(f"{text}. {states}")
-
-    def _without_secrets(self, text: str) -> str:
-        for secret in self._secrets:
-            if secret:
-                text = text.replace(secret, "***")
-        return text
 
     async def _check(self, engine: EngineState) -> None:
         """Look after one engine for as long as the client is open."""

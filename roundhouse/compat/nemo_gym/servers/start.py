@@ -172,7 +172,15 @@ class GymServers:
                             f"{name} is ready ({len(self._ready)}/{len(self._resolution.instances)})"
                         )
                 if waiting and time.monotonic() > deadline:
-                    raise InfraError(self._silent(waiting))
+                    lines = [f"Not everything answered within {self._options.start_seconds:g} s (--start-seconds):"]
+                    children = {child.name: child for child in self._children.all} if self._children else {}
+                    for server, address in waiting.items():
+                        child = children.get(server)
+                        lines.append(
+                            f"{server} at {address}: "
+                            + ("runs elsewhere" if child is None else f"log {child.log}\n{child.tail()}")
+                        )
+                    raise InfraError("\n".join(lines))
                 if waiting:
                     await asyncio.sleep(LOOK_SECONDS)
         self._raise_ended()
@@ -208,16 +216,6 @@ class GymServers:
             texts.append(f"{child.name} {how}. The end of {child.log}:\n{child.tail()}")
         if texts:
             raise InfraError("\n".join(texts))
-
-    def _silent(self, waiting: Mapping[str, str]) -> str:
-        lines = [f"Not everything answered within {self._options.start_seconds:g} s (--start-seconds):"]
-        children = {child.name: child for child in self._children.all} if self._children else {}
-        for name, url in waiting.items():
-            child = children.get(name)
-            lines.append(
-                f"{name} at {url}: " + ("runs elsewhere" if child is None else f"log {child.log}\n{child.tail()}")
-            )
-        return "\n".join(lines)
 
     def _told(self, instance: Instance) -> RunningServer:
         command = self._commands.get(instance.name)
