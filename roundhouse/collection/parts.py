@@ -132,8 +132,8 @@ class Parts:
         details: dict[str, Any],
     ) -> Reference:
         """Make the stage complete; its details say how interrupted rollouts went on. The journal has served then."""
-        told = details | {"resumptions": self.journal.resumptions.details()}
-        reference = self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=told)
+        recorded = details | {"resumptions": self.journal.resumptions.details()}
+        reference = self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=recorded)
         self._delete([*self._journal_names, *self._own_journal])
         return reference
 

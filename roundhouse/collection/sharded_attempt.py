@@ -276,14 +276,14 @@ class ShardedAttempt:
         details: dict[str, Any],
     ) -> Reference:
         """Make the stage complete with all that was taken."""
-        told = {
+        recorded = {
             "resumptions": self._resumptions().details(),
             "distribution": {
                 "kind": self.distribution.model_dump()["kind"],
                 "shards": [outcome.details() for outcome in self._outcomes],
             },
         }
-        reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | told)
+        reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | recorded)
         # What workers left for each other is not needed any more
         location = self.stage.location
         try:
@@ -319,10 +319,10 @@ class ShardedAttempt:
     def _resumptions(self) -> ResumptionCounts:
         counts = ResumptionCounts()
         for outcome in self._outcomes:
-            told = outcome.report.resumptions
-            counts.rollouts_resumed += told["rollouts_resumed"]
-            counts.turns_resumed += told["turns_resumed"]
-            counts.rollouts_restarted.update(told["rollouts_restarted"])
+            counted = outcome.report.resumptions
+            counts.rollouts_resumed += counted["rollouts_resumed"]
+            counts.turns_resumed += counted["turns_resumed"]
+            counts.rollouts_restarted.update(counted["rollouts_restarted"])
         return counts
 
 

@@ -353,7 +353,7 @@ def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
 
 def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
     """Wait for the turn and take it, unless this process has it."""
-    told = None
+    announced = None
     while True:
         with state.lock():
             use = state.engine_use()
@@ -362,8 +362,8 @@ def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
             if use is None or not use.holder.alive():
                 state.write_engine_use(mine)
                 return False
-        if use != told:
-            told = use
+        if use != announced:
+            announced = use
             text = (
                 f"run {use.run_id} (process {use.holder.pid}) has the engine of the services in {state.path}, and run "
                 f"{mine.run_id} comes next. For both at once, give one of them services of its own (infra.state)."

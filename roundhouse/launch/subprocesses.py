@@ -131,9 +131,9 @@ class ChildProcess:
                     code = process.wait(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
                 except subprocess.TimeoutExpired:
                     code = None
-                if told := log.read():
+                if text := log.read():
                     ACTIVITY.advance()
-                    *lines, rest = (rest + told).split(b"\n")
+                    *lines, rest = (rest + text).split(b"\n")
                     if said is not None:
                         for line in lines:
                             said(line.decode(errors="replace"))

@@ -119,8 +119,8 @@ class BadCompletion(DataError):
 
 def detail_of(row: Mapping[str, Any]) -> str | None:
     """Why a row failed, in the field of ours or where servers of NeMo Gym's put it; None where it does not say."""
-    told = (row.get(key) for key in (DETAIL, "_ng_failure_judge_error", "error"))
-    return next((str(text) for text in told if text), None)
+    details = (row.get(key) for key in (DETAIL, "_ng_failure_judge_error", "error"))
+    return next((str(text) for text in details if text), None)
 
 
 def classify(error: Exception) -> tuple[FailureKind, str, str]:

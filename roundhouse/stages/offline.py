@@ -95,7 +95,7 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
             "stale": {name: own for name, own in lines.items() if own},
         },
     )
-    announce("offline", text=_told(found, batches, offline.epochs))
+    announce("offline", text=_summary(found, batches, offline.epochs))
     return reference
 
 
@@ -298,7 +298,7 @@ def _prepared(run: Run) -> tuple[Manifest, list[list[str]]]:
     return read_manifest(reference), groups
 
 
-def _told(found: Sequence[Freshness], batches: int, epochs: int) -> str:
+def _summary(found: Sequence[Freshness], batches: int, epochs: int) -> str:
     lines = []
     for each in found:
         age = "unknown age" if each.age is None else f"{each.age} versions old"

@@ -268,7 +268,7 @@ class DecodedText:
             Refusal: `text_mismatch`.
         """
         given = rollout.task.get("responses_create_params", {}).get("input", [])
-        recorded = list(_told(rollout.items[1 if isinstance(given, str) else len(given) :]))
+        recorded = list(_said_in(rollout.items[1 if isinstance(given, str) else len(given) :]))
         # Where no call is on record, none was offered or none was parsed: the text stands as it is.
         called = any(kind == "call" for kind, _ in recorded)
         if called and not self._hermes:
@@ -299,10 +299,10 @@ class DecodedText:
             message["tool_calls"] = calls
         elif not self._special.isdisjoint(ids):
             message["content"] = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return list(_told(assistant_items(message, "")))
+        return list(_said_in(assistant_items(message, "")))
 
 
-def _told(items: list[dict[str, Any]]) -> Iterable[Said]:
+def _said_in(items: list[dict[str, Any]]) -> Iterable[Said]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":

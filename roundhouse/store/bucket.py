@@ -159,8 +159,8 @@ def may_pass(error: BaseException) -> bool:
     from botocore.exceptions import HTTPClientError
     from botocore.parsers import ResponseParserError
 
-    if (told := _response(error)) is not None:
-        status = told.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if (response := _response(error)) is not None:
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return code_of(error) in _PASSING_CODES or status in _PASSING_STATUS or (status >= 500 and status != 501)
     passing = (HTTPClientError, Unreachable, BrokenReply, ResponseParserError, TimeoutError, ConnectionError)
     return isinstance(error, passing)
@@ -168,8 +168,8 @@ def may_pass(error: BaseException) -> bool:
 
 def code_of(error: BaseException) -> str:
     """S3's code of an error, such as SlowDown; empty when S3 did not say one."""
-    told = _response(error)
-    return "" if told is None else str(told.get("Error", {}).get("Code", ""))
+    response = _response(error)
+    return "" if response is None else str(response.get("Error", {}).get("Code", ""))
 
 
 def _response(error: BaseException) -> dict[str, Any] | None:

@@ -265,7 +265,7 @@ def take(run: Location, say: Callable[[str], None] = _announce) -> Lease:
     Raises:
         RunDriven: that one is renewed.
     """
-    watch, looked, told = LeaseWatch(), time.monotonic(), ""
+    watch, looked, announced = LeaseWatch(), time.monotonic(), ""
     while True:
         now = time.monotonic()
         lease, other = try_to_take(run, watch, now - looked)
@@ -273,8 +273,8 @@ def take(run: Location, say: Callable[[str], None] = _announce) -> Lease:
             return lease
         looked = now
         if other is not None:
-            if told != other.nonce:
-                told = other.nonce
+            if announced != other.nonce:
+                announced = other.nonce
                 say(f"The run was driven by {other}; waiting up to {other.seconds:.0f} s to see whether it still is.")
             time.sleep(_pause(other))
 

@@ -129,8 +129,8 @@ def prove_counted(counts: Mapping[str, int], rollouts: Sequence[Rollout]) -> Non
     found = Ledger.from_rollouts(rollouts, requested=counts["requested"]).counts()
     other = {name: (counts.get(name, 0), count) for name, count in found.items() if counts.get(name, 0) != count}
     if other:
-        told = ", ".join(f"{name} {before} counted, {now} there" for name, (before, now) in other.items())
-        raise LedgerError(f"The rollouts are not those of their ledger: {told}. Collect the iteration again.")
+        differences = ", ".join(f"{name} {before} counted, {now} there" for name, (before, now) in other.items())
+        raise LedgerError(f"The rollouts are not those of their ledger: {differences}. Collect the iteration again.")
 
 
 def prove_trainable(counts: Mapping[str, int], sequences: pa.Table) -> None:

@@ -71,7 +71,7 @@ class Details:
             "label": own.version,
             "complete": complete,
             "quarantine": verdict,
-            "turns": [_told(turn) for turn in turns],
+            "turns": [_shown_turn(turn) for turn in turns],
             "columns": [
                 {name: value for name, value in row.items() if not isinstance(value, list | dict)} for row in columns
             ],
@@ -162,7 +162,7 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _told(turn: dict[str, Any]) -> dict[str, Any]:
+def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
     lengths = {
         "new_tokens": len(turn["prompt_token_ids"] or ()),
         "generated_tokens": len(turn["generation_token_ids"] or ()),

@@ -187,7 +187,7 @@ class Answers:
     def rollouts(self, parameters: Parameters) -> dict[str, Any]:
         scope, filters = Scope.of(parameters), Filters.of(parameters)
         index = self.indexes.at(scope)
-        page = index.page(filters) | {"stages": stages_told(index)}
+        page = index.page(filters) | {"stages": stage_states(index)}
         if wanted := parameters.get("find"):
             page["position"] = index.position(filters, _number(parameters, "find_iteration"), wanted)
         return page
@@ -208,7 +208,7 @@ class Answers:
         scope = Scope.of(parameters)
         index = self.indexes.at(scope)
         return {
-            "stages": stages_told(index),
+            "stages": stage_states(index),
             "reasons": index.refused(),
             "failed": index.facets(Filters())["failure_code"],
             "rows": self.details.quarantined(scope),
@@ -234,7 +234,7 @@ class Answers:
         }
 
 
-def stages_told(index: Index) -> dict[str, str]:
+def stage_states(index: Index) -> dict[str, str]:
     """Each stage as `complete`, `unfinished` (it has parts) or `absent`; over several iterations, the least of them."""
     states: dict[str, str] = {}
     worst = ("absent", "unfinished", "complete")
@@ -330,7 +330,7 @@ def exported(answers: Answers, scope: Scope, largest: int) -> dict[str, Any]:
         },
         "store": {"store": "", "runs": runs},  # the page leaves this machine; where the store lies does not
         "run": {"run_id": scope.run_id, "iterations": [scope.iteration]},
-        "stages": stages_told(index),
+        "stages": stage_states(index),
         "facets": answers.facets(parameters),
         "rows": rows,
         "rollout": details,

@@ -56,8 +56,7 @@ def resume(run: Run, plan: Plan) -> Dispatch:
             f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
             f"--set resume.path={run.checkpoint(newest).location.uri} --set run_id=<name>."
         ) from error
-    # Roll out again what the controller was told of and the store does not hold; in an open stage also what had
-    # failed.
+    # What the controller has on record and the store lacks is rolled out again; in an open stage also what had failed
     for iteration in _open_iterations(controller, controller.version):
         stage = generated_in(run, iteration)
         if stage.reference() is not None:

@@ -99,8 +99,8 @@ class LlmClient:
             RolloutLimit
             InfraError, DataError: the engine failed or refused.
         """
-        told = await self.generate([{"role": "user", "content": prompt}])
-        return {"prompt": prompt, "response": told["response"], "finish_reason": told["finish_reason"]}
+        answer = await self.generate([{"role": "user", "content": prompt}])
+        return {"prompt": prompt, "response": answer["response"], "finish_reason": answer["finish_reason"]}
 
     async def generate(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Answer a conversation (chat messages; tools in chat shape).
@@ -309,10 +309,10 @@ class BaseRolloutWorker(ABC):
                 raise VerifierFailed(f"{type(self).__name__} has no evaluator: set environment.evaluator.")
             try:
                 if is_async(evaluator):
-                    told: Any = evaluator.evaluate(task, target)
+                    evaluated: Any = evaluator.evaluate(task, target)
                 else:
-                    told = await asyncio.to_thread(evaluator.evaluate, task, target)
-                result = await told if inspect.isawaitable(told) else told
+                    evaluated = await asyncio.to_thread(evaluator.evaluate, task, target)
+                result = await evaluated if inspect.isawaitable(evaluated) else evaluated
             except (InfraError, DataError):
                 raise
             except Exception as error:  # the evaluator's code ends here; its failure becomes an outcome

@@ -119,15 +119,15 @@ class WorkerAgent:
         task = {**rollout.task["item"], "group_id": rollout.group_id, "run_id": rollout.sample}
         llm = LlmClient(attempt)
         worker = self._make(llm)
-        told = await _stepped(worker, task)
+        final = await _stepped(worker, task)
         name = type(worker).__name__
-        if told is None:
+        if final is None:
             raise NoTrajectory(f"{name} returned None: it failed before there was a trajectory.")
-        if told not in list(StepResult):
-            raise WorkerFailed(f"{name} returned {told!r}; the results are {', '.join(StepResult)} and None.")
-        if told == StepResult.RE_ROLLOUT:
+        if final not in list(StepResult):
+            raise WorkerFailed(f"{name} returned {final!r}; the results are {', '.join(StepResult)} and None.")
+        if final == StepResult.RE_ROLLOUT:
             raise ReRollout(f"{name} asks for the task again.")
-        if told == StepResult.FAIL:
+        if final == StepResult.FAIL:
             raise WorkerFailed(f"{name} gave the task up.")
         if worker.result is None:
             raise WorkerFailed(f"{name} returned success, but put no trajectory.")

@@ -61,8 +61,8 @@ def cluster(infra: KubernetesInfra) -> list[Finding]:
 def rights(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     """By asking the API server, which knows all its authorizers."""
     needed = NEEDED + (ENGINE if infra.engine is not None else ())
-    missing = [_told(right) for right in needed if not _may(connection, infra, right)]
-    excess = [_told(right) for right in DANGEROUS if _may(connection, infra, right)]
+    missing = [_in_words(right) for right in needed if not _may(connection, infra, right)]
+    excess = [_in_words(right) for right in DANGEROUS if _may(connection, infra, right)]
     place = f"in namespace {infra.namespace}"
     if missing:
         remedy = "kubectl apply -k k8s/overlays/<yours>: Role and RoleBinding roundhouse-flow (k8s/base/rbac.yaml)."
@@ -166,14 +166,14 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
 
 
 def _version(connection: Cluster, version: Object) -> Finding:
-    told = str(version.get("gitVersion"))
+    running = str(version.get("gitVersion"))
     digits = [int("".join(c for c in str(version.get(key, "0")) if c.isdigit()) or 0) for key in ("major", "minor")]
     if tuple(digits) < OLDEST:
         needed = ".".join(map(str, OLDEST))
         return fail(
-            "cluster", f"{connection.host} is {told}", f"Upgrade to {needed} or newer: Jobs need podFailurePolicy."
+            "cluster", f"{connection.host} is {running}", f"Upgrade to {needed} or newer: Jobs need podFailurePolicy."
         )
-    return ok("cluster", f"{connection.host} is {told}")
+    return ok("cluster", f"{connection.host} is {running}")
 
 
 def _may(connection: Cluster, infra: KubernetesInfra, right: Right) -> bool:
@@ -194,7 +194,7 @@ def _has_group(connection: Cluster, group: str) -> bool:
     return any(item["name"] == group for item in groups)
 
 
-def _told(right: Right) -> str:
+def _in_words(right: Right) -> str:
     verb, group, resource = right
     return f"{verb} {resource}{f'.{group}' if group else ''}"
 

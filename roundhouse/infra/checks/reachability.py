@@ -158,9 +158,9 @@ def _agent(environment: AgentEnvironment) -> list[Finding]:
         try:
             url = asyncio.run(_looked_up(environment))
         except (RoundhouseError, TimeoutError) as error:
-            told = str(error) or f"{environment.head_server}: no answer"
+            detail = str(error) or f"{environment.head_server}: no answer"
             remedy = "Start the head server and the agent, or correct environment.head_server and environment.agent."
-            findings.append(fail("environment", told, remedy))
+            findings.append(fail("environment", detail, remedy))
         else:
             findings.append(_answers("environment", url, f"Start the agent server {environment.agent}."))
     else:

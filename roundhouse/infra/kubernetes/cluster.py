@@ -185,8 +185,8 @@ class Cluster:
         if answer.status >= 300:
             text = answer.data.decode(errors="replace")
             try:
-                told = json.loads(text)
-                reason, message = str(told.get("reason", "")), str(told.get("message", ""))
+                status = json.loads(text)
+                reason, message = str(status.get("reason", "")), str(status.get("message", ""))
             except (ValueError, AttributeError):
                 reason, message = str(answer.reason or ""), text[:500]
             value = answer.headers.get("Retry-After")  # seconds, or a date
@@ -308,14 +308,14 @@ class OwnedResources:
             raise explained(refused, f"get {plural} in namespace {self._namespace}") from refused
         own = wanted["metadata"]["name"]
 
-        def told(item: Object) -> Mapping[str, Any]:
+        def owner(item: Object) -> Mapping[str, Any]:
             metadata = item["metadata"]
             labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
             return {"run": labels.get(f"{LABEL}run-uid"), "digest": notes.get(f"{LABEL}digest")}
 
-        if told(found) != told(wanted):
+        if owner(found) != owner(wanted):
             raise ConfigError(
-                f"There is a {plural[:-1]} {own} that is not this run's: {told(found)}, not {told(wanted)}. Delete it, or use "
-                "another infra.namespace."
+                f"There is a {plural[:-1]} {own} that is not this run's: {owner(found)}, not {owner(wanted)}. "
+                "Delete it, or use another infra.namespace."
             )
         return found

@@ -109,9 +109,9 @@ def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOu
         if causes:
             _, _, failed = causes[0]
             return failed
-        told = condition.get("message") or condition.get("reason") or "no reason given"
+        reason = condition.get("message") or condition.get("reason") or "no reason given"
         return Failed(
-            InfraError(f"Job {name} failed: {told}. Its pods are gone; look at `kubectl describe job {name}`.")
+            InfraError(f"Job {name} failed: {reason}. Its pods are gone; look at `kubectl describe job {name}`.")
         )
     done = {pod["metadata"].get("annotations", {}).get(INDEX) for pod in pods if _ended_well(pod)} - {None}
     if not {"FailureTarget", "Suspended"} & set(conditions) and len(done) >= int(job["spec"].get("completions") or 1):

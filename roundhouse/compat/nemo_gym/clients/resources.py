@@ -231,8 +231,8 @@ def lenient_object(text: str) -> dict[str, Any]:
 def offers_close(reply: Mapping[str, Any]) -> bool:
     """Whether the answer that began a session offers POST /close."""
     info = reply.get("info")
-    told = info.get("supports_explicit_close") if isinstance(info, dict) else None
-    return reply.get("supports_explicit_close") is True or told is True
+    offered = info.get("supports_explicit_close") if isinstance(info, dict) else None
+    return reply.get("supports_explicit_close") is True or offered is True
 
 
 def refuse_failure_mark(reply: dict[str, Any]) -> None:

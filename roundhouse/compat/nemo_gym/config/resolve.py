@@ -168,9 +168,15 @@ def _find_servers(resolution: Resolution) -> None:
             name, server_type, implementation = instance.path
             fields = reading.value[name][server_type][implementation]
             resolution.problems += own_problems(instance.type, ".".join(instance.path), fields)
-    told = filled(resolution.config(), ("token_id_capture",)).value if "token_id_capture" in resolution.tree else None
-    resolution.problems += capture_problems(told, resolution.instances)
-    if isinstance(told, dict) and told.get("enabled") and any(one.kind == "foreign" for one in resolution.instances):
+    capture = (
+        filled(resolution.config(), ("token_id_capture",)).value if "token_id_capture" in resolution.tree else None
+    )
+    resolution.problems += capture_problems(capture, resolution.instances)
+    if (
+        isinstance(capture, dict)
+        and capture.get("enabled")
+        and any(one.kind == "foreign" for one in resolution.instances)
+    ):
         resolution.warnings.append(
             "token_id_capture: what NeMo Gym's model server records is put into rows by its own collector and NeMo RL, not "
             "by roundhouse gym collect. For tokens in a run, use our model server and environment.tokens captured."

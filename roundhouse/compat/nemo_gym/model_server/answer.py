@@ -46,8 +46,8 @@ class AnswerTokens:
 
     def fields(self) -> dict[str, Any]:
         """As they stand on a message or an item."""
-        told = dict(zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True))
-        return told if self.routed_experts is None else {**told, "routed_experts": self.routed_experts}
+        tokens = dict(zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True))
+        return tokens if self.routed_experts is None else {**tokens, "routed_experts": self.routed_experts}
 
 
 @dataclass(slots=True)
@@ -82,9 +82,9 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
     """
     try:
         choice = reply["choices"][0]
-        told = choice["message"]
-        content = told.get("content")
-        reasoning = told.get("reasoning_content") or told.get("reasoning")
+        reply_message = choice["message"]
+        content = reply_message.get("content")
+        reasoning = reply_message.get("reasoning_content") or reply_message.get("reasoning")
         if reasoning:
             if not config.uses_reasoning_parser:
                 raise BadReply(
@@ -93,13 +93,13 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
                 )
             content = f"<think>{reasoning}</think>{content or ''}"
         message = {"role": "assistant", "content": content}
-        if told.get("tool_calls"):
-            message["tool_calls"] = told["tool_calls"]
+        if reply_message.get("tool_calls"):
+            message["tool_calls"] = reply_message["tool_calls"]
         return ModelAnswer(
             message=message,
             finish_reason=choice.get("finish_reason") or "stop",
             model=reply.get("model") or config.model,
-            tokens=_tokens(reply, choice, told) if tokens else None,
+            tokens=_tokens(reply, choice, reply_message) if tokens else None,
             logprobs=None if tokens else choice.get("logprobs"),
             usage=reply.get("usage"),
             policy_version=reply.get("policy_version"),

@@ -146,10 +146,10 @@ class ModelServer:
         except ClientGone:
             return
         except Exception as error:
-            status, told = (anthropic_error_reply if anthropic_dialect else error_reply)(error)
+            status, error_body = (anthropic_error_reply if anthropic_dialect else error_reply)(error)
             if status == 500:
                 log.exception("%s raised", scope["path"])
-            await reply(send, status, orjson.dumps(told, default=repr))
+            await reply(send, status, orjson.dumps(error_body, default=repr))
         else:
             await reply(send, 200, content, kind)
 

@@ -156,7 +156,7 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
     if isinstance(given, list):
         offered += [tool for item in given if _kind(item) == "additional_tools" for tool in item.get("tools") or ()]
         strict["input"] = [_joined_call(item) for item in given if _kind(item) in _SHOWN]
-        _told("items", [_kind(item) for item in given if _kind(item) not in _SHOWN | {"additional_tools"}])
+        _warn_dropped("items", [_kind(item) for item in given if _kind(item) not in _SHOWN | {"additional_tools"}])
         # Make the leading system and developer messages one system message, as most chat templates admit no more
         items, texts = strict["input"], [strict.get("instructions") or ""]
         leading = 0
@@ -177,7 +177,7 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
         elif _kind(tool) == "function" and tool.get("name"):
             tools.append(tool)
         else:
-            _told("tools", [_kind(tool)])
+            _warn_dropped("tools", [_kind(tool)])
     if tools or "tools" in strict:
         strict["tools"] = tools
     return strict, namespaces
@@ -208,7 +208,7 @@ def _split_call(item: Body, namespaces: Namespaces) -> Body:
     return {**item, "namespace": namespace, "name": name}
 
 
-def _told(what: str, kinds: list[str]) -> None:
+def _warn_dropped(what: str, kinds: list[str]) -> None:
     if kinds:
         log.warning(
             "Left out of a streaming request: %s of type %s, which no chat engine can be shown.",

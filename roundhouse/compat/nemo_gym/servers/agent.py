@@ -249,18 +249,18 @@ def run_answer(played: RolloutAttempt) -> dict[str, Any]:
     if rollout.status is Status.FAILED or played.answer is None:
         terminal = rollout.failure_kind is FailureKind.DATA
         return failed_row(rollout.task, rollout.failure_code, rollout.failure_detail, terminal=terminal)
-    told = {"responses_create_params": rollout.task["responses_create_params"], **played.answer}
+    answer = {"responses_create_params": rollout.task["responses_create_params"], **played.answer}
     # The response as the verifier returned it, with the token fields that it was not shown
-    judged, response = told.get("response"), played.response_with_tokens()
+    judged, response = answer.get("response"), played.response_with_tokens()
     items = judged.get("output") if isinstance(judged, dict) else None
     if response is not None and isinstance(items, list) and len(items) == len(response["output"]):
         marked = list(items)
         for index, fields in played.token_marks:
             marked[index] = {**marked[index], **fields}
         response = {**judged, "output": marked}
-    params = told["responses_create_params"]
+    params = answer["responses_create_params"]
     return {
-        **told,
+        **answer,
         "responses_create_params": whole_params(params) if isinstance(params, dict) else params,
         "response": None if response is None else whole_response(response),
     }

@@ -184,8 +184,8 @@ def _validated(model: type[BaseModel], name: str, fields: dict[str, Any]) -> Any
     try:
         return model.model_validate(own_fields(fields))
     except ValidationError as error:
-        told = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
-        raise ConfigError(f"{name}: {'; '.join(told)}.") from error
+        problems = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
+        raise ConfigError(f"{name}: {'; '.join(problems)}.") from error
 
 
 def _environment_app(config: DictConfig, name: str, fields: dict[str, Any]) -> ASGIApp:

@@ -169,13 +169,13 @@ class _ResourcesServer:
     async def seed_session(self, request: Request) -> Response:
         row = await object_body(request)
         session_id = request.session["session_id"]
-        told: dict[str, Any] = {} if self.mcp is None else {"mcp": self.mcp.offer(session_id)}
+        answer: dict[str, Any] = {} if self.mcp is None else {"mcp": self.mcp.offer(session_id)}
         if self._stateless:  # nothing to keep, so nothing to give back
-            return json_answer(told)
+            return json_answer(answer)
         self._sessions.reserve()
         state = await self._environment.seed_session(row)
         self._sessions.put(session_id, state)
-        return json_answer(told | {"supports_explicit_close": True} if self.offers_close else told)
+        return json_answer(answer | {"supports_explicit_close": True} if self.offers_close else answer)
 
     async def call_tool(self, request: Request) -> Response:
         name = request.path_params["tool_name"]
@@ -202,13 +202,13 @@ class _ResourcesServer:
         # Without state nothing can be lost, so nothing needs to have been seeded
         state = None if self._stateless else self._sessions.get(request.session["session_id"]).state
         verdict = await self._environment.verify(state, body, judged)
-        told = json_answer({**body, "response": response, **verdict_fields(verdict)})
+        answer = json_answer({**body, "response": response, **verdict_fields(verdict)})
         if self.offers_close and request.headers.get(SESSION_HEADER) == SESSION_LAST_USE:
             self._sessions.close(request.session["session_id"])
-            told.headers[SESSION_HEADER] = SESSION_CLOSED
+            answer.headers[SESSION_HEADER] = SESSION_CLOSED
         else:
             self._sessions.finished(request.session["session_id"])
-        return told
+        return answer
 
     async def close(self, request: Request) -> Response:
         self._sessions.close(request.session["session_id"])

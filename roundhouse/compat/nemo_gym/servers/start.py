@@ -95,7 +95,7 @@ class GymServers:
 
     def running(self) -> list[RunningServer]:
         """What /server_instances tells."""
-        return [self._told(instance) for instance in self._resolution.instances]
+        return [self._running_server(instance) for instance in self._resolution.instances]
 
     async def start(self) -> None:
         """Start everything; return when every server has answered once.
@@ -186,10 +186,10 @@ class GymServers:
         self._raise_ended()
 
     async def _until_engines_answer(self) -> None:
-        """Wait for the engines behind the model servers; those that stay silent are told, and may come later."""
+        """Wait for the engines behind the model servers; those that stay silent are reported, and may come later."""
         seconds = float(self._resolution.tree["model_endpoint_readiness_timeout_seconds"])
         silent = model_endpoints(self._resolution.instances) if seconds > 0 else {}
-        deadline, told = time.monotonic() + seconds, False
+        deadline, announced = time.monotonic() + seconds, False
         async with aiohttp.ClientSession() as http:
             while silent:
                 self._raise_ended()
@@ -201,9 +201,9 @@ class GymServers:
                 }
                 if not silent or time.monotonic() > deadline:
                     break
-                if not told:
+                if not announced:
                     self._options.announce(f"waiting up to {seconds:g} s for {_named(silent)}")
-                    told = True
+                    announced = True
                 await asyncio.sleep(LOOK_SECONDS)
         if silent:
             self._options.announce(f"no answer from {_named(silent)}; rollouts will fail until there is")
@@ -217,7 +217,7 @@ class GymServers:
         if texts:
             raise InfraError("\n".join(texts))
 
-    def _told(self, instance: Instance) -> RunningServer:
+    def _running_server(self, instance: Instance) -> RunningServer:
         command = self._commands.get(instance.name)
         children = self._children.all if self._children else []
         child = next((child for child in children if child.name == instance.name), None)
@@ -254,7 +254,7 @@ def run(
     """Start the servers and keep them until a signal.
 
     Args:
-        ready: told once, when every server has answered.
+        ready: called once, when every server has answered.
 
     Raises:
         InfraError: a server could not be started, did not answer in time, or ended by itself.
@@ -278,11 +278,11 @@ async def _run(
             await asyncio.gather(starting, return_exceptions=True)
         else:
             starting.result()
-            told = [
+            running = [
                 {"name": one.process_name, "type": one.server_type, "url": one.url, "pid": one.pid}
                 for one in servers.running()
             ]
-            ready({"status": "ready", "head": servers.head_url, "pid": os.getpid(), "servers": told})
+            ready({"status": "ready", "head": servers.head_url, "pid": os.getpid(), "servers": running})
             await servers.until(stop)
         stopped.cancel()
         options.announce("ending the servers")
