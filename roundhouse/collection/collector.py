@@ -144,8 +144,8 @@ class InProcessCollector:
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         self._config = config
         self._parts = parts
-        self.commit = parts.commit
-        """Make the stage complete with all that was collected."""
+        self.metrics, self.commit = parts.metrics, parts.commit
+        """How it went, and the completion of the stage with all that was collected."""
 
     def collect(
         self,
@@ -158,10 +158,6 @@ class InProcessCollector:
     ) -> Collected:
         """Collect what is missing of `specs`; again for another round. `on_policy` as for `rollout.collector.collect`."""
         return collect_into(self._parts, specs, self._config, sampling, engine_url, progress, on_policy=on_policy)
-
-    def metrics(self) -> dict[str, float]:
-        """How it went: interrupted rollouts; with workers, their shards."""
-        return self._parts.journal.resumptions.metrics()
 
 
 def collect_into(

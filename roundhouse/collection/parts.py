@@ -123,6 +123,12 @@ class Parts:
         self._delete(spent)
         return written
 
+    def charge(self, cpu_seconds: float) -> None:
+        self.attempt.charge(cpu_seconds)
+
+    def metrics(self) -> dict[str, float]:
+        return self.journal.resumptions.metrics()
+
     def commit(
         self,
         *,

@@ -56,15 +56,15 @@ def prefetch_rollouts(
             runner.flush()
         finally:
             runner.close(iteration)
-        opened.charge(0.0 if chooses else runner.spend())
+        opened.attempt.charge(0.0 if chooses else runner.spend())
         rollouts = opened.settle()
         ledger = Ledger.from_rollouts(rollouts, requested=len(rollouts) if chooses else opened.planned)
-        return opened.commit(
+        return opened.attempt.commit(
             inputs=_weights_of(run, rollouts),
             counts=ledger.counts(),
             metrics=Collected(rollouts, opened.window_seconds).metrics()
             | metrics_by_environment(config, rollouts, "mixture/")
-            | opened.metrics(),
+            | opened.attempt.metrics(),
             details=_generated_by(run, iteration, rollouts, ledger),
         )
 

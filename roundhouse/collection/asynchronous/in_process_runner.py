@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from roundhouse.activity import announce
 from roundhouse.collection import parts as stage_parts
@@ -29,7 +28,6 @@ from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout, Status
@@ -42,7 +40,7 @@ class OpenCollection:
     """An iteration whose rollouts may begin."""
 
     iteration: int
-    parts: Parts
+    attempt: Parts
     keys: tuple[Key, ...]
     """Of its rollouts, in the plan's order."""
     collection: collector.RolloutCollection
@@ -71,22 +69,6 @@ class OpenCollection:
 
     def settle(self) -> list[Rollout]:
         return self.made()
-
-    def charge(self, cpu_seconds: float) -> None:
-        self.parts.attempt.charge(cpu_seconds)
-
-    def metrics(self) -> dict[str, float]:
-        return self.parts.journal.resumptions.metrics()
-
-    def commit(
-        self,
-        *,
-        inputs: dict[str, Reference],
-        counts: dict[str, int],
-        metrics: dict[str, float],
-        details: dict[str, Any],
-    ) -> Reference:
-        return self.parts.commit(inputs=inputs, counts=counts, metrics=metrics, details=details)
 
 
 class InProcessRunner(RolloutRunner[OpenCollection]):
@@ -237,7 +219,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
             opened.spans[key] = began, time.monotonic()
             with self._dispatch as dispatch:
                 if self._open.get(opened.iteration) is opened and dispatch.is_running(key, given.attempt):
-                    opened.parts.add(rollout)
+                    opened.attempt.add(rollout)
                     opened.rollouts[key] = rollout
                     announce(
                         "rollout",
@@ -259,7 +241,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
 
     async def _flush(self) -> None:
         for opened in list(self._open.values()):
-            opened.parts.flush()
+            opened.attempt.flush()
         self._dispatch.record()
         self._cpu_seconds = time.thread_time()
 

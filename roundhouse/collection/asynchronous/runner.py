@@ -40,8 +40,36 @@ Progress = Callable[[int, int], None]
 """Called with (finished, planned)."""
 
 
+class CollectAttempt(Protocol):
+    """One attempt at a collect stage: by this process (`Parts`) or by shards (`ShardedAttempt`)."""
+
+    def charge(self, cpu_seconds: float) -> None:
+        """Count CPU seconds of threads that worked for it (`roundhouse.cpu`)."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """How it went: interrupted rollouts, shards."""
+        ...
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference],
+        counts: dict[str, int],
+        metrics: dict[str, float],
+        details: dict[str, Any],
+    ) -> Reference:
+        """Make the stage complete."""
+        ...
+
+
 class OpenIteration(Protocol):
-    """An iteration whose rollouts may begin: one attempt at the stage that they are written to."""
+    """An iteration whose rollouts may begin."""
+
+    @property
+    def attempt(self) -> CollectAttempt:
+        """At the stage that they are written to."""
+        ...
 
     @property
     def iteration(self) -> int: ...
@@ -67,25 +95,6 @@ class OpenIteration(Protocol):
 
     def settle(self) -> list[Rollout]:
         """What is to be committed, in the plan's order; called once, after the iteration was closed."""
-        ...
-
-    def charge(self, cpu_seconds: float) -> None:
-        """Count CPU seconds of the runner's own thread, too (`roundhouse.cpu`)."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """How it went: interrupted rollouts, shards."""
-        ...
-
-    def commit(
-        self,
-        *,
-        inputs: dict[str, Reference],
-        counts: dict[str, int],
-        metrics: dict[str, float],
-        details: dict[str, Any],
-    ) -> Reference:
-        """Make the stage complete."""
         ...
 
 

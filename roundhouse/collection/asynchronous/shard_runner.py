@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from roundhouse.activity import ACTIVITY
 from roundhouse.collection import parts as stage_parts
@@ -40,7 +39,6 @@ from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.health.watchdog import Interrupted
 from roundhouse.launch.base import Launcher, Program, Stopped
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout, Status
@@ -89,8 +87,6 @@ class OpenShards:
     finished: dict[str, int] = field(default_factory=dict)
     """Finished rollouts by shard, as the worker at work reports them."""
     reported: int = 0
-    cpu_seconds: float = 0.0
-    """Of the threads that waited for its workers."""
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By shard, the first begin and the last end of its workers in this attempt, of one clock."""
 
@@ -125,22 +121,6 @@ class OpenShards:
                 settled.append(outcome)
         self.attempt.take(settled)
         return [rollout for outcome in settled for rollout in outcome.rollouts]
-
-    def charge(self, cpu_seconds: float) -> None:
-        self.attempt.charge(self.cpu_seconds + cpu_seconds)
-
-    def metrics(self) -> dict[str, float]:
-        return self.attempt.metrics()
-
-    def commit(
-        self,
-        *,
-        inputs: dict[str, Reference],
-        counts: dict[str, int],
-        metrics: dict[str, float],
-        details: dict[str, Any],
-    ) -> Reference:
-        return self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details)
 
     def report_progress(self) -> None:
         """Report how far it is, where that is news."""
@@ -184,7 +164,7 @@ class RunningShard:
                 with self.dispatch as dispatch:
                     self.evict("its stage was given up" if opened.stopped.is_set() else "its worker was lost")
                     opened.finished.pop(self.shard.label, None)
-                    opened.cpu_seconds += time.thread_time() - began_cpu
+                    opened.attempt.charge(time.thread_time() - began_cpu)
                     at_work.discard(self)
                     dispatch.wake()
 
