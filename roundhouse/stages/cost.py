@@ -1,14 +1,7 @@
-"""What an iteration and a run cost, and what of it was wasted, by reason; and what a run may use.
+"""What an iteration and a run cost, and what a run may use.
 
-Invariant: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. Every generated token
-of an iteration's training rollouts is either trained on or wasted for exactly one reason, told by the stage that knows it:
-
-    generated = trained on + failed + quarantined + omitted + untrained
-
-    failed        its rollout has no reward                                             validate
-    quarantined   validation refused its rollout                                        validate
-    omitted       its group was too small, or more was collected than was wanted        validate
-    untrained     the algorithm gave its sequences no weight: a group without spread    train
+Invariant: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. Why tokens are wasted
+stands in `trajectories.ledger`.
 
 Budget:
 
@@ -21,10 +14,8 @@ counts, so it is the same after any restart, on any machine, whichever way it wa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.models import RunConfig
@@ -34,7 +25,6 @@ from roundhouse.store.location import AlreadyExists, NotFound
 from roundhouse.store.manifest import Manifest, current_names
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest
-from roundhouse.trajectories.records import Rollout, Status
 
 HOUR = 3600.0
 BUDGETED = ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money")
@@ -47,33 +37,6 @@ _TOTAL_OF = {
     "cost/total": ("money", 1.0),
 }
 """Which total a metric adds to, and its unit in the metric's."""
-
-
-def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str, float]:
-    """Tokens of rollouts that will not be trained on, for validation's manifest."""
-    outcomes = dict(zip(quarantine["rollout_id"].to_pylist(), quarantine["outcome"].to_pylist(), strict=True))
-    wasted = {"failed": 0, "quarantined": 0, "omitted": 0}
-    generated = 0
-    for rollout in rollouts:
-        tokens = sum(len(turn.generation_token_ids) for turn in rollout.turns)
-        generated += tokens
-        outcome = outcomes.get(rollout.rollout_id)
-        if rollout.status is Status.FAILED:
-            wasted["failed"] += tokens
-        elif outcome is not None:
-            wasted["omitted" if outcome == Status.OMITTED else "quarantined"] += tokens
-    return {
-        "cost/generated_tokens": float(generated),
-        "cost/repeated_rollouts": float(sum(rollout.attempt > 1 for rollout in rollouts)),
-        **{f"waste/{reason}_tokens": float(count) for reason, count in wasted.items()},
-    }
-
-
-def untrained_tokens(sequences: pa.Table, columns: pa.Table) -> float:
-    """Generated tokens of the sequences that a step was given and gave no weight."""
-    idle = columns.filter(pc.invert(columns["trained"]))["sequence_id"]
-    masks = sequences.filter(pc.is_in(sequences["sequence_id"], value_set=idle.combine_chunks()))["loss_mask"]
-    return float(pc.sum(pc.list_flatten(masks).cast(pa.int64())).as_py() or 0)
 
 
 def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds: float) -> dict[str, float]:

@@ -34,7 +34,6 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import TRAINER, is_weights, trained_since_state
 from roundhouse.stages.checkpoint import recorded as written_files
-from roundhouse.stages.cost import untrained_tokens
 from roundhouse.stages.freshness import (
     STOPPED,
     StaleData,
@@ -52,7 +51,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import prove_trainable
+from roundhouse.trajectories.ledger import prove_trainable, untrained_tokens
 from roundhouse.trajectories.schemas import tolerances
 from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.tensor_files import digest_of

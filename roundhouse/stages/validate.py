@@ -20,12 +20,11 @@ from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import ConfigError, DataError, TooFewSequences
 from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
 from roundhouse.rollout.responses import assistant_items
-from roundhouse.stages.cost import rollout_waste
 from roundhouse.stages.policy import engine_files
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import prove_counted
+from roundhouse.trajectories.ledger import prove_counted, rollout_waste
 from roundhouse.trajectories.records import Refusal, Rollout, Turn
 from roundhouse.trajectories.schemas import FEWEST_TOKENS, computed_log_probs, rollouts_from_tables
 from roundhouse.trajectories.validation import CollectionLimits, Recorded, Validated, validate

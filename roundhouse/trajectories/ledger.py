@@ -16,6 +16,16 @@ The functions hold a ledger against the rows that it counts: when a stage is rea
     the rollouts of `sequences` are those completed and truncated              validate, and again before training
 
 The last one is why a reward of a failed rollout cannot reach a weight: a sequence of it would be one rollout too many.
+
+Tokens: every generated token of an iteration's training rollouts is either trained on or wasted for exactly one reason,
+recorded by the stage that knows it:
+
+    generated = trained on + failed + quarantined + omitted + untrained
+
+    failed        its rollout has no reward                                             validate
+    quarantined   validation refused its rollout                                        validate
+    omitted       its group was too small, or more was collected than was wanted        validate
+    untrained     the algorithm gave its sequences no weight: a group without spread    train
 """
 
 from __future__ import annotations
@@ -206,3 +216,30 @@ def _columns(location: Location, manifest: Manifest, dataset: str, names: list[s
     schema = {"reward": pa.float64()}
     empty = pa.table({name: pa.array([], schema.get(name, pa.string())) for name in names})
     return pa.concat_tables(tables) if tables else empty
+
+
+def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str, float]:
+    """Tokens of rollouts that will not be trained on, for validation's manifest."""
+    outcomes = dict(zip(quarantine["rollout_id"].to_pylist(), quarantine["outcome"].to_pylist(), strict=True))
+    wasted = {"failed": 0, "quarantined": 0, "omitted": 0}
+    generated = 0
+    for rollout in rollouts:
+        tokens = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+        generated += tokens
+        outcome = outcomes.get(rollout.rollout_id)
+        if rollout.status is Status.FAILED:
+            wasted["failed"] += tokens
+        elif outcome is not None:
+            wasted["omitted" if outcome == Status.OMITTED else "quarantined"] += tokens
+    return {
+        "cost/generated_tokens": float(generated),
+        "cost/repeated_rollouts": float(sum(rollout.attempt > 1 for rollout in rollouts)),
+        **{f"waste/{reason}_tokens": float(count) for reason, count in wasted.items()},
+    }
+
+
+def untrained_tokens(sequences: pa.Table, columns: pa.Table) -> float:
+    """Generated tokens of the sequences that a step was given and gave no weight."""
+    idle = columns.filter(pc.invert(columns["trained"]))["sequence_id"]
+    masks = sequences.filter(pc.is_in(sequences["sequence_id"], value_set=idle.combine_chunks()))["loss_mask"]
+    return float(pc.sum(pc.list_flatten(masks).cast(pa.int64())).as_py() or 0)

@@ -15,14 +15,13 @@ from roundhouse.stages.cost import (
     over_budget,
     raise_budget,
     raises,
-    rollout_waste,
     run_totals,
     totals_after,
-    untrained_tokens,
     used_up,
 )
 from roundhouse.stages.report import iteration_manifests, report_iteration
 from roundhouse.store.run import open_run
+from roundhouse.trajectories.ledger import rollout_waste, untrained_tokens
 from roundhouse.trajectories.records import Rollout, Status, Turn
 from roundhouse.trajectories.schemas import QUARANTINE
 
