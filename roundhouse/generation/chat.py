@@ -151,8 +151,18 @@ class ChatCodec:
                 "reasoning_effort is given, and this model's chat template does not know it. Leave it out.",
                 "reasoning_effort",
             )
-        index, recorded = _recorded(request)
-        token_ids = self._first_prompt(request) if index is None else self._continued(request, index, recorded)
+        # The message up to which the prompt's tokens are fixed, and those tokens
+        index = newest_recorded(request.messages)
+        if request.required_prefix is not None:
+            roles = [message["role"] for message in request.messages]
+            newest = len(roles) - 1 - roles[::-1].index("assistant")
+            token_ids = self._continued(request, newest, request.required_prefix)
+        elif index is not None:
+            message = request.messages[index]
+            recorded = [*message["prompt_token_ids"], *message["generation_token_ids"]]
+            token_ids = self._continued(request, index, recorded)
+        else:
+            token_ids = self._first_prompt(request)
         room = self.max_model_len - len(token_ids)
         if room <= 0:
             raise ContextLengthExceeded(len(token_ids), self.max_model_len)
@@ -209,18 +219,6 @@ class ChatCodec:
             text: str = self._backend.decode([token], skip_special_tokens=False)
             entries.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
         return {"content": entries}
-
-
-def _recorded(request: ChatRequest) -> tuple[int | None, list[int]]:
-    """The message up to which the prompt's tokens are fixed, and those tokens; (None, []) when nothing is."""
-    if request.required_prefix is not None:
-        roles = [message["role"] for message in request.messages]
-        return len(roles) - 1 - roles[::-1].index("assistant"), request.required_prefix
-    index = newest_recorded(request.messages)
-    if index is None:
-        return None, []
-    message = request.messages[index]
-    return index, [*message["prompt_token_ids"], *message["generation_token_ids"]]
 
 
 def template_messages(messages: Sequence[Message], empty: str | None = None) -> list[Message]:

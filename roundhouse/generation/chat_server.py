@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 
 from roundhouse.generation.chat import ChatCodec, ContinuationBroken
-from roundhouse.generation.protocol import AsgiApp, Generated
-from roundhouse.generation.requests import BadRequest, ChatRequest, read_request
+from roundhouse.generation.protocol import AsgiApp
+from roundhouse.generation.requests import BadRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 from roundhouse.http.asgi import BodyLimit, Receive, Send, read_body, reply, reply_error, reply_json
 
@@ -121,28 +121,33 @@ class ChatServer:
             logger.exception("a chat completion failed")
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
         else:
-            body = self._completion(request, prompt.token_ids, generated)
+            message, finish_reason = self.codec.message(
+                generated, request.tools, only_first_call=request.only_first_call
+            )
+            log_probs = self.codec.log_probs(generated) if request.logprobs else None
+            message["prompt_token_ids"] = prompt.token_ids
+            message["generation_token_ids"] = generated.token_ids
+            message["generation_log_probs"] = generated.log_probs
+            drawn = len(generated.token_ids)
+            versions = generated.versions or []
+            spans = (
+                [{"version": version, "tokens": tokens} for version, tokens in versions] if len(versions) > 1 else None
+            )
+            body = {
+                "id": f"chatcmpl-{uuid.uuid4().hex}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": self.model,
+                "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": log_probs}],
+                "usage": {
+                    "prompt_tokens": len(prompt.token_ids),
+                    "completion_tokens": drawn,
+                    "total_tokens": len(prompt.token_ids) + drawn,
+                },
+                "policy_version": min(version for version, _ in versions),
+                "version_spans": spans,
+            }
             await reply_json(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
-
-    def _completion(self, request: ChatRequest, prompt: list[int], generated: Generated) -> dict[str, Any]:
-        message, finish_reason = self.codec.message(generated, request.tools, only_first_call=request.only_first_call)
-        log_probs = self.codec.log_probs(generated) if request.logprobs else None
-        message["prompt_token_ids"] = prompt
-        message["generation_token_ids"] = generated.token_ids
-        message["generation_log_probs"] = generated.log_probs
-        drawn = len(generated.token_ids)
-        versions = generated.versions or []
-        spans = [{"version": version, "tokens": tokens} for version, tokens in versions] if len(versions) > 1 else None
-        return {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": log_probs}],
-            "usage": {"prompt_tokens": len(prompt), "completion_tokens": drawn, "total_tokens": len(prompt) + drawn},
-            "policy_version": min(version for version, _ in versions),
-            "version_spans": spans,
-        }
 
     async def _status(self, receive: Receive, send: Send) -> None:
         await reply_json(send, 200, self.policy.status())

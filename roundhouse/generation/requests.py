@@ -381,7 +381,11 @@ def check_responses(body: Any) -> Body:
         _problem("extra_forbidden", [key], "Extra inputs are not permitted", body[key])
         for key in body.keys() - RESPONSES_FIELDS.keys()
     ]
-    problems += _wrong_types(body)
+    for key, value in body.items():
+        types = RESPONSES_FIELDS.get(key)
+        if types is not None and type(value) not in types and (value is not None or key in _NEVER_NULL):
+            kind, text = _TYPE_NAMES[types[-1]]
+            problems.append(_problem(kind, [key], text, value))
     if "input" not in body:
         problems.append(_problem("missing", ["input"], "Field required", body))
     if body.get("previous_response_id") is not None:
@@ -425,15 +429,6 @@ def _object(body: Any) -> Body:
     if not isinstance(body, dict):
         raise InvalidRequest([_problem("dict_type", [], "Input should be a valid dictionary", body)])
     return body
-
-
-def _wrong_types(body: Body) -> Iterable[dict[str, Any]]:
-    for key, value in body.items():
-        types = RESPONSES_FIELDS.get(key)
-        if types is None or type(value) in types or (value is None and key not in _NEVER_NULL):
-            continue
-        kind, text = _TYPE_NAMES[types[-1]]
-        yield _problem(kind, [key], text, value)
 
 
 def _check_items(key: str, items: list[Any]) -> None:

@@ -97,7 +97,18 @@ def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[in
     Raises:
         WeightsRefused: names the first thing that is wrong.
     """
-    _check_config(directory, model_dir)
+    path = directory / "config.json"
+    if path.is_file():
+        try:
+            new, known = json.loads(path.read_text()), json.loads((model_dir / "config.json").read_text())
+        except ValueError as error:
+            raise WeightsRefused(f"{path} is not JSON: {error}.") from error
+        for key in _SHAPING_KEYS:
+            if new.get(key) != known.get(key):
+                raise WeightsRefused(
+                    f"{path} has {key}={new.get(key)}, the served model has {known.get(key)}. A refit replaces weights of the "
+                    "same model; deploy another model with its own run."
+                )
     found = tensor_shapes(directory)
     served = json.loads((model_dir / "config.json").read_text())
     # A checkpoint may repeat a tensor although it is tied to another.
@@ -111,22 +122,6 @@ def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[in
             raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
     if surplus := sorted(found.keys() - expected.keys() - tied):
         raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
-
-
-def _check_config(directory: Path, model_dir: Path) -> None:
-    path = directory / "config.json"
-    if not path.is_file():
-        return
-    try:
-        new, served = json.loads(path.read_text()), json.loads((model_dir / "config.json").read_text())
-    except ValueError as error:
-        raise WeightsRefused(f"{path} is not JSON: {error}.") from error
-    for key in _SHAPING_KEYS:
-        if new.get(key) != served.get(key):
-            raise WeightsRefused(
-                f"{path} has {key}={new.get(key)}, the served model has {served.get(key)}. A refit replaces weights of the "
-                "same model; deploy another model with its own run."
-            )
 
 
 class PolicyUnavailable(InfraError):
@@ -286,7 +281,16 @@ class ServedPolicy:
             if self._poisoned:
                 self._poison(desired, error)
                 return
-            self._refuse(desired, error, attempt)
+            self._error = f"Version {desired.policy_version} cannot be loaded from {desired.weights}: {error}"
+            self._failed_request = desired.request
+            logger.error("%s", self._error)
+
+            async def again() -> None:
+                await asyncio.sleep(RETRIES.pause(attempt))
+                async with self._changing:
+                    await self._reach(desired, attempt + 1)
+
+            self._retry = asyncio.create_task(again())
         except Exception as error:  # noqa: BLE001 (border of a refit: whatever broke, the engine may be half changed)
             self._poison(desired, error)
 
@@ -381,18 +385,6 @@ class ServedPolicy:
             fetched.release()
             raise
         return fetched
-
-    def _refuse(self, desired: DesiredPolicy, error: Exception, attempt: int) -> None:
-        self._error = f"Version {desired.policy_version} cannot be loaded from {desired.weights}: {error}"
-        self._failed_request = desired.request
-        logger.error("%s", self._error)
-
-        async def again() -> None:
-            await asyncio.sleep(RETRIES.pause(attempt))
-            async with self._changing:
-                await self._reach(desired, attempt + 1)
-
-        self._retry = asyncio.create_task(again())
 
     def _poison(self, desired: DesiredPolicy, error: Exception, doing: str | None = None) -> None:
         self._poisoned = True

@@ -199,14 +199,7 @@ def draw_row(logits_V: torch.Tensor, draw: Draw, generator: torch.Generator) -> 
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logits_V.argmax())
         return token, float(logprobs_V[token])
-    logprobs_V = torch.log_softmax(_filtered(logits_V / draw.temperature, draw), dim=-1)
-    token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
-    return token, float(logprobs_V[token])
-
-
-def _filtered(logits_V: torch.Tensor, draw: Draw) -> torch.Tensor:
-    import torch
-
+    logits_V = logits_V / draw.temperature
     if draw.top_k is not None and draw.top_k < logits_V.numel():
         logits_V = logits_V.masked_fill(logits_V < logits_V.topk(draw.top_k).values[-1], -torch.inf)
     if draw.top_p < 1:
@@ -215,7 +208,9 @@ def _filtered(logits_V: torch.Tensor, draw: Draw) -> torch.Tensor:
         # Keep tokens until the mass before them reaches top_p, so at least one stays.
         dropped_V = probs_V.cumsum(-1) - probs_V >= draw.top_p
         logits_V = logits_V.masked_fill(dropped_V.scatter(0, index_V, dropped_V), -torch.inf)
-    return logits_V
+    logprobs_V = torch.log_softmax(logits_V, dim=-1)
+    token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
+    return token, float(logprobs_V[token])
 
 
 def generators(draws: Sequence[Draw]) -> list[torch.Generator]:

@@ -233,18 +233,19 @@ class Simulation:
             self._later(seconds, self._on_training_failed)
             return
         self._later(seconds, self._on_trained)
+        self._check_batch(train.iteration, train.groups)
+
+    def _check_batch(self, iteration: int, groups: tuple[int, ...]) -> None:
         scenario = self.scenario
-        keys = [(position, sample) for position in train.groups for sample in range(scenario.group_size)]
-        ages = Counter(train.iteration - 1 - self._finished.pop(key) for key in keys if key in self._finished)
+        keys = [(position, sample) for position in groups for sample in range(scenario.group_size)]
+        ages = Counter(iteration - 1 - self._finished.pop(key) for key in keys if key in self._finished)
         if ages and not 0 <= min(ages) <= max(ages) <= scenario.asynchrony.staleness:
             raise DataError(
-                f"Iteration {train.iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
+                f"Iteration {iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
             )
-        failed = sum(len(self.controller.pool.groups[position].failed) for position in train.groups)
+        failed = sum(len(self.controller.pool.groups[position].failed) for position in groups)
         if ages.total() + failed != len(keys):
-            raise DataError(
-                f"The batch of iteration {train.iteration} has {ages.total()} rollouts and {failed} failed ones."
-            )
+            raise DataError(f"The batch of iteration {iteration} has {ages.total()} rollouts and {failed} failed ones.")
         self.outcome.ages += ages
 
     def _fill(self, name: str) -> None:

@@ -60,10 +60,15 @@ def evaluate_version(
     collected = collection.collect(specs, sampling, engine_url, progress, on_policy=False)
     refuse_many_failures(collected.rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
+    threshold, environment = config.evaluation.success_threshold, config.environment
+    metrics = evaluation_metrics(collected.rollouts, threshold, name)
+    for part in environment.environments if isinstance(environment, MixtureEnvironment) else ():
+        own = [rollout for rollout in collected.rollouts if rollout.group_id.startswith(f"{part}/")]
+        metrics |= evaluation_metrics(own, threshold, part if name is None else f"{name}/{part}")
     return collection.commit(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
-        metrics=_metrics(config, collected.rollouts, name),
+        metrics=metrics,
         details={"failures": ledger.failures},
     )
 
@@ -96,16 +101,6 @@ def no_heldout_task(config: RunConfig) -> ConfigError:
         f"environment.kind is {environment.kind} and has no held-out task, so there is nothing to evaluate on. {where}, or "
         "train without evaluation: evaluation: {every: null, before_training: false}."
     )
-
-
-def _metrics(config: RunConfig, rollouts: Sequence[Rollout], name: str | None) -> dict[str, float]:
-    """Of all rollouts; of a mixture, of each environment under its name too."""
-    threshold, environment = config.evaluation.success_threshold, config.environment
-    metrics = evaluation_metrics(rollouts, threshold, name)
-    for part in environment.environments if isinstance(environment, MixtureEnvironment) else ():
-        own = [rollout for rollout in rollouts if rollout.group_id.startswith(f"{part}/")]
-        metrics |= evaluation_metrics(own, threshold, part if name is None else f"{name}/{part}")
-    return metrics
 
 
 def evaluation_metrics(

@@ -109,7 +109,16 @@ def validate_batch(run: Run, iteration: int) -> Reference:
 
 def batch_of(run: Run, iteration: int) -> tuple[list[Reference], OfflineBatch]:
     """The dataset versions of the run, and the batch of one of them that an iteration trains on."""
-    manifest, groups = _prepared(run)
+    reference = run.stage(run.first_version, StageKind.OFFLINE).reference()
+    if reference is None:
+        raise StoreError(
+            f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} has no stage {StageKind.OFFLINE}."
+        )
+    table = read_table(reference, "groups")
+    by_dataset: list[list[str]] = [[] for _ in range(reference.counts["datasets"])]
+    for dataset, group in zip(table["dataset"].to_pylist(), table["group_id"].to_pylist(), strict=True):
+        by_dataset[dataset].append(group)
+    manifest, groups = read_manifest(reference), by_dataset
     batch = batch_at(groups, _batch_size(run.config), run.config.seed, iteration - run.first_version - 1)
     return [manifest.inputs[name] for name in sorted(manifest.inputs)], batch
 
@@ -175,27 +184,22 @@ def age_of(run: Run, weights: Reference | None) -> int | None:
     place = None if weights is None else _RUN.fullmatch(weights.uri)
     if place is None or weights is None:
         return None
-    for uri, newest in _line(run):
+    line = [(run.location.uri, run.first_version)]
+    parent = None if run.parent is None else run.parent.model_dump(mode="json")
+    latest = run.first_version
+    while parent is not None and (origin := _RUN.fullmatch(parent["checkpoint"]["uri"])) is not None:
+        latest = min(latest, int(parent["version"]))
+        if any(origin["run"] == uri for uri, _ in line):
+            break
+        line.append((origin["run"], latest))
+        try:
+            parent = json.loads(Location(origin["run"]).read("run.json")).get("parent")
+        except NotFound:
+            break  # the line goes on, but nobody can tell any more
+    for uri, newest in line:
         if uri == place["run"]:
             return run.first_version - weights.policy_version if weights.policy_version <= newest else None
     return None
-
-
-def _line(run: Run) -> list[tuple[str, int]]:
-    """The runs behind the policy that the run starts from, each with the newest version of it that is on the line."""
-    line = [(run.location.uri, run.first_version)]
-    parent = None if run.parent is None else run.parent.model_dump(mode="json")
-    newest = run.first_version
-    while parent is not None and (place := _RUN.fullmatch(parent["checkpoint"]["uri"])) is not None:
-        newest = min(newest, int(parent["version"]))
-        if any(place["run"] == uri for uri, _ in line):
-            break
-        line.append((place["run"], newest))
-        try:
-            parent = json.loads(Location(place["run"]).read("run.json")).get("parent")
-        except NotFound:
-            break  # the line goes on, but nobody can tell any more
-    return line
 
 
 def _versions_of(store: str, name: str) -> list[Reference]:
@@ -283,19 +287,6 @@ def _sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> T
             f"{result.reasons}. Leave the dataset out, or look at what it collected."
         )
     return TrainingSequences.from_table(result.sequences)
-
-
-def _prepared(run: Run) -> tuple[Manifest, list[list[str]]]:
-    reference = run.stage(run.first_version, StageKind.OFFLINE).reference()
-    if reference is None:
-        raise StoreError(
-            f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} has no stage {StageKind.OFFLINE}."
-        )
-    table = read_table(reference, "groups")
-    groups: list[list[str]] = [[] for _ in range(reference.counts["datasets"])]
-    for index, group in zip(table["dataset"].to_pylist(), table["group_id"].to_pylist(), strict=True):
-        groups[index].append(group)
-    return read_manifest(reference), groups
 
 
 def _summary(found: Sequence[Freshness], batches: int, epochs: int) -> str:

@@ -289,6 +289,13 @@ def try_to_take(run: Location, watch: LeaseWatch, seconds: float) -> tuple[Lease
     newest = _newest(place)
     if newest is not None and not watch.is_over(newest, seconds):
         return None, newest
+    given = os.environ.get("ROUNDHOUSE_STORE_LEASE_SECONDS")
+    try:
+        limit = SECONDS if given is None else float(given)
+    except ValueError:
+        limit = -1.0
+    if not 1 <= limit <= 3600:
+        raise ConfigError(f"ROUNDHOUSE_STORE_LEASE_SECONDS is {given!r}: give seconds, 1 to 3600.")
     record = LeaseRecord(
         token=1 if newest is None else newest.token + 1,
         nonce=uuid.uuid4().hex,
@@ -297,7 +304,7 @@ def try_to_take(run: Location, watch: LeaseWatch, seconds: float) -> tuple[Lease
         born=birth(os.getpid()),
         machine=_machine(),
         since=time.time(),
-        seconds=_seconds(),
+        seconds=limit,
     )
     try:
         place.create(_name(record.token), record.model_dump_json().encode())
@@ -342,17 +349,6 @@ def _machine() -> str:
     """Process numbers of two containers on one machine mean different processes."""
     space = os.readlink(_PID_NAMESPACE) if _PID_NAMESPACE.exists() else ""
     return f"{boot_id()} {space}".strip()
-
-
-def _seconds() -> float:
-    given = os.environ.get("ROUNDHOUSE_STORE_LEASE_SECONDS")
-    try:
-        seconds = SECONDS if given is None else float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 1 <= seconds <= 3600:
-        raise ConfigError(f"ROUNDHOUSE_STORE_LEASE_SECONDS is {given!r}: give seconds, 1 to 3600.")
-    return seconds
 
 
 _held: dict[str, Lease] = {}

@@ -265,12 +265,6 @@ def promoted_version(run: Run) -> int | None:
         return None
 
 
-def promoted_checkpoint(run: Run) -> Reference | None:
-    """Its checkpoint."""
-    version = promoted_version(run)
-    return None if version is None else run.checkpoint(version).reference()
-
-
 def version_named(run: Run, name: str) -> int:
     """The version that `newest`, `promoted` or a number means.
 

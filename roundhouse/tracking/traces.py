@@ -128,7 +128,8 @@ class TraceWriter:
         name = "model call" if turn is None else f"model call {turn.turn}"
         span = client.start_span(name, root.trace_id, root.span_id, span_type="CHAT_MODEL", start_time_ns=now)
         end = now if turn is None else now + int(turn.latency_seconds * NANOSECONDS)
-        for request, answer in _tool_calls(call):
+        answers = {answer.get("call_id"): answer.get("output") for answer in call.answered}
+        for request in (item for item in call.said if item.get("type") == "function_call"):
             tool = client.start_span(
                 request.get("name", "tool"),
                 root.trace_id,
@@ -137,7 +138,9 @@ class TraceWriter:
                 inputs={"arguments": request.get("arguments")},
                 start_time_ns=end,
             )
-            client.end_span(root.trace_id, tool.span_id, outputs={"output": answer}, end_time_ns=end)
+            client.end_span(
+                root.trace_id, tool.span_id, outputs={"output": answers.get(request.get("call_id"))}, end_time_ns=end
+            )
         of_turn: dict[str, Any] = {}
         if turn is not None:
             of_turn = {
@@ -191,13 +194,6 @@ def answer_text(rollout: Rollout) -> str:
 def _is_the_policys(item: dict[str, Any]) -> bool:
     kind = item.get("type", "message")
     return kind in ("function_call", "reasoning") or (kind == "message" and item.get("role") == "assistant")
-
-
-def _tool_calls(call: ModelCall) -> Iterator[tuple[dict[str, Any], Any]]:
-    answers = {answer.get("call_id"): answer.get("output") for answer in call.answered}
-    for item in call.said:
-        if item.get("type") == "function_call":
-            yield item, answers.get(item.get("call_id"))
 
 
 ALIAS = "promoted"

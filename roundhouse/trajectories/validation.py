@@ -412,7 +412,15 @@ def batch_refusals(rollouts: Sequence[Rollout]) -> dict[str, Refusal]:
         if rollout.seed != 0:
             groups.setdefault(rollout.group_id, []).append(rollout)
     strangers = dict(refused for members in groups.values() for refused in _strangers(members))
-    return {**strangers, **_same_seeds(rollouts), **_copies(rollouts)}
+    same_seed: dict[str, Refusal] = {}
+    holders: dict[tuple[str, int], str] = {}
+    for rollout in rollouts:
+        if rollout.seed == 0:
+            continue
+        holder = holders.setdefault((rollout.group_id, rollout.seed), rollout.rollout_id)
+        if holder != rollout.rollout_id:
+            same_seed[rollout.rollout_id] = Refusal("repeated_seed", f"seed {rollout.seed} is that of {holder}")
+    return {**strangers, **same_seed, **_copies(rollouts)}
 
 
 def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
@@ -431,18 +439,6 @@ def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
                 break
         else:
             timed.append(rollout)
-    return found
-
-
-def _same_seeds(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
-    found: dict[str, Refusal] = {}
-    holders: dict[tuple[str, int], str] = {}
-    for rollout in rollouts:
-        if rollout.seed == 0:
-            continue
-        holder = holders.setdefault((rollout.group_id, rollout.seed), rollout.rollout_id)
-        if holder != rollout.rollout_id:
-            found[rollout.rollout_id] = Refusal("repeated_seed", f"seed {rollout.seed} is that of {holder}")
     return found
 
 

@@ -110,7 +110,15 @@ def services(state_dir: Path) -> list[Finding]:
     running = [record for record in found.records.values() if record.status != "stopped"]
     findings = [_service(found, record) for record in running]
     if found.is_ready("ray"):
-        findings.append(_engine(found))
+        code = _status(f"{found.serve_url}/v1/models")
+        if code is None:
+            engine = ok("engine endpoint", f"no engine is deployed at {found.serve_url}; a run does that")
+        elif code >= 400:
+            remedy = f"Look at {found.state.path / 'ray' / 'session_latest' / 'logs' / 'serve'}."
+            engine = fail("engine endpoint", f"{found.serve_url}/v1/models: HTTP {code}", remedy)
+        else:
+            engine = ok("engine endpoint", f"{found.serve_url} answers")
+        findings.append(engine)
     if not running:
         findings = []
         for name in ("prefect", "mlflow"):
@@ -211,16 +219,6 @@ def _service(found: Services, record: ServiceRecord) -> Finding:
         )
     again = f", restarted {record.restarts} times" if record.restarts else ""
     return ok(record.name, f"{record.url} answers{again}")
-
-
-def _engine(found: Services) -> Finding:
-    code = _status(f"{found.serve_url}/v1/models")
-    if code is None:
-        return ok("engine endpoint", f"no engine is deployed at {found.serve_url}; a run does that")
-    if code >= 400:
-        remedy = f"Look at {found.state.path / 'ray' / 'session_latest' / 'logs' / 'serve'}."
-        return fail("engine endpoint", f"{found.serve_url}/v1/models: HTTP {code}", remedy)
-    return ok("engine endpoint", f"{found.serve_url} answers")
 
 
 def _model(path: Path) -> Finding:

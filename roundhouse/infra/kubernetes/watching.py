@@ -146,7 +146,16 @@ class Watched:
 
         try:
             if self._version is None:
-                self._list()
+                found = self._cluster.get(self._path, **self._selected())
+                items = {each["metadata"]["uid"]: each for each in found.get("items") or []}
+                with self._lock:
+                    self._gone |= {uid: each for uid, each in self._present.items() if uid not in items}
+                    self._present = items
+                    for each in items.values():
+                        self._keep_by_owner(each)
+                self._version = found["metadata"]["resourceVersion"]
+                self.listed.set()
+                self._changed(None)
             for event in self._events():
                 item, kind = event["object"], event["type"]
                 if kind == "ERROR":
@@ -172,18 +181,6 @@ class Watched:
         except (HTTPError, OSError, ValueError, AttributeError) as error:  # AttributeError: closed while it was read
             return f"{type(error).__name__}: {error}", 0.0
         return "it has ended", 0.0
-
-    def _list(self) -> None:
-        found = self._cluster.get(self._path, **self._selected())
-        items = {item["metadata"]["uid"]: item for item in found.get("items") or []}
-        with self._lock:
-            self._gone |= {uid: item for uid, item in self._present.items() if uid not in items}
-            self._present = items
-            for item in items.values():
-                self._keep_by_owner(item)
-        self._version = found["metadata"]["resourceVersion"]
-        self.listed.set()
-        self._changed(None)
 
     def _selected(self) -> dict[str, str]:
         return {name: value for name, value in self._selectors.items() if value}
@@ -275,7 +272,20 @@ class PodLog:
         while idle < _TRIES:
             last, over = self._last, self._ended.is_set()
             try:
-                self._read()
+                query = {"container": self._container, "follow": "true", "timestamps": "true"}
+                if self._last:
+                    query["sinceTime"] = f"{self._last[:19]}Z"  # whole seconds: older servers refuse fractions
+                stream = self._stream = self._cluster.stream(self._path, query, LOG_SILENCE_SECONDS)
+                try:
+                    for line in lines_of(stream):
+                        stamp, _, text = line.decode(errors="replace").partition(" ")
+                        if stamp <= self._last:
+                            continue
+                        self._last = stamp
+                        self._say(text.rstrip())
+                finally:
+                    self._stream = None
+                    stream.close()
                 if over:  # the container had ended before this connection began: it gave all there is
                     return
             except ApiRefused as refused:
@@ -290,22 +300,6 @@ class PodLog:
                 time.sleep(_LOG_BACKOFF.pause(idle + 1))
             else:
                 self._ended.wait(_LOG_BACKOFF.pause(idle + 1))
-
-    def _read(self) -> None:
-        query = {"container": self._container, "follow": "true", "timestamps": "true"}
-        if self._last:
-            query["sinceTime"] = f"{self._last[:19]}Z"  # whole seconds: older servers refuse fractions
-        stream = self._stream = self._cluster.stream(self._path, query, LOG_SILENCE_SECONDS)
-        try:
-            for line in lines_of(stream):
-                stamp, _, text = line.decode(errors="replace").partition(" ")
-                if stamp <= self._last:
-                    continue
-                self._last = stamp
-                self._say(text.rstrip())
-        finally:
-            self._stream = None
-            stream.close()
 
 
 def last_lines(cluster: Cluster, namespace: str, pod: str, container: str, count: int = 12) -> str:

@@ -92,7 +92,13 @@ def read_layers(paths: Sequence[str], roots: SearchRoots) -> Layers:
     trees: dict[str, DictConfig] = {}
     pulled_in: dict[str, list[str]] = {}
     for path in layers.paths:  # grows while it is walked: breadth first decides which file a repeated path belongs to
-        trees[path] = load_yaml(_located(path, roots))
+        if (file := roots.find(path)) is None:
+            looked = ", ".join(str(candidate) for candidate in roots.candidates(path))
+            raise ConfigError(
+                f"config_paths names {path!r}, which does not exist. Looked for: {looked}. Name another search root with "
+                f"--search-dir or {EXTRA_ROOTS}."
+            )
+        trees[path] = load_yaml(file)
         named = config_paths_of(trees[path], path)
         layers.warnings += [_named_again(one) for one in named if one in layers.paths]
         pulled_in[path] = [one for one in dict.fromkeys(named) if one not in layers.paths]
@@ -143,16 +149,6 @@ def config_paths_of(tree: DictConfig, where: str) -> list[str]:
     if isinstance(found, str) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"{where}: config_paths is {paths!r}; it must be a list of paths.")
     return paths
-
-
-def _located(path: str, roots: SearchRoots) -> Path:
-    if (found := roots.find(path)) is not None:
-        return found
-    looked = ", ".join(str(candidate) for candidate in roots.candidates(path))
-    raise ConfigError(
-        f"config_paths names {path!r}, which does not exist. Looked for: {looked}. Name another search root with "
-        f"--search-dir or {EXTRA_ROOTS}."
-    )
 
 
 def _named_again(path: str) -> str:

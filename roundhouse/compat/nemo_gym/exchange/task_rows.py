@@ -373,10 +373,23 @@ class DatasetMetrics:
         """Take a row into account, as often as it is repeated."""
         for _ in range(times):
             self.examples += 1
-            self._params(row["responses_create_params"])
-            for name, value in row.items():
-                if name not in ("responses_create_params", "response"):
-                    self._field(name, value if isinstance(value, list) else [value])
+            params = row["responses_create_params"]
+            given, tools = params.get("input"), params.get("tools")
+            items = [{"role": "user"}] if isinstance(given, str) else given or []
+            turns = sum(item.get("role") == "user" for item in items)
+            self.spreads[WORDS].observe(len(json.dumps(params).split()))
+            numbers = {TOOLS: None if tools is None else len(tools), TURNS: turns or None}
+            for name, number in (numbers | {TEMPERATURE: params.get("temperature")}).items():
+                if number is not None:
+                    self.spreads[name].observe(number)
+            for name, column in row.items():
+                if name in ("responses_create_params", "response"):
+                    continue
+                for value in column if isinstance(column, list) else [column]:
+                    if isinstance(value, int | float) and name not in self.texts:
+                        self.numbers.setdefault(name, Spread()).observe(value)
+                    elif isinstance(value, str) and name not in self.numbers:
+                        self.texts.setdefault(name, Counter())[value] += 1
 
     def shown(self) -> dict[str, Any]:
         """As the file has it."""
@@ -390,24 +403,3 @@ class DatasetMetrics:
             **fields,
             **counts,
         }
-
-    def _params(self, params: Row) -> None:
-        given = params.get("input")
-        items = [{"role": "user"}] if isinstance(given, str) else given or []
-        turns = sum(item.get("role") == "user" for item in items)
-        tools, temperature = params.get("tools"), params.get("temperature")
-        self.spreads[WORDS].observe(len(json.dumps(params).split()))
-        for name, value in (
-            (TOOLS, None if tools is None else len(tools)),
-            (TURNS, turns or None),
-            (TEMPERATURE, temperature),
-        ):
-            if value is not None:
-                self.spreads[name].observe(value)
-
-    def _field(self, name: str, values: list[Any]) -> None:
-        for value in values:
-            if isinstance(value, int | float) and name not in self.texts:
-                self.numbers.setdefault(name, Spread()).observe(value)
-            elif isinstance(value, str) and name not in self.numbers:
-                self.texts.setdefault(name, Counter())[value] += 1
