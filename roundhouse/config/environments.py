@@ -259,7 +259,7 @@ class ShortQuestionsEnvironment(Section):
         "units",
     )
     """What is asked. sentences, explanations and greetings ask for more than an answer: other abilities, to evaluate beside."""
-    max_tokens: PositiveInt = 12
+    max_tokens: PositiveInt = 16
     """An answer counts within so many tokens."""
     heldout_fraction: ProperFraction = 0.33
     """Share of all questions that neither the warm start nor training ever sees."""

@@ -97,7 +97,7 @@ class ShortQuestions(GeneratedEnvironment[Question]):
     restoration = "replay"
 
     def __init__(
-        self, families: Sequence[str] = tuple(FAMILIES), max_tokens: int = 12, heldout_fraction: float = 0.33
+        self, families: Sequence[str] = tuple(FAMILIES), max_tokens: int = 16, heldout_fraction: float = 0.33
     ) -> None:
         self._families = {name: (FAMILIES | OTHER_FAMILIES)[name] for name in families}
         self._max_tokens = max_tokens

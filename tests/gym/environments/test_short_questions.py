@@ -79,4 +79,4 @@ def test_questions_are_many_in_six_families_and_divided_by_the_digest_of_their_n
     assert not {prompt_of(row) for row in QUESTIONS.tasks("train")} & {
         prompt_of(row) for row in QUESTIONS.tasks("heldout")
     }
-    assert QUESTIONS.tasks("train")[0]["responses_create_params"]["max_output_tokens"] == 12
+    assert QUESTIONS.tasks("train")[0]["responses_create_params"]["max_output_tokens"] == 16
