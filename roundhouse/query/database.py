@@ -337,26 +337,26 @@ def build_dataset_table(name: str, versions: Sequence[StageFiles]) -> Any:
     if kind.partitioned:
         assert kind.of_datasets is not None
         return dataset_of(versions, kind.of_datasets, kind.schema, DATASET_PLACE)
-    rows = [_dataset_row(stage, stage.manifest) for stage in versions if stage.manifest is not None]
+    rows = [
+        {
+            "dataset": stage.dataset,
+            "version": stage.version,
+            "uri": stage.uri,
+            "run_id": stage.manifest.run_id,
+            "policy_version": stage.manifest.provenance.policy_version,
+            "draw": stage.manifest.iteration,
+            "rollouts": stage.manifest.counts.get("requested"),
+            "bytes": sum(entry.size for entry in stage.manifest.files),
+            "started_at": stage.manifest.started_at,
+            "finished_at": stage.manifest.finished_at,
+            "code_version": stage.manifest.provenance.code_version,
+            "config_digest": stage.manifest.provenance.config_digest,
+            "metrics": list(stage.manifest.metrics.items()),
+        }
+        for stage in versions
+        if stage.manifest is not None
+    ]
     return pa.Table.from_pylist(rows, schema=kind.schema)
-
-
-def _dataset_row(stage: StageFiles, manifest: Manifest) -> dict[str, Any]:
-    return {
-        "dataset": stage.dataset,
-        "version": stage.version,
-        "uri": stage.uri,
-        "run_id": manifest.run_id,
-        "policy_version": manifest.provenance.policy_version,
-        "draw": manifest.iteration,
-        "rollouts": manifest.counts.get("requested"),
-        "bytes": sum(entry.size for entry in manifest.files),
-        "started_at": manifest.started_at,
-        "finished_at": manifest.finished_at,
-        "code_version": manifest.provenance.code_version,
-        "config_digest": manifest.provenance.config_digest,
-        "metrics": list(manifest.metrics.items()),
-    }
 
 
 def build_table(name: str, store: str, run_ids: Sequence[str], stages: Sequence[StageFiles]) -> Any:

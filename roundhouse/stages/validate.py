@@ -25,7 +25,7 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_counted, rollout_waste
-from roundhouse.trajectories.records import Refusal, Rollout, Turn
+from roundhouse.trajectories.records import Refusal, Rollout
 from roundhouse.trajectories.schemas import FEWEST_TOKENS, computed_log_probs, rollouts_from_tables
 from roundhouse.trajectories.validation import CollectionLimits, Recorded, Validated, validate
 
@@ -274,7 +274,19 @@ class DecodedText:
             return False
         place = 0
         for turn in rollout.turns:
-            for said in self._said(turn, called=called):
+            ids = turn.generation_token_ids
+            if ids[-1] in self._stops:
+                ids = ids[:-1]
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            message: dict[str, Any] = {"content": text}
+            calls: list[dict[str, Any]] = []
+            if called and TOOL_CALL_START in text:
+                message["content"], calls = parse_hermes(text, [])
+            if calls:
+                message["tool_calls"] = calls
+            elif not self._special.isdisjoint(ids):
+                message["content"] = self._tokenizer.decode(ids, skip_special_tokens=True)
+            for said in list(_said_in(assistant_items(message, ""))):
                 found = recorded[place] if place < len(recorded) else None
                 if found != said:
                     raise Refusal(
@@ -284,21 +296,6 @@ class DecodedText:
         if place < len(recorded):
             raise Refusal("text_mismatch", f"no token says {_short(recorded[place])}")
         return True
-
-    def _said(self, turn: Turn, *, called: bool) -> list[Said]:
-        ids = turn.generation_token_ids
-        if ids[-1] in self._stops:
-            ids = ids[:-1]
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        message: dict[str, Any] = {"content": text}
-        calls: list[dict[str, Any]] = []
-        if called and TOOL_CALL_START in text:
-            message["content"], calls = parse_hermes(text, [])
-        if calls:
-            message["tool_calls"] = calls
-        elif not self._special.isdisjoint(ids):
-            message["content"] = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return list(_said_in(assistant_items(message, "")))
 
 
 def _said_in(items: list[dict[str, Any]]) -> Iterable[Said]:

@@ -167,21 +167,17 @@ def ledger_faults(location: Location, manifest: Manifest) -> Iterator[str]:
     if manifest.kind == StageKind.VALIDATE:
         yield from _validated_faults(location, manifest)
     else:
-        yield from _collected_faults(location, manifest)
-
-
-def _collected_faults(location: Location, manifest: Manifest) -> Iterator[str]:
-    rows = _columns(location, manifest, "rollouts", ["rollout_id", "status", "reward"])
-    ids, statuses = rows.column("rollout_id").to_pylist(), Counter(rows.column("status").to_pylist())
-    for name in (status.value for status in Status):
-        if statuses[name] != manifest.counts.get(name, 0):
-            yield f"the ledger says {manifest.counts.get(name, 0)} {name}, the rollouts dataset has {statuses[name]}"
-    if len(set(ids)) != len(ids):
-        yield f"{len(ids) - len(set(ids))} rollouts stand in it more than once"
-    unrewarded = pa.array([status.value for status in Status if not status.rewarded])
-    planted = rows.filter(pc.and_(pc.is_in(rows.column("status"), unrewarded), pc.is_valid(rows.column("reward"))))
-    if planted.num_rows:
-        yield f"{planted.num_rows} rollouts that failed have a reward, such as {planted.column('rollout_id')[0].as_py()}"
+        rows = _columns(location, manifest, "rollouts", ["rollout_id", "status", "reward"])
+        ids, statuses = rows.column("rollout_id").to_pylist(), Counter(rows.column("status").to_pylist())
+        for name in (status.value for status in Status):
+            if statuses[name] != manifest.counts.get(name, 0):
+                yield f"the ledger says {manifest.counts.get(name, 0)} {name}, the rollouts dataset has {statuses[name]}"
+        if len(set(ids)) != len(ids):
+            yield f"{len(ids) - len(set(ids))} rollouts stand in it more than once"
+        unrewarded = pa.array([status.value for status in Status if not status.rewarded])
+        planted = rows.filter(pc.and_(pc.is_in(rows.column("status"), unrewarded), pc.is_valid(rows.column("reward"))))
+        if planted.num_rows:
+            yield f"{planted.num_rows} rollouts that failed have a reward, such as {planted.column('rollout_id')[0].as_py()}"
 
 
 def _validated_faults(location: Location, manifest: Manifest) -> Iterator[str]:

@@ -10,7 +10,7 @@ from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.collection.asynchronous.controller import Controller
 from roundhouse.collection.asynchronous.controller_journal import snapshot
 from roundhouse.collection.asynchronous.events import Transfer
-from roundhouse.collection.asynchronous.pool import TrajectoryPool
+from roundhouse.collection.asynchronous.pool import GroupPool
 from roundhouse.errors import DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
 
@@ -139,11 +139,11 @@ def _whatever_is_ready(monkeypatch):
         ready = sorted(self.complete)[: self.terms.groups]
         return tuple(ready) if len(ready) == self.terms.groups else None
 
-    monkeypatch.setattr(TrajectoryPool, "batch", batch)
+    monkeypatch.setattr(GroupPool, "batch", batch)
 
 
 def _forgotten_after_a_crash(monkeypatch):
-    monkeypatch.setattr(TrajectoryPool, "abandon", lambda self, key: self.running.pop(key))
+    monkeypatch.setattr(GroupPool, "abandon", lambda self, key: self.running.pop(key))
 
 
 @pytest.mark.parametrize(

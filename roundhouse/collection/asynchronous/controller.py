@@ -25,7 +25,7 @@ from functools import singledispatchmethod
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.collection.asynchronous.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
-from roundhouse.collection.asynchronous.pool import Key, TrajectoryPool
+from roundhouse.collection.asynchronous.pool import GroupPool, Key
 from roundhouse.errors import DataError
 
 
@@ -45,7 +45,7 @@ class Controller:
 
     def __init__(self, terms: StalenessBound, replicas: Iterable[str] = ()) -> None:
         self.terms = terms
-        self.pool = TrajectoryPool(terms)
+        self.pool = GroupPool(terms)
         self.replicas = {name: ControlledReplica() for name in replicas}
         self.version = terms.first_version
         """The newest version in the store."""

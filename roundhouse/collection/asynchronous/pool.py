@@ -46,7 +46,7 @@ class RunningRollout:
     """The oldest that its tokens can have."""
 
 
-class TrajectoryPool:
+class GroupPool:
     """See the module's docstring."""
 
     def __init__(self, terms: StalenessBound) -> None:
