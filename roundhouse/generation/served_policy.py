@@ -301,19 +301,14 @@ class ServedPolicy:
         if source is not None and transport is not None and issubclass(transport, DirectTransport):
             try:
                 transport.check_replica(self.engine, source, self.replica_id)
-                started = time.perf_counter()
+                begun = time.perf_counter()
                 change = WeightChange(
                     desired.policy_version, desired.digest, desired.running, desired.keep_prefix_cache
                 )
                 async with self._changed(desired):
                     digest, tensors = await transport.receive(self.engine, source, self.replica_id, change)
-                self._hold(
-                    FetchedWeights(
-                        None, digest, tensors, source.kind, seconds={"transfer": time.perf_counter() - started}
-                    ),
-                    desired,
-                    started,
-                )
+                seconds = {"transfer": time.perf_counter() - begun}
+                self._hold(FetchedWeights(None, digest, tensors, source.kind, seconds=seconds), desired, started)
                 return
             except WeightTransferFailed as error:
                 note = f"{source.kind}: {error}"

@@ -103,14 +103,13 @@ class GymServers:
         Raises:
             InfraError: a port is taken, a process cannot be started or ended, or the time is over: names who is at fault.
         """
-        host, port = self._resolution.head_address()
         for command in self._commands.values():
             _, port = self._resolution.address(command.instance)
             if not can_bind(port):
                 owner = describe_owner(port) or "another process"
                 raise InfraError(f"{command.instance.name}: port {port} is taken by {owner}.")
         app = head_server.build_app(self._resolution, self.running, self._options.head_token)
-        self._head = HttpThread(app, host, port)
+        self._head = HttpThread(app, *self._resolution.head_address())
         self._options.announce(f"head server at {self.head_url}")
         self._children = Children(self._options.logs)
         foreign = [command for command in self._commands.values() if command.instance.kind == "foreign"]
