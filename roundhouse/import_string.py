@@ -16,12 +16,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from roundhouse.errors import ConfigError
 
@@ -46,13 +47,8 @@ def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases
     Raises:
         ConfigError: no such file, module or class, or it is no `kind`.
     """
-    where, separator, name = target.rpartition(":")
-    if not separator or not where or not name:
-        raise ConfigError(f"{key} is {target!r}: write path/to/file.py:Class or package.module:Class.")
-    module = _file_module(where, key, bases) if where.endswith(".py") else _module(_moved(where), key)
-    found: object = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    module, found = _named(target, key, bases, "Class")
+    where, _, name = target.rpartition(":")
     if isinstance(found, type) and issubclass(found, kind):
         return found
     wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
@@ -63,6 +59,34 @@ def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases
     )
     what = f"has no {name}" if found is None else f"has a {name} that is no {wanted}"
     raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(there) or f'no {wanted}'}.")
+
+
+def load_function(target: str, key: str, bases: Sequence[str | Path] = ()) -> Callable[..., Any]:
+    """The function that `target` names; arguments as of `load_class`.
+
+    Raises:
+        ConfigError: no such file, module or function.
+    """
+    module, found = _named(target, key, bases, "function")
+    if callable(found):
+        return found
+    where, _, name = target.rpartition(":")
+    there = sorted(
+        each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")
+    )
+    raise ConfigError(f"{key} is {target!r}: {where} has no function {name}. There are: {', '.join(there) or 'none'}.")
+
+
+def _named(target: str, key: str, bases: Sequence[str | Path], what: str) -> tuple[ModuleType, object]:
+    """The module, and what it has under the name: None where that is nothing."""
+    where, separator, name = target.rpartition(":")
+    if not separator or not where or not name:
+        raise ConfigError(f"{key} is {target!r}: write path/to/file.py:{what} or package.module:{what}.")
+    module = _file_module(where, key, bases) if where.endswith(".py") else _module(_moved(where), key)
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return module, found
 
 
 def add_import_path(directory: str | Path) -> None:

@@ -32,7 +32,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from roundhouse.config.algorithms import PolicyGradient, ReinforcePlusPlusConfig, TokenLoss
-from roundhouse.config.environments import AgentEnvironment, MixtureEnvironment, RemoteEnvironment, environments_in
+from roundhouse.config.environments import (
+    AgentEnvironment,
+    CommandEnvironment,
+    MixtureEnvironment,
+    RemoteEnvironment,
+    environments_in,
+)
 from roundhouse.config.generation import check_transport, inflight_requests, refits_in_flight
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps
@@ -75,7 +81,7 @@ def _environments(config: RunConfig) -> None:
     environment = config.environment
     if not isinstance(environment, MixtureEnvironment) or environment.train_tasks is None:
         for key, each in environments_in(environment).items():
-            if isinstance(each, RemoteEnvironment | AgentEnvironment) and each.train_tasks is None:
+            if isinstance(each, RemoteEnvironment | AgentEnvironment | CommandEnvironment) and each.train_tasks is None:
                 raise ValueError(f"{key}.train_tasks is unset: name the JSON lines file of its training task rows.")
     if isinstance(environment, MixtureEnvironment) and (
         both := sorted(environment.environments.keys() & config.evaluation.sets.keys())

@@ -305,6 +305,25 @@ class WorkerEnvironment(Section):
     """Further keyword arguments of the worker's class. A secret is named: `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
 
 
+class CommandEnvironment(Section):
+    """Rollouts played by a program of yours, started once a rollout, which calls the policy at a base URL of its own."""
+
+    kind: Literal["command"]
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments. It runs in an empty directory, and its environment has the base URL and a key in the
+    variables of the OpenAI and Anthropic SDKs, and the paths of its task and of the result that it may write."""
+    verifier: Target | None = None
+    """`module:function` or `path/to/file.py:function` of (task row, `CommandOutcome`), which returns the reward or a
+    `Verdict`. Unset: the program writes its result file with a reward in it."""
+    variables: tuple[VariableName, ...] = ()
+    """Environment variables of the collector that the program gets too, beside PATH, HOME and the like. A secret reaches it
+    only so."""
+    train_tasks: str | None = None
+    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
+    heldout_tasks: str | None = None
+    """JSON lines file of held-out task rows."""
+
+
 class CustomEnvironment(Section):
     """An environment of your own, imported by name."""
 
@@ -334,6 +353,7 @@ SingleEnvironment = Annotated[
     | ShortQuestionsEnvironment
     | FrozenLakeEnvironment
     | WorkerEnvironment
+    | CommandEnvironment
     | CustomEnvironment
     | RemoteEnvironment
     | AgentEnvironment,

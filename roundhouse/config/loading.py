@@ -219,7 +219,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 _CODE = re.compile(
-    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|workspace)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
+    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|workspace|command|verifier)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
 )
 _OURS = {
     None, "simple", "agent", "mock", TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default
@@ -235,7 +235,7 @@ def unnamed_code(config: RunConfig, overrides: Iterable[str]) -> dict[str, str]:
         key: str(value)
         for key, value in flatten(config.model_dump(mode="json")).items()
         if _CODE.fullmatch(key)
-        and value not in _OURS
+        and (isinstance(value, list) or value not in _OURS)
         and not any(key == one or key.startswith(f"{one}.") for one in given)
     }
 

@@ -18,6 +18,7 @@ from roundhouse.config.environments import (
     ArithmeticChainEnvironment,
     CalculatorEnvironment,
     CodeEnvironment,
+    CommandEnvironment,
     CountdownEnvironment,
     CustomEnvironment,
     EnvironmentConfig,
@@ -212,6 +213,11 @@ def _elsewhere(config: EnvironmentConfig) -> str:
     if isinstance(config, WorkerEnvironment):
         return (
             f"environment.kind is worker ({config.worker}): its rollouts are played by that class, which has no "
+            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+        )
+    if isinstance(config, CommandEnvironment):
+        return (
+            f"environment.kind is command ({config.command[0]}): its rollouts are played by that program, which has no "
             "demonstrations and is no environment to serve. Set policy.kind to pretrained."
         )
     if isinstance(config, MixtureEnvironment):

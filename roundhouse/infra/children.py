@@ -99,6 +99,12 @@ class Children:
         """Those that have ended by themselves."""
         return [child for child in self.all if child.process.poll() is not None]
 
+    async def end(self, name: str) -> None:
+        """End one and whatever it started; nothing of it is left but its log."""
+        await self._end(f"{self._mark}::{name}")
+        if (child := self._children.pop(name, None)) is not None:
+            child.process.poll()
+
     async def close(self, order: Sequence[Sequence[str]] = ()) -> list[int]:
         """End all: the names of `order` group by group, then the rest, then whatever carries the mark.
 

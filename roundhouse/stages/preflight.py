@@ -10,6 +10,7 @@ import os
 
 from roundhouse.config.environments import (
     AgentEnvironment,
+    CommandEnvironment,
     CustomEnvironment,
     MixtureEnvironment,
     RemoteEnvironment,
@@ -105,7 +106,7 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
 def _has_tasks(config: RunConfig, remote: bool) -> bool:
     """Whether there are held-out tasks. Reads the files of rows and makes the class of a custom environment."""
     environment = config.environment
-    if isinstance(environment, CustomEnvironment | MixtureEnvironment):
+    if isinstance(environment, CustomEnvironment | CommandEnvironment | MixtureEnvironment):
         return any(True for _ in open_environment(environment).tasks("heldout"))
     if isinstance(environment, AgentEnvironment | RemoteEnvironment):
         rows = (environment.train_tasks, environment.heldout_tasks)

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from roundhouse.config.environments import (
     AgentEnvironment,
     CodeEnvironment,
+    CommandEnvironment,
     CustomEnvironment,
     EnvironmentConfig,
     FrozenLakeEnvironment,
@@ -51,7 +52,14 @@ SHOWN_BY = {
 
 
 SECTIONS = sorted(set(sections(RunConfig)), key=lambda section: section.__name__)
-ELSEWHERE = (AgentEnvironment, CustomEnvironment, MixtureEnvironment, RemoteEnvironment, WorkerEnvironment)
+ELSEWHERE = (
+    AgentEnvironment,
+    CustomEnvironment,
+    MixtureEnvironment,
+    RemoteEnvironment,
+    WorkerEnvironment,
+    CommandEnvironment,
+)
 BUILT_IN = [section for section in sections(EnvironmentConfig) if section not in ELSEWHERE]
 
 

@@ -52,10 +52,12 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
+from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
 from roundhouse.rollout.agents import RolloutAttempt
 from roundhouse.rollout.conversation import TurnChain
+from roundhouse.rollout.plan import sampling_overrides
 from roundhouse.rollout.protocol import VerifierFailed
 from roundhouse.rollout.responses import Item, Message, assistant_items, function_call_output, response_object
 from roundhouse.trajectories.records import Rollout, derive_seed
@@ -92,32 +94,59 @@ class LlmClient:
         """Take over the turns and items of a recorded rollout."""
         self._attempt.rollout.turns, self._attempt.rollout.items = list(played.turns), list(played.items)
 
-    async def completion(self, prompt: str) -> dict[str, Any]:
-        """Answer a single prompt.
+    async def completion(self, prompt: str, **asked: Any) -> dict[str, Any]:
+        """Answer a single prompt; `asked` as of `ask`.
 
         Raises:
             RolloutLimit
             InfraError, DataError: the engine failed or refused.
         """
-        answer = await self.generate([{"role": "user", "content": prompt}])
+        answer = await self.generate([{"role": "user", "content": prompt}], **asked)
         return {"prompt": prompt, "response": answer["response"], "finish_reason": answer["finish_reason"]}
 
-    async def generate(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """Answer a conversation (chat messages; tools in chat shape).
+    async def generate(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **asked: Any
+    ) -> dict[str, Any]:
+        """Answer a conversation (chat messages; tools in chat shape); `asked` as of `ask`.
 
         Raises:
             As `completion`.
         """
-        history, offered = [dict(message) for message in messages], list(tools)
-        completion = await self._complete(self._with_tokens(history), offered)
-        self.record(history, offered, completion)
+        completion = await self.ask(messages, tools, **asked)
         return {
-            "messages": history,
+            "messages": [dict(message) for message in messages],
             "response": completion.message.get("content") or "",
             "tool_calls": completion.message.get("tool_calls") or [],
             "finish_reason": completion.finish_reason,
             "message": completion.message,
         }
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+    ) -> Completion:
+        """Answer a conversation and put the call on record.
+
+        Args:
+            max_tokens: lowers the run's limit of the call.
+            temperature, top_p: in training, only those of the run.
+
+        Raises:
+            RolloutLimit
+            BadTaskRow: training would need another distribution than the one asked for.
+            InfraError, DataError: the engine failed or refused.
+        """
+        history, offered = [dict(message) for message in messages], list(tools)
+        params = {"max_output_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        sampling = sampling_overrides(params, self._attempt.sampling, self._attempt.on_policy).sampling
+        completion = await self._complete(self._with_tokens(history), offered, sampling)
+        self.record(history, offered, completion)
+        return completion
 
     def record(self, messages: list[Message], tools: list[dict[str, Any]], completion: Completion) -> None:
         """Put a call on record. For calls that were not made through this client: those of a trace."""
@@ -180,14 +209,13 @@ class LlmClient:
             params=rollout.task["responses_create_params"],
         )
 
-    async def _complete(self, messages: list[Message], tools: list[dict[str, Any]]) -> Completion:
+    async def _complete(self, messages: list[Message], tools: list[dict[str, Any]], sampling: Sampling) -> Completion:
         attempt, calls = self._attempt, len(self._chain.turns)
         room = attempt.config.max_tokens - self._stored_tokens
         if calls >= attempt.config.max_turns:
             raise RolloutLimit("max_turns")
         if calls and room <= 0:
             raise RolloutLimit("max_tokens")
-        sampling = attempt.sampling
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
         begun = time.perf_counter()

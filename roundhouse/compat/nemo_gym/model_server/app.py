@@ -26,7 +26,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.middleware.sessions import SessionMiddleware
@@ -68,24 +68,43 @@ Content = tuple[bytes, bytes]
 Ask = Callable[[Body], Awaitable[ModelAnswer]]
 
 
-def build_app(config: ModelServerConfig, instance_name: str = "policy_model") -> ASGIApp:
+def build_app(
+    config: ModelServerConfig, instance_name: str = "policy_model", engines: Engines | None = None
+) -> ASGIApp:
     """The server of a configuration.
 
     Args:
         instance_name: part of the cookie's name, which must differ between the servers of a rollout.
+        engines: who answers; None: the engines of the configuration.
     """
     cookie = f"{ModelServer.__name__}___{instance_name}"
-    app: ASGIApp = ModelServer(config)
+    app: ASGIApp = ModelServer(config, EngineClient(config) if engines is None else engines)
     app = SessionMiddleware(StickySession(app), secret_key=cookie, session_cookie=cookie)
     return BodyLimit(RolloutPath(app))
+
+
+class Engines(Protocol):
+    """What answers: `EngineClient`, or a program's own policy."""
+
+    async def complete(self, session: str, body: dict[str, Any]) -> tuple[Any, Any]:
+        """A chat completion as JSON, and the engine that made it; errors as of `EngineClient.complete`."""
+        ...
+
+    async def tokenize(self, engine: Any, body: dict[str, Any]) -> list[int]: ...
+
+    def health(self) -> list[dict[str, Any]]: ...
+
+    def open(self) -> Any: ...
+
+    async def close(self) -> None: ...
 
 
 class ModelServer:
     """The routes."""
 
-    def __init__(self, config: ModelServerConfig) -> None:
+    def __init__(self, config: ModelServerConfig, engines: Engines) -> None:
         self._config = config
-        self._engines = EngineClient(config)
+        self._engines = engines
         self._captures = Captures(
             config.capture_max_calls, config.capture_max_mebibytes * 2**20, config.capture_max_age_seconds
         )
@@ -123,7 +142,9 @@ class ModelServer:
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One model call, its border: every error becomes a reply."""
         mark: RolloutMark = scope[KEY]
-        session: str = scope["session"]["session_id"]
+        session: str = (
+            mark.rollout or scope["session"]["session_id"]
+        )  # SDKs keep no cookies, but the path they are given
         anthropic_dialect = scope["path"] == "/v1/messages"
 
         async def ask(chat: Body) -> ModelAnswer:

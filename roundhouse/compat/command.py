@@ -1,0 +1,371 @@
+"""A program of yours as an environment: started once a rollout, it calls the policy by an SDK, and its result is judged.
+
+Invariants: a program knows nothing of Roundhouse but a base URL, a key and two files; every call that it makes within its
+rollout's limits becomes a turn with the tokens that were drawn, in whichever dialect it is made; whatever ends the rollout (its
+result, a time limit, a kill of the collector) leaves no process of it behind. A program that fails has no reward.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY         Chat Completions and Responses
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   Messages
+    ROUNDHOUSE_TASK                         file with the task row, as JSON
+    ROUNDHOUSE_RESULT                       file that the program may write: {"reward": 0.5, "metrics": {"steps": 3}, …}
+
+The reward is the result file's, or a verifier's:
+
+    def judge(task, outcome): return float(task["answer"] in outcome.reply)
+
+A reply beyond `rollout.max_turns` or `rollout.max_tokens` is empty, with finish reason `length`: what there is by then is
+judged as truncated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from roundhouse.compat.nemo_gym.clients.agent import rollout_name
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.compat.nemo_gym.model_server.app import build_app
+from roundhouse.compat.nemo_gym.servers.endpoints import path_prefix
+from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit
+from roundhouse.config.environments import CommandEnvironment
+from roundhouse.config.gym_servers import ModelServerConfig
+from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.generation.protocol import ContextOverflow, EngineRejected
+from roundhouse.generation.requests import BadRequest, read_request
+from roundhouse.http.asgi import reply
+from roundhouse.http.ports import HttpThread
+from roundhouse.import_string import load_function
+from roundhouse.infra.children import Child, Children
+from roundhouse.rollout.agents import RolloutAttempt
+from roundhouse.rollout.protocol import BadTaskRow, NoTrainableTokens, VerifierFailed, checked_verdict
+from roundhouse.trajectories.records import Status
+
+MODEL = "policy"
+LOOK_SECONDS = 0.05
+"""How often it is looked whether a program has ended."""
+GRACE_SECONDS = 2.0
+"""From SIGTERM to SIGKILL for what a program leaves running."""
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+)
+"""Variables of the collector that every program gets."""
+
+
+class CommandFailed(DataError):
+    """The program ended with an error, or without a result that can be judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOutcome:
+    """What a program left, for a verifier."""
+
+    result: dict[str, Any] | None
+    """Its result file, where it wrote one."""
+    output: str
+    """The end of what it printed."""
+    reply: str
+    """Text of the policy's newest reply."""
+    truncated: bool
+    """A limit of turns or tokens was reached."""
+    directory: Path
+    """Where it ran; gone after the verdict."""
+
+
+Verifier = Callable[[TaskRow, CommandOutcome], Any]
+
+
+class CommandClient:
+    """The environment of a configuration."""
+
+    restoration: Restoration = "none"
+
+    def __init__(
+        self, config: CommandEnvironment, train: Sequence[TaskRow] = (), heldout: Sequence[TaskRow] = ()
+    ) -> None:
+        """
+        Raises:
+            ConfigError: there is no such program, verifier or variable.
+        """
+        program = shutil.which(config.command[0])
+        if program is None:
+            raise ConfigError(f"environment.command begins with {config.command[0]!r}, which is no program on PATH.")
+        if missing := [name for name in config.variables if name not in os.environ]:
+            raise ConfigError(f"environment.variables names {', '.join(missing)}, which are not set. Set them.")
+        self.name = Path(program).name
+        self.command = (str(Path(program).absolute()), *config.command[1:])
+        self.verifier = None if config.verifier is None else load_function(config.verifier, "environment.verifier")
+        self.variables = {name: os.environ[name] for name in (*INHERITED, *config.variables) if name in os.environ}
+        self.agent = CommandAgent(self)
+        self.plays: dict[str, Play] = {}
+        """Rollouts in flight, by their name in the base URL."""
+        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
+        self._opened: tuple[Path, Children, HttpThread] | None = None
+
+    @classmethod
+    def from_config(cls, config: CommandEnvironment) -> Self:
+        """The client of a configuration, its task rows read from their files.
+
+        Raises:
+            ConfigError: as the class, or a file cannot be read.
+        """
+        train, heldout = (
+            read_task_rows(uri, key) if uri else []
+            for uri, key in (
+                (config.train_tasks, "environment.train_tasks"),
+                (config.heldout_tasks, "environment.heldout_tasks"),
+            )
+        )
+        return cls(config, train, heldout)
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return self._tasks[split]
+
+    def opened(self) -> tuple[Path, Children, HttpThread]:
+        """Directory, processes and model server of all rollouts; the first rollout makes them."""
+        if self._opened is None:
+            directory = Path(tempfile.mkdtemp(prefix="roundhouse-command-"))
+            config = ModelServerConfig(
+                base_url=["http://in.process/v1"],
+                model=MODEL,
+                return_token_id_information=False,
+                uses_reasoning_parser=False,
+            )
+            server = HttpThread(
+                KeyCheck(build_app(config, "command", Policies(self.plays)), self.plays), "127.0.0.1", 0
+            )
+            self._opened = directory, Children(directory / "logs", GRACE_SECONDS), server
+        return self._opened
+
+    async def close(self) -> None:
+        if self._opened is None:
+            return
+        directory, children, server = self._opened
+        self._opened = None
+        await children.close()
+        await asyncio.to_thread(server.close)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Play:
+    """One rollout's side of the model server."""
+
+    def __init__(self, attempt: RolloutAttempt) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.llm = LlmClient(attempt)
+        self.limit = ""
+        """The limit that a call ran into."""
+        self.failure: InfraError | None = None
+        """What took the engine away from the newest call."""
+        self._loop = asyncio.get_running_loop()
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a chat request; called in the server's thread."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer(body), self._loop))
+
+    async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            request = read_request(body, MODEL)
+            for field, value in (("chat_template_kwargs", request.template_arguments), ("logprobs", request.logprobs)):
+                if value:
+                    raise EngineRejected(f"{field} is not supported by environment.kind command. Leave it out.")
+            completion = await self.llm.ask(
+                request.messages,
+                request.tools,
+                max_tokens=request.draw.max_tokens or None,
+                temperature=body.get("temperature"),
+                top_p=body.get("top_p"),
+            )
+        except RolloutLimit as limit:
+            self.limit = str(limit)
+            raise ContextOverflow(f"The rollout has reached {limit}.") from limit
+        except (BadRequest, BadTaskRow) as error:
+            raise EngineRejected(str(error)) from error
+        except InfraError as error:
+            self.failure = error
+            raise
+        self.failure = None
+        message = dict(completion.message)
+        if request.only_first_call and message.get("tool_calls"):
+            message["tool_calls"] = message["tool_calls"][:1]
+        prompt, generated = len(completion.prompt_token_ids), len(completion.generation_token_ids)
+        return {
+            "model": MODEL,
+            "choices": [{"index": 0, "message": message, "finish_reason": completion.finish_reason}],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+            "policy_version": completion.policy_version,
+        }
+
+
+class Policies:
+    """The engines of the model server: the policy of the rollout that calls."""
+
+    def __init__(self, plays: dict[str, Play]) -> None:
+        self._plays = plays
+
+    async def complete(self, session: str, body: dict[str, Any]) -> tuple[None, dict[str, Any]]:
+        return None, await self._plays[session].complete(body)
+
+    async def tokenize(self, engine: Any, body: dict[str, Any]) -> list[int]:
+        raise NotImplementedError("token IDs are kept here, and not told to the program")
+
+    def health(self) -> list[dict[str, Any]]:
+        return [{"state": "in", "in_flight": len(self._plays)}]
+
+    def open(self) -> None:
+        """Nothing is to be opened."""
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
+class KeyCheck:
+    """Lets a program reach its own rollout, and nobody another one."""
+
+    def __init__(self, app: ASGIApp, plays: dict[str, Play]) -> None:
+        self._app = app
+        self._plays = plays
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            given = headers.get(b"x-api-key") or headers.get(b"authorization", "").removeprefix("Bearer ")
+            parts = scope["path"].split("/")
+            play = self._plays.get(parts[2]) if len(parts) > 2 else None
+            if play is None or not secrets.compare_digest(given.encode(), play.key.encode()):
+                text = "No rollout in flight has this base URL and this key (OPENAI_BASE_URL, OPENAI_API_KEY)."
+                await reply(send, 401, orjson.dumps({"error": {"message": text, "type": "authentication_error"}}))
+                return
+        await self._app(scope, receive, send)
+
+
+class CommandAgent:
+    """Starts the program, waits for it, has its result judged."""
+
+    def __init__(self, client: CommandClient) -> None:
+        self._client = client
+
+    async def play(self, attempt: RolloutAttempt, environment: object) -> None:
+        rollout, client = attempt.rollout, self._client
+        root, children, server = client.opened()
+        name, play = rollout_name(rollout.group_id, rollout.sample), Play(attempt)
+        directory, begun = root / name, time.perf_counter()
+        client.plays[name] = play
+        try:
+            directory.mkdir()
+            (directory / "task.json").write_bytes(orjson.dumps(rollout.task))
+            url = f"http://127.0.0.1:{server.port}/{path_prefix(name, capture=False)}"
+            child = self._started(children, name, directory, url, play.key)
+            while (code := child.process.poll()) is None:  # noqa: ASYNC110 - nothing tells of a process's end
+                await asyncio.sleep(LOOK_SECONDS)
+            await self._judge(attempt, play, code, child, directory)
+        finally:
+            rollout.environment_seconds = max(0.0, time.perf_counter() - begun - rollout.generation_seconds)
+            del client.plays[name]
+            await children.end(name)
+            children.log(name).unlink(missing_ok=True)
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    def _started(self, children: Children, name: str, directory: Path, url: str, key: str) -> Child:
+        work = directory / "work"
+        work.mkdir()
+        variables = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+            "ROUNDHOUSE_TASK": str(directory / "task.json"),
+            "ROUNDHOUSE_RESULT": str(directory / "result.json"),
+        }
+        try:
+            return children.start(name, self._client.command, work, self._client.variables | variables)
+        except OSError as error:
+            raise CommandFailed(f"{self._client.command[0]} cannot be started: {error}") from error
+
+    async def _judge(self, attempt: RolloutAttempt, play: Play, code: int, child: Child, directory: Path) -> None:
+        rollout, llm = attempt.rollout, play.llm
+        limit = play.limit or llm.limit
+        if code != 0 and not limit:
+            if play.failure is not None:
+                raise play.failure
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise CommandFailed(f"{self._client.command[0]} {how}. The end of its output:\n{child.tail()}")
+        if attempt.on_policy and not rollout.turns:
+            raise NoTrainableTokens(
+                f"{self._client.command[0]} made no model call at OPENAI_BASE_URL or ANTHROPIC_BASE_URL."
+            )
+        said = str(llm.infos[-1]["response"]) if llm.infos else ""
+        result = _result(directory / "result.json")
+        outcome = CommandOutcome(result, child.tail(), said, bool(limit), directory / "work")
+        verdict = checked_verdict(await _verdict(self._client.verifier, rollout.task, outcome))
+        rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
+        rollout.metrics = {"llm_calls": float(len(llm.infos)), **verdict.metrics}
+        rollout.finish_reason = limit or "stop"
+        rollout.status = Status.TRUNCATED if limit else Status.COMPLETED
+        if verdict.mask:
+            rollout.status = Status.MASKED
+        attempt.response = llm.response(rollout.finish_reason)
+        attempt.answer = {**(result or {}), "reward": verdict.reward}
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    try:
+        result = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CommandFailed(f"The program's result file is no JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise CommandFailed(f"The program's result file holds a {type(result).__name__}; it must be an object.")
+    return result
+
+
+async def _verdict(verifier: Verifier | None, task: TaskRow, outcome: CommandOutcome) -> Verdict:
+    if verifier is None:
+        if outcome.result is None or "reward" not in outcome.result:
+            raise CommandFailed(
+                "The program wrote no reward into the file that ROUNDHOUSE_RESULT names. Let it write one, or set "
+                "environment.verifier."
+            )
+        return Verdict(outcome.result["reward"], metrics=outcome.result.get("metrics") or {})
+    try:
+        told = (
+            verifier(task, outcome)
+            if inspect.iscoroutinefunction(verifier)
+            else await asyncio.to_thread(verifier, task, outcome)
+        )
+        told = await told if inspect.isawaitable(told) else told
+    except (InfraError, DataError):
+        raise
+    except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
+        raise VerifierFailed(f"environment.verifier raised {error!r}") from error
+    return told if isinstance(told, Verdict) else Verdict(told)

@@ -1,0 +1,280 @@
+"""A program as an environment: unmodified SDK scripts, their verdicts, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from roundhouse.compat.command import CommandClient, CommandOutcome
+from roundhouse.config.environments import CommandEnvironment
+from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.environments.base import TaskRow, Verdict
+from roundhouse.errors import ConfigError
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.collector import collect
+from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says
+
+ROW: TaskRow = {"task_id": "t", "question": "3*4?", "answer": "12", "responses_create_params": {"input": "3*4?"}}
+
+WITH_OPENAI = """
+    import json, os
+    from openai import OpenAI
+    task = json.load(open(os.environ["ROUNDHOUSE_TASK"]))
+    client = OpenAI()
+    messages = [{"role": "user", "content": task["question"]}]
+    tools = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
+    while True:
+        choice = client.chat.completions.create(model="gpt-4o", messages=messages, tools=tools).choices[0]
+        messages.append(choice.message)
+        if not choice.message.tool_calls:
+            break
+        for call in choice.message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "12"})
+    right = choice.message.content == task["answer"]
+    json.dump({"reward": float(right), "metrics": {"messages": len(messages)}}, open(os.environ["ROUNDHOUSE_RESULT"], "w"))
+"""
+WITH_RESPONSES = """
+    from openai import OpenAI
+    print(OpenAI().responses.create(model="gpt-4o", input="3*4?").output_text)
+"""
+WITH_ANTHROPIC = """
+    from anthropic import Anthropic
+    message = Anthropic().messages.create(model="claude", max_tokens=8, messages=[{"role": "user", "content": "3*4?"}])
+    print(message.content[0].text)
+"""
+PLAIN = """
+    import json, os, sys, urllib.request
+    def ask(key=os.environ["OPENAI_API_KEY"], **more):
+        body = {"model": "any", "messages": [{"role": "user", "content": "3*4?"}], **more}
+        request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+                                         {"Authorization": f"Bearer {key}", "Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(request))["choices"][0]
+"""
+
+
+def in_a_tool_call(messages: list[dict[str, Any]], seed: int) -> Any:
+    return says("12") if messages[-1]["role"] == "tool" else calls(("multiply", {}))
+
+
+def answers(messages: list[dict[str, Any]], seed: int) -> Any:
+    return says("12")
+
+
+def judge(task: TaskRow, outcome: CommandOutcome) -> float:
+    return float(task["answer"] == outcome.reply == outcome.output.strip())
+
+
+async def judge_and_mask(task: TaskRow, outcome: CommandOutcome) -> Verdict:
+    return Verdict(0.5, mask=True)
+
+
+def judge_badly(task: TaskRow, outcome: CommandOutcome) -> float:
+    raise RuntimeError("no opinion")
+
+
+def program(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "agent.py").write_text(textwrap.dedent(text))
+    return tmp_path / "agent.py"
+
+
+async def play(
+    tmp_path: Path, text: str, script: Any = answers, *, verifier: str | None = "judge", count: int = 1, **config: Any
+) -> list[Rollout]:
+    section = CommandEnvironment(
+        kind="command",
+        command=(sys.executable, str(program(tmp_path, text))),
+        verifier=None if verifier is None else f"{__name__}:{verifier}",
+    )
+    specs = plan_rollouts([ROW], count, seed=3, iteration=1)
+    async with CommandClient(section) as environment:
+        return await collect(
+            specs, ScriptedPolicy(script), environment, rollout_config(**{"timeout_seconds": 60} | config), SAMPLING
+        )
+
+
+async def test_an_unmodified_openai_script_is_trained_on_turn_by_turn(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    rollouts = await play(tmp_path, WITH_OPENAI, in_a_tool_call, verifier=None, count=3)
+    for rollout in rollouts:
+        assert (rollout.status, rollout.reward, rollout.failure_detail) == (Status.COMPLETED, 1.0, "")
+        assert rollout.metrics == {"llm_calls": 2.0, "messages": 4.0}
+        assert [turn.parent for turn in rollout.turns] == [None, 0], (
+            "the second prompt continues the first call's tokens"
+        )
+        assert all(turn.generation_token_ids for turn in rollout.turns)
+        assert [item["type"] for item in rollout.items] == [
+            "message",
+            "function_call",
+            "function_call_output",
+            "message",
+        ]
+    assert len({rollout.seed for rollout in rollouts}) == 3
+
+
+@pytest.mark.parametrize(("package", "text"), [("openai", WITH_RESPONSES), ("anthropic", WITH_ANTHROPIC)])
+async def test_the_other_dialects_reach_the_policy_too(tmp_path: Path, package: str, text: str) -> None:
+    pytest.importorskip(package)
+    [rollout] = await play(tmp_path, text)
+    assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 1.0, 1), rollout.failure_detail
+
+
+async def test_a_verifier_judges_and_may_mask(tmp_path: Path) -> None:
+    text = PLAIN + "    print(ask()['message']['content'])\n"
+    [judged] = await play(tmp_path, text)
+    assert (judged.status, judged.reward) == (Status.COMPLETED, 1.0), judged.failure_detail
+    [masked] = await play(tmp_path, text, verifier="judge_and_mask")
+    assert (masked.status, masked.reward) == (Status.MASKED, 0.5)
+
+
+ASKS = PLAIN + "    ask()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "verifier", "code", "said"),
+    [
+        (PLAIN + "    sys.exit('out of ideas')\n", "judge", "command_failed", "exit code 1.*out of ideas"),
+        (ASKS, None, "command_failed", "wrote no reward"),
+        (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('[]')\n", None, "command_failed", "holds a list"),
+        (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('{')\n", None, "command_failed", "no JSON"),
+        (
+            ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('{\"reward\": \"good\"}')\n",
+            None,
+            "bad_reward",
+            "reward is 'good'",
+        ),
+        (ASKS, "judge_badly", "verifier_failed", "no opinion"),
+        (PLAIN, "judge", "no_trainable_tokens", "made no model call"),
+        (PLAIN + "    ask(temperature=0.2)\n", "judge", "command_failed", "400"),
+        (PLAIN + "    ask(stop=['x'])\n", "judge", "command_failed", "400"),
+        (PLAIN + "    ask(key='stolen')\n", "judge", "command_failed", "401"),
+    ],
+)
+async def test_a_program_that_fails_has_no_reward_and_a_reason(
+    tmp_path: Path, text: str, verifier: str | None, code: str, said: str
+) -> None:
+    [rollout] = await play(tmp_path, text, verifier=verifier)
+    assert (rollout.status, rollout.reward, rollout.failure_code) == (Status.FAILED, None, code), rollout.failure_detail
+    assert re.search(said, rollout.failure_detail or "", re.DOTALL), rollout.failure_detail
+
+
+async def test_a_limit_of_turns_ends_the_rollout_as_truncated_and_it_is_judged(tmp_path: Path) -> None:
+    text = (
+        PLAIN
+        + """
+    said = [ask() for _ in range(3)]
+    print(said[0]["message"]["content"])
+    assert said[2]["finish_reason"] == "length"
+"""
+    )
+    [rollout] = await play(tmp_path, text, max_turns=2)
+    assert (rollout.status, rollout.finish_reason, rollout.reward) == (Status.TRUNCATED, "max_turns", 1.0), (
+        rollout.failure_detail
+    )
+    assert len(rollout.turns) == 2
+
+
+async def test_the_time_limit_ends_the_program_and_what_it_started(tmp_path: Path) -> None:
+    text = """
+        import os, pathlib, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pathlib.Path(__file__).with_name("pids").write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+    """
+    [rollout] = await play(tmp_path, text, timeout_seconds=6, retry={"attempts": 1})
+    assert rollout.failure_code == "rollout_timeout"
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_an_engine_that_fails_is_the_failure_and_not_the_program(tmp_path: Path) -> None:
+    from roundhouse.generation.protocol import EngineUnreachable
+
+    def gone(messages: list[dict[str, Any]], seed: int) -> Any:
+        return EngineUnreachable("nobody there")
+
+    [rollout] = await play(tmp_path, ASKS, gone, retry={"attempts": 1})
+    assert (rollout.failure_code, rollout.failure_kind) == ("engine_unreachable", "infra"), rollout.failure_detail
+
+
+async def test_only_named_variables_of_the_collector_reach_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    monkeypatch.setenv("SEARCH_KEY", "given")
+    text = program(
+        tmp_path, ASKS + "    print(os.environ.get('AWS_SECRET_ACCESS_KEY'), os.environ.get('SEARCH_KEY'))\n"
+    )
+    section = CommandEnvironment(
+        kind="command",
+        command=(sys.executable, str(text)),
+        verifier=f"{__name__}:keep_output",
+        variables=("SEARCH_KEY",),
+    )
+    async with CommandClient(section) as environment:
+        await collect(plan_rollouts([ROW], 1, 0, 1), ScriptedPolicy(answers), environment, rollout_config(), SAMPLING)
+    assert KEPT[-1].strip() == "None given"
+
+
+KEPT: list[str] = []
+
+
+def keep_output(task: TaskRow, outcome: CommandOutcome) -> float:
+    KEPT.append(outcome.output)
+    return 0.0
+
+
+def config(tmp_path: Path, **keys: Any) -> dict[str, Any]:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    given = {
+        "kind": "command",
+        "command": [sys.executable, "agent.py"],
+        "train_tasks": str(tmp_path / "rows.jsonl"),
+    } | keys
+    return {"run_id": "r", "environment": given}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"command": ["no-such-program"]}, r"environment\.command begins with 'no-such-program'"),
+        ({"verifier": f"{__name__}:nothing"}, r"environment\.verifier is .* has no function nothing.*judge"),
+        ({"variables": ["NOT_SET_ANYWHERE"]}, r"environment\.variables names NOT_SET_ANYWHERE"),
+        ({"command": []}, r"environment\.command|environment\.command\.command"),
+        ({"train_tasks": None}, r"environment\.train_tasks is unset"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_the_key(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_environment(parse_config(config(tmp_path, **keys)).environment)
+
+
+def test_held_out_rows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(json.dumps(ROW | {"task_id": "held"}) + "\n")
+    given = parse_config(config(tmp_path, heldout_tasks=str(tmp_path / "held.jsonl")))
+    environment = open_environment(given.environment)
+    assert [row["task_id"] for split in ("train", "heldout") for row in environment.tasks(split)] == ["t", "held"]
+
+
+def test_a_stored_command_is_not_run_unnamed(tmp_path: Path) -> None:
+    found = unnamed_code(parse_config(config(tmp_path, verifier="mine:judge")), [])
+    assert found.keys() == {"environment.command", "environment.verifier"}
+
+
+async def test_nothing_is_left_of_a_closed_environment() -> None:
+    section = CommandEnvironment(kind="command", command=(sys.executable, "-c", "pass"))
+    environment = CommandClient(section)
+    directory, _, server = environment.opened()
+    await environment.close()
+    assert not directory.exists()
+    with pytest.raises(OSError, match=r"refused|Connect"):
+        await asyncio.open_connection("127.0.0.1", server.port)
