@@ -103,6 +103,9 @@ class TokenLoss(Section):
     """Tokens that stand for every rollout's length under loss_aggregation fixed_length; it only sets the loss' size."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference (the starting policy). 0 loads no reference."""
+    reference_every: PositiveInt | None = None
+    """Iterations after which the reference is renewed: it becomes the version that the next iteration trains from. Unset: it
+    stays the starting policy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Unset with kl_placement reward: k1, the only one whose reward has the KL's gradient."""
     kl_placement: Literal["loss", "reward"] = "loss"
@@ -146,6 +149,11 @@ class TokenLoss(Section):
         if self.adaptive_kl is not None and self.kl_coefficient == 0:
             raise ValueError(
                 "adaptive_kl multiplies kl_coefficient, which is 0 and would stay so. Set kl_coefficient, 0.1 for example."
+            )
+        if self.reference_every is not None and self.reference_source != "start":
+            raise ValueError(
+                f"reference_every is {self.reference_every}, but there is no reference to renew. Set kl_coefficient, 0.01 for "
+                "example, or leave reference_every out."
             )
         if self.kl_importance_weighting and self.kl_placement == "reward":
             raise ValueError(

@@ -149,14 +149,29 @@ def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]
         version = origin
 
 
+def reference_version(run: Run, base: int) -> int:
+    """The version that is the reference when version `base` is trained from: the newest that `reference_every` made it, counted
+    from the version that the run began with; 0 before, and without it."""
+    every = getattr(run.config.train.algorithm, "reference_every", None)
+    passed = 0 if every is None else (base - run.first_version) // every * every
+    return run.first_version + passed if passed > 0 else 0
+
+
 def retain(run: Run, newest: int) -> list[int]:
     """Delete the checkpoints that `checkpoint.keep_last` and `keep_every` do not keep; return their versions.
 
-    Version 0 stays, the reference policy; so does the version that a fork starts from, the start of its curve, the promoted
-    one, those about which a person has been asked, and for each that is kept the one with its optimizer's state.
+    Version 0 stays, the starting policy, and the reference of the next iteration; so does the version that a fork starts from,
+    the start of its curve, the promoted one, those about which a person has been asked, and for each that is kept the one with
+    its optimizer's state.
     """
     config, versions = run.config.checkpoint, run.checkpoint_versions()
-    kept = {0, run.first_version, promoted_version(run), *questioned_versions(run)} & set(versions)
+    kept = {
+        0,
+        run.first_version,
+        promoted_version(run),
+        reference_version(run, newest),
+        *questioned_versions(run),
+    } & set(versions)
     kept |= {
         version
         for version in versions

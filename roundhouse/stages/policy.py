@@ -16,7 +16,7 @@ from roundhouse.environments import demonstrating
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.policy.bundled import bundled_file
 from roundhouse.policy.gguf import gguf_file
-from roundhouse.stages.checkpoint import publish_starting_policy, trained_since_state
+from roundhouse.stages.checkpoint import publish_starting_policy, reference_version, trained_since_state
 from roundhouse.store import lease
 from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, take_over, upload_model
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
@@ -184,8 +184,9 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
     return {"warm_start": asdict(report)}
 
 
-def reference_origin(run: Run) -> Reference | str | None:
-    """The model that the run's algorithm compares the policy with: a checkpoint, a URI, or None when it needs none.
+def reference_origin(run: Run, base: int) -> Reference | str | None:
+    """The model that the run's algorithm compares the policy with when version `base` is trained from: a checkpoint, a URI, or
+    None when it needs none.
 
     Raises:
         ConfigError: the teacher's directory is not there.
@@ -194,8 +195,8 @@ def reference_origin(run: Run) -> Reference | str | None:
     if source is None:
         return None
     if source == "start":
-        start = run.checkpoint(0).reference()
-        assert start is not None, "a run that trains has its starting policy"
+        start = run.checkpoint(reference_version(run, base)).reference()
+        assert start is not None, "a run that trains has its starting policy, and keeps its reference"
         return start
     teacher = model_location(Location(source))
     if "config.json" not in teacher.tree():
@@ -205,9 +206,9 @@ def reference_origin(run: Run) -> Reference | str | None:
     return teacher.uri
 
 
-def reference_directory(run: Run, cache: Path) -> Path | None:
+def reference_directory(run: Run, cache: Path, base: int) -> Path | None:
     """Its directory on this machine."""
-    origin = reference_origin(run)
+    origin = reference_origin(run, base)
     if isinstance(origin, Reference):
         return local_directory(origin, cache)
     return None if origin is None else plain_directory(Location(origin), cache)

@@ -32,7 +32,7 @@ from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
-from roundhouse.stages.checkpoint import TRAINER, is_weights, trained_since_state
+from roundhouse.stages.checkpoint import TRAINER, is_weights, reference_version, trained_since_state
 from roundhouse.stages.checkpoint import recorded as written_files
 from roundhouse.stages.freshness import (
     STOPPED,
@@ -182,7 +182,7 @@ def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: 
             trainer = Trainer.load(
                 local_directory(base, cache),
                 config,
-                reference_dir=reference_directory(run, cache),
+                reference_dir=reference_directory(run, cache, base.policy_version),
                 seed=run.config.seed,
                 temperature=run.config.generation.sampling.temperature,
             )
@@ -264,7 +264,7 @@ def _in_process(
             train=config.train,
             sequences=sequences,
             base=base,
-            reference=reference_origin(run),
+            reference=reference_origin(run, base.policy_version),
             checkpoint=run.checkpoint(iteration).location.uri,
             attempt=attempt,
             recompute_tolerance=tolerance_of(config),
@@ -323,10 +323,15 @@ def write_with_optimizer(run: Run, version: Reference, directory: Path, cache: P
 def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it; and how
     many iterations it trained again for that."""
+    from roundhouse.training.service.verbs import Role
     from roundhouse.training.trainer import Trainer
 
     key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))
     if (kept := _resident.pop(key, None)) is not None:
+        if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
+            renewed = reference_directory(run, cache, base.policy_version)
+            assert renewed is not None, "reference_every is refused where there is no reference"
+            kept.learner.service.load_checkpoint(renewed, role=Role.REFERENCE)
         return kept, 0
     release_trainer()
     origin, since = trained_since_state(base)
@@ -340,7 +345,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
             model,
             config.train,
             trainer_state=state if state.is_dir() else None,
-            reference_dir=reference_directory(run, cache),
+            reference_dir=reference_directory(run, cache, base.policy_version),
             seed=config.seed,
         )
         if since:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseErro
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.launch.subprocesses import ChildProcess, SubprocessLauncher
 from roundhouse.stages import train as stage
-from roundhouse.stages.checkpoint import publish
+from roundhouse.stages.checkpoint import publish, retain
 from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
 from roundhouse.stages.train import step_program, train_iteration
 from roundhouse.store.location import Location
@@ -124,6 +125,36 @@ def test_a_restart_between_iterations_changes_nothing(store_uri: str, tmp_path: 
     assert trainer_files == [
         entry for entry in read_manifest(restarted).model_files.named() if entry.path.startswith("trainer/")
     ]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_the_reference_is_renewed_every_so_many_iterations_and_kept(tmp_path: Path, restart: bool) -> None:
+    """With one update an iteration, the KL to a reference that is the policy itself is 0."""
+    plain = make_run(str(tmp_path / "store"), tmp_path)
+    algorithm = plain.config.train.algorithm.model_copy(update={"reference_every": 2})
+    train = plain.config.train.model_copy(update={"minibatches": 1, "algorithm": algorithm})
+    checkpoint_config = plain.config.checkpoint.model_copy(update={"keep_last": 1})
+    run = dataclasses.replace(
+        plain, config=plain.config.model_copy(update={"train": train, "checkpoint": checkpoint_config})
+    )
+    checkpoint, penalties = starting_policy(run), []
+    for iteration in range(1, 6):
+        if restart:
+            stage.release_trainer()
+        update = train_iteration(run, iteration, sequences(run, iteration), checkpoint, tmp_path / "cache")
+        penalties.append(read_manifest(update).metrics["train/kl_penalty"])
+        checkpoint = publish(run, update)
+        retain(run, iteration)
+    assert [abs(penalty) < 1e-7 for penalty in penalties] == [True, False, True, False, True], penalties
+    assert [version for version in run.checkpoint_versions() if run.checkpoint(version).reference()] == [0, 4, 5]
+
+
+def test_a_reference_that_there_is_not_cannot_be_renewed() -> None:
+    with pytest.raises(ConfigError, match=r"reference_every is 2, but there is no reference"):
+        parse_config({"run_id": "r", "train": {"algorithm": {"reference_every": 2}}})
+    both = {"train": {"algorithm": {"reference_every": 2, "kl_coefficient": 0.1}}, "checkpoint": {"optimizer_every": 3}}
+    with pytest.raises(ConfigError, match=r"reference_every is 2, but checkpoint\.optimizer_every is 3"):
+        parse_config({"run_id": "r"} | both)
 
 
 @pytest.mark.long
