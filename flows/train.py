@@ -17,7 +17,7 @@ from flows.prefect_log import reports_to_prefect
 from roundhouse.config.models import RunConfig
 from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.preflight import refuse_unready
-from roundhouse.stages.refit import awake_at_end
+from roundhouse.stages.refit import awake_at_end, own_gym
 from roundhouse.store.lease import driving
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -36,7 +36,8 @@ def train(config: OpaqueConfig) -> dict[str, Any]:
     with _driven(run):
         if not run.is_reported(config.iterations):
             start_engine(run)  # it loads while MLflow is imported and the starting policy made
-        return _iterate(run, starting_policy(run))
+        with own_gym(run):
+            return _iterate(run, starting_policy(run))
 
 
 @flow(
@@ -52,6 +53,8 @@ def train_offline(config: OpaqueConfig) -> dict[str, Any]:
         prepare_offline(run, start)
         if has_engine(run.config) and not run.is_reported(run.config.iterations):
             start_engine(run)
+            with own_gym(run):
+                return _iterate(run, start)
         return _iterate(run, start)
 
 

@@ -36,6 +36,7 @@ from roundhouse.config.environments import (
     AgentEnvironment,
     CommandEnvironment,
     MixtureEnvironment,
+    NemoGymEnvironment,
     RemoteEnvironment,
     environments_in,
 )
@@ -81,8 +82,20 @@ def _environments(config: RunConfig) -> None:
     environment = config.environment
     if not isinstance(environment, MixtureEnvironment) or environment.train_tasks is None:
         for key, each in environments_in(environment).items():
-            if isinstance(each, RemoteEnvironment | AgentEnvironment | CommandEnvironment) and each.train_tasks is None:
+            own_rows = RemoteEnvironment | AgentEnvironment | CommandEnvironment | NemoGymEnvironment
+            if isinstance(each, own_rows) and each.train_tasks is None:
                 raise ValueError(f"{key}.train_tasks is unset: name the JSON lines file of its training task rows.")
+    gyms = [key for key, each in environments_in(environment).items() if isinstance(each, NemoGymEnvironment)]
+    if len(gyms) > 1:
+        raise ValueError(
+            f"{gyms[0]} and {gyms[1]} are both of kind nemo_gym: a run starts one set of servers. Name the files of both in "
+            "config_paths of one, whose rows name their agents."
+        )
+    if gyms and isinstance(config.rollout.distribution, JobShards):
+        raise ValueError(
+            f"{gyms[0]}.kind is nemo_gym, whose servers are on the flow's machine, but rollout.distribution.kind is job. Set "
+            "it to process, or start the servers yourself and set kind to agent."
+        )
     if isinstance(environment, MixtureEnvironment) and (
         both := sorted(environment.environments.keys() & config.evaluation.sets.keys())
     ):
@@ -124,6 +137,12 @@ def _groups(config: RunConfig, *, recorded: bool) -> None:
 def _optimizer_every(config: RunConfig) -> None:
     """A trainer that is loaded anew for each step would train up to `optimizer_every` - 1 steps again each time."""
     every, service = config.checkpoint.optimizer_every, config.train.service
+    renewed = config.train.algorithm.reference_every
+    if every > 1 and renewed is not None:
+        raise ValueError(
+            f"train.algorithm.reference_every is {renewed}, but checkpoint.optimizer_every is {every}: iterations that are "
+            "trained again would need references that are gone. Set optimizer_every to 1."
+        )
     if every == 1:
         return
     if isinstance(service, ProcessService):

@@ -324,6 +324,33 @@ class CommandEnvironment(Section):
     """JSON lines file of held-out task rows."""
 
 
+class NemoGymEnvironment(Section):
+    """NeMo Gym's servers, started by the run with its engine behind their model servers, watched, and ended with it. Each row
+    is played by the agent that it names (`agent_ref.name`)."""
+
+    kind: Literal["nemo_gym"]
+    config_paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    """NeMo Gym's configuration files, as `roundhouse gym start` takes them."""
+    overrides: tuple[str, ...] = ()
+    """Further settings: `+key=value`, `++key=value`, `key=value`, `~key`."""
+    agent: str | None = None
+    """The agent of rows that name none. Unset: the only agent that there is."""
+    ours: bool = True
+    """Put Roundhouse's agent and model servers in the place of NeMo Gym's of the same contract."""
+    search_dirs: tuple[str, ...] = ()
+    """Where relative paths are looked for first."""
+    python: str | None = None
+    """Interpreter for all foreign servers, instead of a virtual environment each."""
+    start_timeout_seconds: Operational[PositiveFloat] = 300
+    """Time limit until all servers answer, before the first iteration."""
+    restarts: Operational[Annotated[int, Field(ge=0)]] = 3
+    """How often each server is started again after it has ended by itself."""
+    train_tasks: str | None = None
+    """JSON lines file of training task rows. Unset only for evaluation."""
+    heldout_tasks: str | None = None
+    """JSON lines file of held-out task rows."""
+
+
 class CustomEnvironment(Section):
     """An environment of your own, imported by name."""
 
@@ -356,7 +383,8 @@ SingleEnvironment = Annotated[
     | CommandEnvironment
     | CustomEnvironment
     | RemoteEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | NemoGymEnvironment,
     Field(discriminator="kind"),
 ]
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]

@@ -219,7 +219,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 _CODE = re.compile(
-    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|workspace|command|verifier)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
+    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|workspace|command|verifier|config_paths|python)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
 )
 _OURS = {
     None, "simple", "agent", "mock", TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default

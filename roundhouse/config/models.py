@@ -33,6 +33,7 @@ from roundhouse.config.operations import (
     TrackingConfig,
 )
 from roundhouse.config.placement import PlacementConfig
+from roundhouse.config.renamed import from_nemo_rl
 from roundhouse.config.rollout import Asynchrony, OfflineConfig, RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
 from roundhouse.config.section import Operational, PositiveInt, Section, is_recorded
@@ -116,6 +117,11 @@ class RunConfig(Section):
     alerts: Operational[AlertsConfig] = AlertsConfig()
     infra: Operational[InfraConfig] = LocalInfra()
     placement: Operational[PlacementConfig] = PlacementConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nemo_rl(cls, tree: Any) -> Any:
+        return from_nemo_rl(tree)
 
     @model_validator(mode="after")
     def _no_secrets(self, info: ValidationInfo) -> RunConfig:

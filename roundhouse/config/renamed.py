@@ -79,6 +79,48 @@ def translated(tree: Tree) -> Tree:
     return tree
 
 
+HTTP_SWITCHES = ("async_engine", "expose_http_server")
+
+
+def from_nemo_rl(tree: Any) -> Any:
+    """A configuration with NeMo RL's switch of NeMo Gym (section `env`), as `environment.kind: nemo_gym` says it; any other as
+    it is.
+
+    Raises:
+        ValueError: one of the three switches that NeMo RL asks for is not on, or the section says something else.
+    """
+    if not isinstance(tree, dict) or "env" not in tree:
+        return tree
+    tree = copy.deepcopy(tree)
+    env, policy = tree.pop("env"), tree.get("policy")
+    if not isinstance(env, dict) or not env.keys() <= {"should_use_nemo_gym", "nemo_gym"}:
+        raise ValueError(
+            "env has other keys than should_use_nemo_gym and nemo_gym. Name the environment in `environment`."
+        )
+    if env.get("should_use_nemo_gym") is not True:
+        raise ValueError(
+            "env.should_use_nemo_gym is not true. Set it, or leave env out and name the environment in `environment`."
+        )
+    if isinstance(policy, dict) and "generation" in policy:
+        generation = policy.pop("generation") or {}
+        for key in HTTP_SWITCHES:
+            if (generation.get("vllm_cfg") or {}).get(key) is not True:
+                raise ValueError(
+                    f"policy.generation.vllm_cfg.{key} is not true, but env.should_use_nemo_gym is: Gym reaches the engine "
+                    "over HTTP. Set it to true, or leave policy.generation out: Roundhouse's engine always serves HTTP."
+                )
+        if not policy:
+            del tree["policy"]
+    gym = dict(env.get("nemo_gym") or {})
+    if not (paths := gym.pop("config_paths", None)):
+        raise ValueError("env.nemo_gym.config_paths is unset: name NeMo Gym's configuration files.")
+    if nested := [key for key, value in gym.items() if isinstance(value, dict | list)]:
+        raise ValueError(f"env.nemo_gym.{nested[0]} is a section: put it into a file, and name that in config_paths.")
+    settings = [f"++{key}={_text(value)}" for key, value in gym.items()]
+    given = {"kind": "nemo_gym", "config_paths": paths} | ({"overrides": settings} if settings else {})
+    return tree | {"environment": given | (tree.get("environment") or {})}
+
+
 def _found(tree: Tree) -> Iterator[tuple[Renamed, Any, Any]]:
     """Each rename that the configuration needs, with the value it has and the one it is to have."""
     for rename in RENAMED:

@@ -27,6 +27,7 @@ from roundhouse.config.environments import (
     InstructionConstraintsEnvironment,
     LookupEnvironment,
     MixtureEnvironment,
+    NemoGymEnvironment,
     ShortQuestionsEnvironment,
     SortEnvironment,
     SqlWorldEnvironment,
@@ -219,6 +220,11 @@ def _elsewhere(config: EnvironmentConfig) -> str:
         return (
             f"environment.kind is command ({config.command[0]}): its rollouts are played by that program, which has no "
             "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+        )
+    if isinstance(config, NemoGymEnvironment):
+        return (
+            f"environment.kind is nemo_gym ({', '.join(config.config_paths)}): its tasks, tools and verifiers live in the "
+            "servers that the run starts, which have no demonstrations. Set policy.kind to pretrained."
         )
     if isinstance(config, MixtureEnvironment):
         return (

@@ -31,7 +31,7 @@ from roundhouse.trajectories.schemas import rebuild_prompts
 UNLIMITED = 2**31 - 1
 CONCURRENCY = 16
 """Rollouts that are played at a time: one that waits for a server does not keep the others."""
-OWN_LOOP = ("agent", "worker", "command")
+OWN_LOOP = ("agent", "worker", "command", "nemo_gym")
 """Kinds of environment that play a rollout by a loop of their own, which cannot be given recorded replies."""
 
 

@@ -22,7 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from roundhouse.config.environments import CommandEnvironment, CustomEnvironment, MixtureEnvironment, WorkerEnvironment
+from roundhouse.config.environments import (
+    CommandEnvironment,
+    CustomEnvironment,
+    MixtureEnvironment,
+    NemoGymEnvironment,
+    WorkerEnvironment,
+)
 from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, RemoteEnvironment
 from roundhouse.environments import load_any
 from roundhouse.environments.base import (
@@ -192,6 +198,10 @@ def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
         from roundhouse.compat.nexrl.client import WorkerClient
 
         return WorkerClient.from_config(config)
+    if isinstance(config, NemoGymEnvironment):
+        from roundhouse.compat.nemo_gym.owned import NemoGymClient
+
+        return NemoGymClient.from_config(config)
     if isinstance(config, CommandEnvironment):
         from roundhouse.compat.command import CommandClient
 

@@ -152,7 +152,7 @@ def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]
 def reference_version(run: Run, base: int) -> int:
     """The version that is the reference when version `base` is trained from: the newest that `reference_every` made it, counted
     from the version that the run began with; 0 before, and without it."""
-    every = getattr(run.config.train.algorithm, "reference_every", None)
+    every = run.config.train.algorithm.reference_every
     passed = 0 if every is None else (base - run.first_version) // every * every
     return run.first_version + passed if passed > 0 else 0
 

@@ -13,6 +13,7 @@ from roundhouse.config.environments import (
     CommandEnvironment,
     CustomEnvironment,
     MixtureEnvironment,
+    NemoGymEnvironment,
     RemoteEnvironment,
     WorkerEnvironment,
 )
@@ -106,7 +107,7 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
 def _has_tasks(config: RunConfig, remote: bool) -> bool:
     """Whether there are held-out tasks. Reads the files of rows and makes the class of a custom environment."""
     environment = config.environment
-    if isinstance(environment, CustomEnvironment | CommandEnvironment | MixtureEnvironment):
+    if isinstance(environment, CustomEnvironment | CommandEnvironment | MixtureEnvironment | NemoGymEnvironment):
         return any(True for _ in open_environment(environment).tasks("heldout"))
     if isinstance(environment, AgentEnvironment | RemoteEnvironment):
         rows = (environment.train_tasks, environment.heldout_tasks)

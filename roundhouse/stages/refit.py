@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from roundhouse.activity import ACTIVITY, announce
-from roundhouse.config.environments import environments_in
+from roundhouse.config.environments import NemoGymEnvironment, environments_in
 from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps, reservation, served_generation
@@ -116,7 +117,7 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     )
 
 
-OWN_REQUESTS = ("agent",)
+OWN_REQUESTS = ("agent", "nemo_gym")
 """Kinds of environment whose programs write the requests to the engine themselves."""
 
 
@@ -196,6 +197,30 @@ def put_to_sleep(run: Run, checkpoint: Reference) -> None:
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
     with ACTIVITY.track("sleep", "engine", "", engine.url, patience):
         engine.ensure(generation, model, checkpoint.uri, checkpoint.policy_version, RefitOptions(asleep=_what_for(run)))
+
+
+@contextmanager
+def own_gym(run: Run) -> Iterator[None]:
+    """For the time of the block the servers of `environment.kind: nemo_gym` run, with the engine behind them; all are healthy
+    at its beginning. Nothing is started for other kinds.
+
+    Raises:
+        ConfigError, InfraError: they cannot be started.
+    """
+    found = [each for each in environments_in(run.config.environment).values() if isinstance(each, NemoGymEnvironment)]
+    if not found:
+        yield
+        return
+    from roundhouse.compat.nemo_gym.owned import owned_servers
+
+    announce("gym", text="starting")
+    logs = (Path(run.config.infra.state) / "gym" / run.run_id).resolve()
+    patience = found[0].start_timeout_seconds
+    with ExitStack() as stack:
+        with ACTIVITY.track("gym", "servers", run.run_id, str(logs), patience):
+            url = stack.enter_context(owned_servers(found[0], engine_service(run).url, logs))
+        announce("gym", text=f"ready at {url}")
+        yield
 
 
 @contextmanager

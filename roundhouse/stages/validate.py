@@ -33,7 +33,7 @@ NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
 """Reasons of rollouts that dynamic sampling put aside. Nothing is wrong with them: they do not count as refused."""
 
 
-OWN_RECORD = ("agent", "worker", "command")
+OWN_RECORD = ("agent", "worker", "command", "nemo_gym")
 """Kinds of environment whose rollouts are recorded by their agent's or worker's own loop, under limits of its own."""
 
 

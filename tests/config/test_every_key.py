@@ -23,6 +23,7 @@ from roundhouse.config.environments import (
     FrozenLakeEnvironment,
     GuessNumberEnvironment,
     MixtureEnvironment,
+    NemoGymEnvironment,
     RemoteEnvironment,
     WorkerEnvironment,
 )
@@ -54,11 +55,12 @@ SHOWN_BY = {
 SECTIONS = sorted(set(sections(RunConfig)), key=lambda section: section.__name__)
 ELSEWHERE = (
     AgentEnvironment,
+    CommandEnvironment,
     CustomEnvironment,
     MixtureEnvironment,
+    NemoGymEnvironment,
     RemoteEnvironment,
     WorkerEnvironment,
-    CommandEnvironment,
 )
 BUILT_IN = [section for section in sections(EnvironmentConfig) if section not in ELSEWHERE]
 

@@ -18,6 +18,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ class StartOptions:
     """Make foreign servers' virtual environments first."""
     ray: bool = True
     """Give foreign servers one Ray cluster to join. Without it, NeMo Gym's start one each."""
+    restarts: int = 0
+    """How often each server is started again after it has ended by itself."""
     announce: Callable[[str], None] = field(default=lambda text: None)
     """Told of every step, in a few words."""
 
@@ -70,6 +73,7 @@ class GymServers:
         self._ready: set[str] = set()
         self._foreign_environment: dict[str, str] = {}
         self._started_at = time.time()
+        self._restarted: Counter[str] = Counter()
         self._children: Children | None = None
         self._head: HttpThread | None = None
 
@@ -104,10 +108,10 @@ class GymServers:
             InfraError: a port is taken, a process cannot be started or ended, or the time is over: names who is at fault.
         """
         for command in self._commands.values():
-            _, port = self._resolution.address(command.instance)
-            if not can_bind(port):
-                owner = describe_owner(port) or "another process"
-                raise InfraError(f"{command.instance.name}: port {port} is taken by {owner}.")
+            _, own_port = self._resolution.address(command.instance)
+            if not can_bind(own_port):
+                owner = describe_owner(own_port) or "another process"
+                raise InfraError(f"{command.instance.name}: port {own_port} is taken by {owner}.")
         app = head_server.build_app(self._resolution, self.running, self._options.head_token)
         self._head = HttpThread(app, *self._resolution.head_address())
         self._options.announce(f"head server at {self.head_url}")
@@ -132,27 +136,45 @@ class GymServers:
             if self._options.install and command.venv is not None:
                 self._options.announce(f"{name}: installing into {command.venv}")
                 await install(command.directory, command.venv, self._resolution.tree, command.environment, log)
-            try:
-                environment = {**command.environment, **self._foreign_environment, CONFIG_DICT: self._resolution.yaml()}
-                self._children.start(name, command.arguments, command.directory, environment)
-            except OSError as error:
-                raise InfraError(f"{name} cannot be started ({' '.join(command.arguments)}): {error}") from error
+            self._start(self._children, command)
         self._options.announce(f"{len(self._commands)} processes started, logs in {self._options.logs}")
         await self._until_ready()
         await self._until_engines_answer()
 
+    def _start(self, children: Children, command: Command) -> None:
+        environment = {**command.environment, **self._foreign_environment, CONFIG_DICT: self._resolution.yaml()}
+        try:
+            children.start(command.instance.name, command.arguments, command.directory, environment)
+        except OSError as error:
+            raise InfraError(
+                f"{command.instance.name} cannot be started ({' '.join(command.arguments)}): {error}"
+            ) from error
+
     async def until(self, stop: asyncio.Event) -> None:
-        """Return when `stop` is set.
+        """Return when `stop` is set. A server that ends by itself is started again at its address, as often as allowed.
 
         Raises:
-            InfraError: a server ended by itself.
+            InfraError: a server ended by itself once more.
         """
         while not stop.is_set():
-            self._raise_ended()
+            await self._restart_ended()
             try:
                 await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
             except TimeoutError:
                 continue
+
+    async def _restart_ended(self) -> None:
+        children = self._children
+        assert children is not None, "until follows start"
+        for child in children.ended():
+            command = self._commands.get(child.name)
+            if command is None or self._restarted[child.name] >= self._options.restarts:
+                self._raise_ended()
+                return
+            self._restarted[child.name] += 1
+            self._options.announce(f"{child.name} ended by itself and is started again; log {child.log}")
+            await children.end(child.name)  # what it left running
+            self._start(children, command)
 
     async def _until_ready(self) -> None:
         deadline = time.monotonic() + self._options.start_seconds

@@ -1,0 +1,253 @@
+"""NeMo Gym's servers as a run's own: started with its engine behind them, and an environment over their agents.
+
+Invariant: the servers live in one process tree below the flow's, and end with it; what makes rollouts finds them at the head
+server that `HEAD_VARIABLE` names, in this process and those that it starts. Every row is played by the agent that it names; a
+row of an unknown agent, and a configuration with a problem, are refused before any server is started.
+
+    with owned_servers(config.environment, "http://127.0.0.1:8000", Path(".roundhouse/gym/run")):
+        async with open_environment(config.environment) as environment: …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
+from roundhouse.compat.nemo_gym.config.resolve import PORT_RANGE, Resolution, free_port, resolve
+from roundhouse.compat.nemo_gym.config.sources import SearchRoots
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
+from roundhouse.compat.nemo_gym.servers.start import GymServers, StartOptions
+from roundhouse.config.environments import NemoGymEnvironment
+from roundhouse.environments.base import Restoration, Split, TaskRow
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.rollout.agents import RolloutAttempt
+from roundhouse.rollout.protocol import EnvironmentUnavailable
+
+log = logging.getLogger(__name__)
+
+HEAD_VARIABLE = "ROUNDHOUSE_GYM_HEAD"
+"""Environment variable with the URL of the head server of the run's own servers."""
+
+
+def resolved(config: NemoGymEnvironment, engine_url: str, **options: Any) -> Resolution:
+    """The configuration of the servers, with the run's engine behind their model servers.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    initial = {
+        "policy_base_url": f"{engine_url.rstrip('/')}/v1",
+        "policy_api_key": "none",
+        "policy_model_name": "policy",
+        "model_endpoint_readiness_timeout_seconds": 0,  # the run waits for its engine itself
+        "head_server": {"port": free_port(PORT_RANGE, ())},
+    }
+    roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
+    resolution = resolve(config.config_paths, config.overrides, roots, initial=initial, ours=config.ours, **options)
+    if not resolution.instances and not resolution.problems:
+        resolution.problems.append("it names no server")
+    try:
+        resolution.raise_problems()
+    except ConfigError as error:
+        raise ConfigError(f"environment.config_paths is {', '.join(config.config_paths)}: {error}") from error
+    return resolution
+
+
+@contextmanager
+def owned_servers(config: NemoGymEnvironment, engine_url: str, logs: Path) -> Iterator[str]:
+    """The servers, for the time of the block, all healthy at its beginning; the head server's URL.
+
+    Raises:
+        ConfigError: the configuration has a problem.
+        InfraError: a server could not be started, or did not answer in time.
+    """
+    resolution = resolved(config, engine_url)
+    roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
+    found, resolution.problems = commands(resolution, roots, Foreign(Path(config.python) if config.python else None))
+    resolution.raise_problems()
+    options = StartOptions(
+        logs=logs,
+        start_seconds=config.start_timeout_seconds,
+        ray=any(one.kind == "foreign" for one in resolution.instances) and config.python is None,
+        restarts=config.restarts,
+        announce=lambda text: log.info("gym: %s", text),
+    )
+    servers = _Running(GymServers(resolution, found, options))
+    try:
+        url = servers.ready()
+        before, os.environ[HEAD_VARIABLE] = os.environ.get(HEAD_VARIABLE), url
+        try:
+            yield url
+        finally:
+            if before is None:
+                del os.environ[HEAD_VARIABLE]
+            else:
+                os.environ[HEAD_VARIABLE] = before
+    finally:
+        servers.close()
+
+
+class _Running:
+    """The servers in a thread with an event loop of its own."""
+
+    def __init__(self, servers: GymServers) -> None:
+        self._servers = servers
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="gym servers", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> str:
+        """Wait until all are healthy; the head server's URL."""
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self._servers.head_url
+
+    def close(self) -> None:
+        """End them, and wait for that."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._live())
+
+    async def _live(self) -> None:
+        try:
+            async with self._servers as servers:
+                starting = asyncio.create_task(servers.start())
+                stopped = asyncio.create_task(self._stop.wait())
+                await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    starting.cancel()
+                    await asyncio.gather(starting, return_exceptions=True)
+                    raise InfraError("The servers were told to end while they were starting.")
+                starting.result()
+                self._started.set()
+                await servers.until(self._stop)
+                stopped.cancel()
+        except (InfraError, ConfigError, OSError) as error:
+            self._error = error
+            log.error("NeMo Gym's servers have ended: %s", error)
+        finally:
+            self._started.set()
+        await self._stop.wait()
+
+
+@functools.lru_cache(maxsize=8)
+def agents_of(config: NemoGymEnvironment) -> tuple[str, ...]:
+    """The names of the configuration's agents.
+
+    Raises:
+        ConfigError: it has a problem, or no agent.
+    """
+    resolution = resolved(config, "http://127.0.0.1:1", choose_ports=False)
+    agents = tuple(one.name for one in resolution.instances if one.type == "responses_api_agents")
+    if not agents:
+        raise ConfigError(f"environment.config_paths is {', '.join(config.config_paths)}, which names no agent.")
+    return agents
+
+
+class NemoGymClient:
+    """The agents of the run's own servers as one environment."""
+
+    name = "nemo_gym"
+    restoration: Restoration = "none"
+
+    def __init__(
+        self, agents: Sequence[str], agent: str | None, train: Sequence[TaskRow], heldout: Sequence[TaskRow]
+    ) -> None:
+        """
+        Args:
+            agent: plays rows that name none.
+
+        Raises:
+            ConfigError: a row names an agent that there is not, or none where there are several.
+        """
+        self._agent = agent or (agents[0] if len(agents) == 1 else None)
+        if self._agent is not None and self._agent not in agents:
+            raise ConfigError(f"environment.agent is {self._agent!r}; the agents are {', '.join(agents)}.")
+        for key, rows in (("train_tasks", train), ("heldout_tasks", heldout)):
+            for number, row in enumerate(rows, start=1):
+                if (named := self.agent_of(row)) not in agents:
+                    raise ConfigError(
+                        f"environment.{key}: row {number} names the agent {named!r} (agent_ref.name), but the agents of "
+                        f"environment.config_paths are {', '.join(agents)}. Correct the row, or add the agent's configuration."
+                    )
+        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
+        self._clients: dict[str, RemoteAgentClient] = {}
+        self.agent = NemoGymAgent(self)
+
+    @classmethod
+    def from_config(cls, config: NemoGymEnvironment) -> Self:
+        """The client of a configuration.
+
+        Raises:
+            ConfigError: as the class, or the configuration or a file has a problem.
+        """
+        files = {"environment.train_tasks": config.train_tasks, "environment.heldout_tasks": config.heldout_tasks}
+        train, heldout = (read_task_rows(uri, key) if uri else [] for key, uri in files.items())
+        return cls(agents_of(config), config.agent, train, heldout)
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return self._tasks[split]
+
+    def agent_of(self, row: TaskRow) -> str | None:
+        """The agent that plays a row."""
+        reference = row.get("agent_ref")
+        named = reference.get("name") if isinstance(reference, dict) else None
+        return self._agent if named is None else str(named)
+
+    def client_of(self, agent: str) -> RemoteAgentClient:
+        """The client of an agent, which is looked up at the head server.
+
+        Raises:
+            EnvironmentUnavailable: the run's servers are not started.
+        """
+        if agent not in self._clients:
+            if (head := os.environ.get(HEAD_VARIABLE)) is None:
+                raise EnvironmentUnavailable(
+                    "environment.kind is nemo_gym, but its servers are not started here: a training run does that. Start them "
+                    f"by `roundhouse gym start`, and set {HEAD_VARIABLE} to the head server's URL."
+                )
+            own = {split: [row for row in rows if self.agent_of(row) == agent] for split, rows in self._tasks.items()}
+            self._clients[agent] = RemoteAgentClient(
+                head_server=head, agent=agent, train=own["train"], heldout=own["heldout"]
+            )
+        return self._clients[agent]
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class NemoGymAgent:
+    """Plays each row by the agent that it names."""
+
+    def __init__(self, client: NemoGymClient) -> None:
+        self._client = client
+
+    async def play(self, attempt: RolloutAttempt, environment: object) -> None:
+        name = self._client.agent_of(attempt.rollout.task)
+        assert name is not None, "rows without an agent were refused"
+        attempt.rollout.environment = name
+        await self._client.client_of(name).agent.play(attempt, environment)
