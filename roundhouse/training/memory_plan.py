@@ -7,10 +7,12 @@ backward of the trainer's own scorer on fake tensors, which have shapes and no b
     weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients)
     moments                8 bytes per trained parameter, spread
     reference              4 bytes per parameter, spread
-    gathered weights       FSDP2: the root's group, two layers and the buffer of a third, in the compute type
+    gathered weights       FSDP2: the root's group and two layers, in the compute type
     whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`)
     reduction              FSDP2: the largest group's gradient, and as much in float32
     activations, logits    of one microbatch, at the moment when both together are most
+
+Over several ranks the peak is in the backward pass, or where the largest group is reduced behind it; the plan is the larger.
 
 `benchmarks/memory_plan.py` holds plans beside measured peaks.
 """
@@ -136,13 +138,21 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         "moments": 8 * trained // ranks,
         "reference": 4 * (adapter or whole) // ranks if train.algorithm.reference_source is not None else 0,
     }
+    passing = {"activations": live.at_peak - live.logits_at_peak, "logits": live.logits_at_peak}
     if ranks > 1:
         element, root, layer = built.model.dtype.itemsize, whole - sum(layers), max(layers)
-        bytes_["gathered weights"] = element * (root + 2 * layer + max(root, layer))
+        reducing = {
+            "gathered weights": element * (root + 2 * layer + max(root, layer)),
+            "reduction": (element + 4) * max(root, layer) * trained // whole,
+        }
+        passing["gathered weights"] = element * (root + 2 * layer)
+        kept = dict(bytes_)
         if train.reduce_gradients == "update":
             bytes_["whole gradients"] = 4 * trained
-        bytes_["reduction"] = (element + 4) * max(root, layer) * trained // whole
-    bytes_ |= {"activations": live.at_peak - live.logits_at_peak, "logits": live.logits_at_peak}
+            kept = bytes_ | {"gradients": 0}  # parts of the sum exist once it is made
+        bytes_ = max(kept | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
+    else:
+        bytes_ |= passing
     return MemoryPlan(whole, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
 
 
