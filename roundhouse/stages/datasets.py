@@ -4,8 +4,8 @@
     datasets/offline/v000012-i000001/              collected by hand: version 12, draw 1
 
 Invariants: a moment has at most one complete version of a dataset, however often its collection is started; all rollouts of a
-version are of one policy version; retention takes the manifest away before any file, and takes nothing that a run of the store
-trains from.
+version are of one policy version; retention takes the manifest away before any file, and takes nothing that a run or a
+replay of the store trains from.
 """
 
 from __future__ import annotations
@@ -123,12 +123,15 @@ def dataset_names(store: str) -> list[str]:
 
 
 def users_of_datasets(store: str) -> dict[str, list[str]]:
-    """Runs of the store that train, or trained, from a dataset's version, by the version's URI."""
+    """Runs and replays of the store that train, or trained, from a dataset's version, by the version's URI."""
     users: dict[str, list[str]] = {}
-    runs = Location(store) / "runs"
+    runs, replays = Location(store) / "runs", Location(store) / "replays"
     for run_id in runs.names():
         for reference in _trained_from(runs / run_id):
             users.setdefault(reference.uri, []).append(run_id)
+    for name in replays.names():
+        for uri in _replayed_from(store, replays / name):
+            users.setdefault(uri, []).append(f"replay {name}")
     return users
 
 
@@ -143,8 +146,8 @@ def retain_versions(
 ) -> list[str]:
     """Delete complete versions that nothing keeps; their URIs. What is unfinished stays.
 
-    A version is kept when it is among the `keep_last` newest, when it is younger than `keep_days`, or when a run of the store
-    trains from it. The newest one always is; with neither number, all are.
+    A version is kept when it is among the `keep_last` newest, when it is younger than `keep_days`, or when a run or a replay
+    of the store trains from it. The newest one always is; with neither number, all are.
 
     Args:
         now: seconds since the epoch; this moment when left out.
@@ -166,6 +169,22 @@ def retain_versions(
         location.delete(MANIFEST)
         location.delete_tree()
     return deleted
+
+
+def _replayed_from(store: str, replayed: Location) -> list[str]:
+    """URIs of the dataset versions that a replay reads instead of the run's collections; of an unfinished one, too."""
+    try:
+        request = json.loads(replayed.read("run.json"))["replay"]
+    except NotFound:
+        return []
+    source = request["inputs"].get("rollouts", "")
+    if "/" in source:
+        return [Location(source).uri]
+    if not source or source.startswith("iteration:"):
+        return []
+    first, last = request["iterations"]
+    labels = [f"{request['run_id']}-i{k:06d}" for k in range(first, last + 1)]
+    return [(Location(store) / f"datasets/{source}/{label}").uri for label in labels]
 
 
 def _trained_from(run: Location) -> list[Reference]:

@@ -14,11 +14,12 @@ from roundhouse.replay import stages as replaying
 from roundhouse.replay.comparison import Comparison
 from roundhouse.replay.drift import DriftGate
 from roundhouse.replay.stages import read_comparison, replay, substituted_config
+from roundhouse.stages.datasets import retain_versions
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_table
+from roundhouse.store.stage import Stage, read_manifest, read_table
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
@@ -98,6 +99,24 @@ def test_another_iterations_rollouts_are_named_as_the_cause(run: Run) -> None:
     assert because.startswith("input rollouts: iteration:1 was substituted for ")
     assert found.first.rows["sequences"]["changed"] == 16
     assert found.stages[-1].because == ["input sequences: iteration 2, validate differs"]
+
+
+def test_retention_keeps_the_rescored_versions_that_a_replay_reads(run: Run) -> None:
+    store, name = run.config.store, "pruned"
+    for k in (1, 2, 3):
+        recorded = run.stage(k, "collect").reference()
+        assert recorded is not None
+        place = Location(store) / f"datasets/{name}/{run.run_id}-i{k:06d}"
+        attempt = Stage(place, kind="collect", run_id=run.run_id, iteration=k).begin(read_manifest(recorded).provenance)
+        for dataset in ("rollouts", "turns"):
+            attempt.write_table(dataset, read_table(recorded, dataset))
+        attempt.commit(inputs={"rollouts": recorded}, counts=recorded.counts)
+    replay(store, run.run_id, [1], ["validate"], inputs={"rollouts": name}, name="reads-pruned")
+    gone = retain_versions(store, name, keep_last=1)
+    assert [uri.rsplit("-", 1)[-1] for uri in gone] == ["i000002"], (
+        "version 1 is read by a replay, version 3 is the newest"
+    )
+    assert replay(store, run.run_id, [1], ["validate"], inputs={"rollouts": name}, name="reads-pruned").stages
 
 
 def test_another_base_is_named_as_the_cause(run: Run) -> None:
