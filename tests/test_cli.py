@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from roundhouse.cli import app, reports
@@ -343,9 +345,14 @@ def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(tm
     """0.00728 CPU hours were 26 s, and "untrained" was not explained."""
     run = write_run(str(tmp_path / "store"), iterations=1)
     totals = {"cpu_hours": 0.00728, "wall_hours": 3.0, "generated_tokens": 10.0}
-    totals |= {f"waste/{reason}_tokens": 1.0 for reason in reports.WHY}
     run.begin(run.stage(1, "report"), policy_version=1).commit(details={"totals": totals})
     shown = CliRunner().invoke(app, ["runs", "cost", "r", "--store", run.config.store]).stdout
     assert "0.00728 (26 s)" in shown
     assert "3 (3 h)" in shown
-    assert "untrained: no weight" in shown
+    assert "trained: a step gave them weight" in shown
+    bill = {"tokens": dict.fromkeys(reports.WHY, 1.0), "cpu_seconds": {"judged": 2.0}, "money": {"judged": 0.5}}
+    terminal = Console(record=True, width=120, file=io.StringIO())
+    terminal.print(reports._bill_table(bill, "EUR"))
+    told = terminal.export_text()
+    assert "untrained: no weight" in told
+    assert all(f"{cause}: {meaning}" in told for cause, meaning in reports.WHY.items())

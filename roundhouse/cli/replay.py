@@ -21,6 +21,7 @@ from roundhouse.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from roundhouse.replay.bisect import Bisection
     from roundhouse.replay.comparison import Comparison, StageComparison
     from roundhouse.replay.environment_tests import EnvironmentReport
     from roundhouse.replay.verdicts import VerdictDiff
@@ -205,6 +206,125 @@ def rescore_rollouts(
 
     diff = rescore(store, source, name, iterations=span, overrides=overrides or [], progress=progress)
     out(json.dumps(diff.as_json(), indent=1)) if as_json else show_verdicts(diff)
+
+
+@app.command("bisect")
+def bisect_run(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose metric fell.")],
+    metric: Annotated[str, typer.Option(help="held_out_reward, or reward of the collections.")] = "held_out_reward",
+    against: Annotated[
+        str | None, typer.Option(help="A run whose configuration is right; left out, the parent of a fork.")
+    ] = None,
+    overrides: Overrides = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Measure replayed versions with the run's engine, which is started.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave all replays in the store, not only the deciding one.")
+    ] = False,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    trust_store: TrustStore = False,
+) -> None:
+    """Which iteration made a metric fall, and which of rows, reward code, configuration, weights, engine or code did it.
+
+    Found by replaying the iteration with one thing put right at a time; --set names a configuration that is held to be right.
+    Exits with 1 where the metric fell.
+    """
+    from roundhouse.infra.services import services_of
+    from roundhouse.replay.bisect import bisect
+    from roundhouse.replay.stages import substituted_config
+    from roundhouse.store.run import load_run
+
+    config = substituted_config(load_run(store, run_id).config, overrides or [])
+    accept_code(config, overrides, trust_store)
+    with services_of(config) if evaluate else nullcontext():
+        found = bisect(
+            store,
+            run_id,
+            metric,
+            against=against,
+            overrides=overrides or [],
+            evaluate=evaluate,
+            keep=keep,
+            say=lambda line: error_console().print(f"[dim]{line}[/]", highlight=False),
+        )
+    out(json.dumps(found.as_json(), indent=1)) if as_json else _show_bisection(found)
+    if found.fall is not None:
+        raise typer.Exit(DIFFERS)
+
+
+def _show_bisection(found: Bisection) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal, fall = console(), found.fall
+    if fall is None:
+        out(f"{found.metric} of {len(found.values)} versions: no fall that chance does not explain")
+        return
+    out(
+        f"{found.metric} falls from {fall.before:.4g} at version {fall.good} to {fall.after:.4g} at version {fall.bad}, "
+        f"{fall.standard_errors:.1f} standard errors"
+    )
+    table = Table("put right", "what", found.metric, "recovered", box=None)
+    for trial in found.trials:
+        share = "not measured" if trial.recovered is None else f"{trial.recovered:.0%}"
+        table.add_row(trial.cause, Text(trial.what), _number(trial.value), share)
+    terminal.print(table)
+    for note in found.notes:
+        terminal.print(Text(note, style="yellow"))
+    if found.cause:
+        terminal.print(Text(f"Cause: {found.cause}, iteration {found.iteration}. {found.detail}", style="bold"))
+    else:
+        terminal.print(
+            "No cause: nothing that could be put right gives back half of the fall. Name a configuration with --set."
+        )
+    out(f"{found.stage_runs} stages ran again, {found.narrowing_runs} more for the smallest set")
+
+
+@app.command("branch")
+def branch_turn(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run that collected the rollouts.")],
+    rollout: Annotated[list[str], typer.Option(help="Id of a stored rollout, such as train/7/0; may be repeated.")],
+    iteration: Annotated[int, typer.Option(help="The iteration that collected them.", min=0)],
+    turn: Annotated[int, typer.Option(help="The first turn that is made anew; 0 is the first reply.", min=0)],
+    name: Annotated[str, typer.Option(help="Dataset that gets the branches.")],
+    version: Annotated[str, typer.Option(help="Policy version that goes on: newest, promoted or a number.")] = "newest",
+    samples: Annotated[int, typer.Option(help="Branches of each rollout.", min=1)] = 4,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    trust_store: TrustStore = False,
+) -> None:
+    """Let stored rollouts go on from one of their turns with any policy version.
+
+    The environment is replayed up to that turn, and each of its answers compared with the recorded one. Branches are a dataset
+    to train from; only the new turns are generated, and only they are trained on.
+    """
+    from roundhouse.infra.services import services_of
+    from roundhouse.replay.branches import branch, stored_rollouts
+    from roundhouse.stages.refit import engine_at
+    from roundhouse.store.run import load_run, no_such_version, version_named
+
+    run = load_run(store, run_id)
+    accept_code(run.config, None, trust_store)
+    number = version_named(run, version)
+    if (checkpoint := run.checkpoint(number).reference()) is None:
+        raise no_such_version(run, number)
+    stored_rollouts(run, iteration, rollout)
+    with services_of(run.config):
+        made = branch(run, iteration, rollout, turn, name, engine_at(run, number), checkpoint, samples)
+    if as_json:
+        facts = {"rewards": made.rewards, "before": made.before, "reasons": made.reasons}
+        out(json.dumps({"version": made.version.uri, "generated_tokens": made.generated_tokens} | facts, indent=1))
+        return
+    for rollout_id, rewards in made.rewards.items():
+        mean = sum(rewards) / len(rewards) if rewards else None
+        out(
+            f"{rollout_id}: {_number(made.before[rollout_id])} → {_number(mean)} over {len(rewards)} branches from turn {turn}"
+        )
+    for reason, count in made.reasons.items():
+        out(f"failed: {count} {reason}")
+    out(f"{made.generated_tokens} tokens generated; {made.version.uri}")
 
 
 @env_app.callback()

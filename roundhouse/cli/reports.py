@@ -1,4 +1,4 @@
-"""`roundhouse runs status | cost | lineage | compare`: what a store says of a run."""
+"""`roundhouse runs status | cost | doctor | lineage | compare`: what a store says of a run."""
 
 from __future__ import annotations
 
@@ -82,23 +82,39 @@ def _oldest(beat: Beat, name: str) -> str:
 
 
 WHY = {
+    "trained": "a step gave them weight",
     "failed": "the rollout has no reward",
     "quarantined": "validation refused the rollout",
     "omitted": "the group was too small, or more than was wanted",
     "untrained": "no weight, its group had one reward throughout",
+    "masked": "the loss skips their turn",
+    "skipped": "the iteration was skipped",
+    "pending": "collected, and not trained on yet",
+    "evaluated": "held-out tasks",
+    "datasets": "collected for datasets",
+    "branched": "new turns of branches",
+    "replayed": "stages run again",
+    "judged": "stored rollouts judged anew",
 }
-"""What each reason means, as `roundhouse.stages.cost` counts it."""
+"""What each cause means, as `roundhouse.stages.cost.bill_of` counts it."""
 
 
 @app.command("cost")
-def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """What a run used, what was wasted and why, and its budget."""
-    from roundhouse.store.run import load_run
+def runs_cost(
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="A run; left out: all of the store.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """What a run used: each token and CPU second by its one cause, and its budget. Without a run, the bill of all of them."""
+    from roundhouse.store.run import load_run, run_ids
 
+    if run_id is None:
+        bills = {each: run_cost(load_run(store, each)) for each in run_ids(store)}
+        return _show_bills(bills, as_json)
     found = run_cost(load_run(store, run_id))
     if as_json:
         out(json.dumps(found, indent=1))
-        return
+        return None
     from rich.markup import escape
     from rich.table import Table
 
@@ -109,13 +125,43 @@ def runs_cost(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
             hours = f" ({_duration(total)})" if name.endswith("_hours") else ""
             used.add_row(name.replace("_", " "), f"{total:,.4g}{hours}", "" if limit is None else f"{limit:,.10g}")
     console().print(used)
-    if generated := found["totals"]["generated_tokens"]:
-        wasted = Table("not learnt from", "tokens", "share", box=None)
-        for reason, tokens in found["wasted_tokens"].items():
-            wasted.add_row(f"{reason}: {WHY[reason]}", f"{tokens:,.0f}", f"{tokens / generated:.1%}")
-        console().print(wasted)
+    console().print(_bill_table(found["bill"], found["currency"]))
     for line in found["over_budget"]:
         console().print(f"[yellow]{escape(line)}[/]: the run waits for it to be raised")
+    return None
+
+
+def _bill_table(bill: dict[str, dict[str, float]], currency: str) -> Any:
+    """A row a cause: tokens with their share, CPU seconds, money where there is a price."""
+    from rich.table import Table
+
+    priced = [currency] if bill["money"] else []
+    table = Table("cause", "tokens", "share", "CPU s", *priced, box=None)
+    whole = sum(bill["tokens"].values()) or 1.0
+    for cause in [cause for cause in WHY if cause in bill["tokens"] or cause in bill["cpu_seconds"]]:
+        tokens, seconds = bill["tokens"].get(cause, 0.0), bill["cpu_seconds"].get(cause, 0.0)
+        money = [f"{bill['money'].get(cause, 0.0):,.4g}"] if priced else []
+        table.add_row(f"{cause}: {WHY[cause]}", f"{tokens:,.0f}", f"{tokens / whole:.1%}", f"{seconds:,.1f}", *money)
+    return table
+
+
+def _show_bills(bills: dict[str, dict[str, Any]], as_json: bool) -> None:
+    """The bills of several runs, and their sum."""
+    total: dict[str, dict[str, float]] = {"tokens": {}, "cpu_seconds": {}, "money": {}}
+    for found in bills.values():
+        for part, causes in found["bill"].items():
+            for cause, value in causes.items():
+                total[part][cause] = total[part].get(cause, 0.0) + value
+    if as_json:
+        out(json.dumps({"runs": {run_id: found["bill"] for run_id, found in bills.items()}, "total": total}, indent=1))
+        return
+    for run_id, found in bills.items():
+        tokens, seconds = (sum(found["bill"][part].values()) for part in ("tokens", "cpu_seconds"))
+        out(f"{run_id}: {tokens:,.0f} tokens, {seconds:,.1f} CPU s")
+    currencies = {found["currency"] for found in bills.values()}
+    if len(currencies) > 1:
+        total["money"] = {}  # amounts in several currencies have no sum
+    console().print(_bill_table(total, next(iter(currencies), "")))
 
 
 def _duration(hours: float) -> str:
@@ -125,8 +171,8 @@ def _duration(hours: float) -> str:
 
 
 def run_cost(run: Any) -> dict[str, Any]:
-    """Totals over the reported iterations, wasted tokens by reason, the budget and what of it is used up."""
-    from roundhouse.stages.cost import budget_of, is_waste, over_budget, run_totals
+    """Totals over the reported iterations, wasted tokens by reason, the bill, the budget and what of it is used up."""
+    from roundhouse.stages.cost import bill_of, budget_of, is_waste, over_budget, run_totals
 
     latest = run.latest_checkpoint()
     version = run.first_version if latest is None else latest.policy_version
@@ -136,10 +182,45 @@ def run_cost(run: Any) -> dict[str, Any]:
         "run_id": run.run_id,
         "totals": {name: value for name, value in totals.items() if not is_waste(name)},
         "wasted_tokens": wasted,
+        "bill": bill_of(run),
         "currency": run.config.cost.prices.currency,
         "budget": budget_of(run),
         "over_budget": over_budget(budget_of(run), totals),
     }
+
+
+@app.command("doctor")
+def runs_doctor(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A synchronous run with two iterations on record.")],
+    since: Annotated[
+        int | None, typer.Option(help="The first iteration that counts; left out, the second.", min=1)
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Which part of an iteration binds, and what each single change would gain, by simulating the recorded durations."""
+    from roundhouse.simulation.doctor import diagnose
+    from roundhouse.store.run import load_run
+
+    found = diagnose(load_run(store, run_id), since)
+    if as_json:
+        out(json.dumps(found.as_json(), indent=1))
+        return
+    from rich.table import Table
+
+    parts = Table("part", "seconds", "share", box=None)
+    for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1]):
+        parts.add_row(name, f"{seconds:.2f}", f"{seconds / found.seconds:.0%}")
+    console().print(parts)
+    out(
+        f"{found.binds} binds: {found.seconds:.2f} s an iteration over {found.iterations} ({found.simulated:.2f} simulated)"
+    )
+    changes = Table("change", "iteration", "gain", "error", "what", box=None)
+    for each in found.changes:
+        changes.add_row(each.change, f"{each.seconds:.2f} s", f"{each.gain:+.2f} s", f"± {each.error:.2f}", each.what)
+    console().print(changes)
+    for note in found.notes:
+        out(note)
 
 
 ITERATIONS_SHOWN, SPARK_WIDTH = 16, 32

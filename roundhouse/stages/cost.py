@@ -13,18 +13,23 @@ counts, so it is the same after any restart, on any machine, whichever way it wa
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Mapping
 
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.store.location import AlreadyExists, NotFound
-from roundhouse.store.manifest import Manifest, current_names
-from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.lineage import IDENTITY
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.manifest import Manifest, Reference, current_names
+from roundhouse.store.run import SKIPPED, Run
+from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
+from roundhouse.trajectories.ledger import LedgerError
 
 HOUR = 3600.0
 BUDGETED = ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money")
@@ -90,6 +95,142 @@ def run_totals(run: Run, iteration: int) -> dict[str, float]:
     reference = run.stage(iteration, StageKind.REPORT).reference()
     recorded = {} if reference is None else read_manifest(reference).details.get("totals", {})
     return totals_after(current_names(recorded))
+
+
+def bill_of(run: Run) -> dict[str, dict[str, float]]:
+    """Each generated token and CPU second of a run on record, by its one cause, with money where a price is set.
+
+    Tokens are counted in the rows that were generated, never in copies of them: a re-scored dataset, a replay of validation,
+    the checkpoints of a fork and the recorded turns before a branch add none.
+
+        trained       a step gave them weight                      failed, quarantined, omitted, untrained   see above
+        skipped       the iteration was skipped on purpose          pending     collected, not trained on yet
+        masked        the loss skips their turn                     datasets    collected for datasets
+        evaluated     held-out rollouts                             branched    new turns of branches
+        replayed      by stages of replays                          judged      stored rollouts judged anew (CPU alone)
+
+    Not on record, hence not here: what an attempt of a stage or of a rollout used that was killed before its end
+    (`cost/stage_attempts` and `cost/repeated_rollouts` count these).
+
+    Returns:
+        `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}}`.
+
+    Raises:
+        LedgerError: an iteration's causes are more than its tokens.
+    """
+    tokens: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for k in _numbers(run.location / "iterations"):
+        manifests = _stages_of(run.location, k)
+        own = _collected_tokens(run.location, k, manifests)
+        _add(tokens, own)
+        for kind, manifest in manifests.items():
+            used = manifest.resources.get("cpu_seconds", 0.0)
+            evaluating = kind.startswith(StageKind.EVALUATE) or kind == StageKind.PROMOTE
+            if evaluating and kind != StageKind.PROMOTE:
+                _add(tokens, {"evaluated": _generated(run.location, k, kind)})
+            if kind == StageKind.COLLECT:
+                whole = sum(own.values())
+                _add(
+                    seconds,
+                    {cause: used * count / whole for cause, count in own.items()} if whole else {"trained": used},
+                )
+            else:
+                _add(seconds, {"evaluated" if evaluating else "trained": used})
+    for version in run.checkpoint_versions():
+        manifest = read_manifest(_present(run.checkpoint(version)))
+        _add(seconds, {"trained": manifest.resources.get("cpu_seconds", 0.0)})
+    _add_replays(run, tokens, seconds)
+    _add_datasets(run, tokens, seconds)
+    price = run.config.cost.prices.cpu_hour / HOUR
+    money = {cause: used * price for cause, used in seconds.items()} if price else {}
+    return {"tokens": tokens, "cpu_seconds": seconds, "money": money}
+
+
+def _collected_tokens(place: Location, k: int, manifests: Mapping[str, Manifest]) -> dict[str, float]:
+    """Tokens of an iteration's collection by cause; they add up to all of them."""
+    if StageKind.COLLECT not in manifests:
+        return {}
+    generated = _generated(place, k, StageKind.COLLECT)
+    validated, train = manifests.get(StageKind.VALIDATE), manifests.get(StageKind.TRAIN)
+    if train is not None and SKIPPED in train.details:
+        return {"skipped": generated}
+    if validated is None or train is None:
+        return {"pending": generated}
+    metrics = validated.metrics | train.metrics
+    found = {name[len("waste/") : -len("_tokens")]: value for name, value in metrics.items() if is_waste(name)}
+    given = metrics.get("validate/trained_tokens", 0.0)
+    found["trained"] = given - found.get("untrained", 0.0)
+    found["masked"] = generated - math.fsum(found.values())
+    if found["masked"] < 0 or found["trained"] < 0:
+        raise LedgerError(f"Iteration {k} of {place.uri}: of {generated:.0f} generated tokens, the causes are {found}.")
+    return {cause: count for cause, count in found.items() if count}
+
+
+def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> None:
+    """What replays of the run used; their own tokens are those that they sampled."""
+    replays = Location(run.config.store) / "replays"
+    for name in replays.names():
+        place = replays / name
+        try:
+            if json.loads(place.read(IDENTITY))["replay"]["run_uid"] != run.uid:
+                continue
+        except NotFound:
+            continue
+        for k in _numbers(place / "iterations"):
+            for kind, manifest in _stages_of(place, k).items():
+                _add(seconds, {"replayed": manifest.resources.get("cpu_seconds", 0.0)})
+                if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
+                    _add(tokens, {"replayed": _generated(place, k, kind)})
+
+
+def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> None:
+    """What dataset versions of the run used: collected for themselves, branched, or judged anew."""
+    datasets = Location(run.config.store) / "datasets"
+    for place in [datasets / f"{name}/{label}" for name in datasets.names() for label in (datasets / name).names()]:
+        if (reference := Stage(place, kind=StageKind.COLLECT, run_id="", iteration=0).reference()) is None:
+            continue
+        manifest = read_manifest(reference)
+        if manifest.run_id != run.run_id or manifest.finished_at < run.created_at:
+            continue
+        cause = (
+            "branched" if "branched" in manifest.details else "judged" if "rollouts" in manifest.inputs else "datasets"
+        )
+        _add(seconds, {cause: manifest.resources.get("cpu_seconds", 0.0)})
+        if cause == "datasets":
+            _add(tokens, {cause: float(pc.sum(read_table(reference, "rollouts")["generated_tokens"]).as_py() or 0)})
+        elif cause == "branched":
+            turns = read_table(reference, "turns")
+            new = turns.filter(turns["trained"])["generation_token_ids"]
+            _add(tokens, {cause: float(pc.sum(pc.list_value_length(new)).as_py() or 0)})
+
+
+def _generated(place: Location, k: int, kind: str) -> float:
+    """Generated tokens in the rows of a stage that samples."""
+    stage = Stage(place / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
+    return float(pc.sum(read_table(_present(stage), "rollouts")["generated_tokens"]).as_py() or 0)
+
+
+def _stages_of(place: Location, k: int) -> dict[str, Manifest]:
+    """Manifests of an iteration's complete stages, without those of a checkpoint."""
+    root = place / f"iterations/{k:06d}"
+    found = {kind: Stage(root / kind, kind=kind, run_id="", iteration=k).reference() for kind in root.names()}
+    return {kind: read_manifest(reference) for kind, reference in found.items() if reference is not None}
+
+
+def _present(stage: Stage) -> Reference:
+    reference = stage.reference()
+    assert reference is not None, "it was listed as complete"
+    return reference
+
+
+def _numbers(place: Location) -> list[int]:
+    return sorted(int(name) for name in place.names() if name.isdigit())
+
+
+def _add(totals: dict[str, float], more: Mapping[str, float]) -> None:
+    for cause, value in more.items():
+        totals[cause] = totals.get(cause, 0.0) + value
 
 
 def is_waste(name: str) -> bool:

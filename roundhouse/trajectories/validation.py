@@ -366,7 +366,8 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
     if lowest < 0 or highest >= terms.vocabulary_size:
         token = lowest if lowest < 0 else highest
         raise Refusal("vocabulary", f"token {token} is outside [0, {terms.vocabulary_size})", turn.turn)
-    if not 0 <= terms.policy_version - turn.policy_version <= terms.max_age:
+    # what the loss skips may be of any version: the recorded turns before a branch
+    if turn.trained and not 0 <= terms.policy_version - turn.policy_version <= terms.max_age:
         older = f" or {terms.max_age} before it" if terms.max_age else ""
         evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}{older}"
         raise Refusal("policy_version", evidence, turn.turn)

@@ -1,0 +1,624 @@
+"""Bisect: which iteration of a run made a metric fall, and what of it, found by running it again with one thing substituted.
+
+Invariant: a verdict is an intervention, never a coincidence. A candidate is the cause when the iteration, replayed with it put
+right and nothing else, gives back at least half of the fall; rows are so only if they also make the healthy iteration before
+fall, or if a minority of its groups does it. Where no candidate does, there is no verdict. What could not differ (verdicts that
+are all equal, log-probabilities that the weights bear out) is not tried: equal inputs give equal weights.
+
+    metric     0.31 0.44 0.58 0.71 0.81 0.14      fall at version 5, from 0.81 to 0.14
+    candidate  code            replayed as it is            0.14     no
+               reward code     collection 5 judged anew     0.88     yes: the cause
+
+A version that a replay made is measured by the recorded rollouts (`roundhouse.replay.readings`); `evaluate=True` lets the run's
+engine evaluate it instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from roundhouse.config.loading import apply_override, digest_of_tree, flatten
+from roundhouse.errors import ConfigError, RoundhouseError, StoreError
+from roundhouse.replay.comparison import Comparison
+from roundhouse.replay.readings import (
+    Fall,
+    OtherWeights,
+    find_fall,
+    measured_on,
+    recorded_readings,
+    rollouts_of,
+    value_of_rollouts,
+)
+from roundhouse.replay.rollouts import open_for_replay
+from roundhouse.replay.stages import load_replay, replay, substituted_config
+from roundhouse.replay.verdicts import judge_all
+from roundhouse.stages.policy import delete_run
+from roundhouse.stages.train import release_trainer
+from roundhouse.store.lineage import code_version
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import Reference
+from roundhouse.store.run import Run, load_run
+from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.trajectories.ledger import Ledger
+from roundhouse.trajectories.records import Rollout, digest_tokens
+from roundhouse.trajectories.schemas import (
+    rebuild_prompts,
+    rollouts_table,
+    turns_table,
+)
+
+METRICS = ("held_out_reward", "reward")
+"""Mean reward of a version's evaluation, and of the collection that it made for the next iteration."""
+CAUSES = ("rows", "reward", "configuration", "weights", "engine", "code")
+RECOVERED = 0.5
+MAX_MISMATCH = 0.05
+"""Nats a token between recorded and recomputed log-probabilities, in the mean, that rounding does not explain."""
+LONGEST = 3
+"""Iterations that a fall may be spread over and still be replayed as a whole."""
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One substitution, and what the metric then is."""
+
+    cause: str
+    what: str
+    value: float | None
+    """None: the recorded rollouts say nothing of these weights."""
+    recovered: float | None
+    """Share of the fall; 1 is all of it."""
+    place: str = ""
+    """The replay, where there is one."""
+
+
+@dataclass(slots=True)
+class Bisection:
+    """What made a metric fall."""
+
+    run_id: str
+    metric: str
+    values: dict[int, float]
+    """By version, as recorded."""
+    fall: Fall | None = None
+    cause: str = ""
+    """One of `CAUSES`; empty: no fall, or nothing that was tried explains it."""
+    iteration: int | None = None
+    detail: str = ""
+    groups: list[str] = field(default_factory=list)
+    """Of rows: the smallest set found without which the metric does not fall."""
+    keys: list[str] = field(default_factory=list)
+    """Of a configuration: the keys that do it."""
+    trials: list[Trial] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What could not be tried, and why."""
+    stage_runs: int = 0
+    """Stages that ran again to name the cause: validate, train, evaluate, and a collection judged anew."""
+    narrowing_runs: int = 0
+    """The same for the smallest set of groups or keys."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bisect(
+    store: str,
+    run_id: str,
+    metric: str = "held_out_reward",
+    *,
+    against: str | None = None,
+    overrides: Sequence[str] = (),
+    evaluate: bool = False,
+    keep: bool = False,
+    say: Say = lambda line: None,
+) -> Bisection:
+    """Find what made a metric of a run fall.
+
+    Args:
+        metric: of `METRICS`.
+        against: a run whose configuration is held to be right; left out, the parent of a fork.
+        overrides: `key.path=value`, a configuration that is held to be right, over that of the run or of `against`.
+        evaluate: measure replayed versions with the run's engine, which has to be running.
+        keep: leave all replays in the store; else only the one that decided.
+
+    Raises:
+        StoreError: there is no such run, or fewer than two of its versions have the metric.
+        ConfigError: no such metric, or one that cannot be measured without an engine.
+    """
+    if metric not in METRICS:
+        raise ConfigError(f"--metric {metric}: {', '.join(METRICS)} can be bisected.")
+    run = load_run(store, run_id)
+    readings = recorded_readings(run, metric)
+    found = Bisection(run_id, metric, {reading.version: reading.value for reading in readings})
+    if len(readings) < 2:
+        raise StoreError(
+            f"Run {run_id!r} has {metric} of {len(readings)} versions, and a fall takes two. Evaluations: evaluation.every; "
+            "--metric reward takes the rollouts that were collected."
+        )
+    found.fall = find_fall(readings)
+    if found.fall is None:
+        return found
+    if metric == "held_out_reward" and not evaluate and run.config.evaluation.temperature == 0:
+        raise ConfigError(
+            "evaluation.temperature is 0: greedy rollouts say nothing of other weights. Add --evaluate, which asks the run's "
+            "engine, or take --metric reward."
+        )
+    work = _Bisector(run, found, _right_config(run, against, overrides), evaluate, say)
+    try:
+        work.search()
+    finally:
+        release_trainer()
+        if not keep:
+            work.clean_up()
+    return found
+
+
+def _right_config(run: Run, against: str | None, overrides: Sequence[str]) -> list[str]:
+    """Overrides that turn what training reads of the run's configuration into that which is held to be right."""
+    store, other = run.config.store, run.config
+    if against is not None:
+        other = load_run(store, against).config
+    elif run.parent is not None:
+        try:
+            other = load_run(store, run.parent.run_id).config
+        except StoreError:
+            other = run.config
+    tree = other.model_dump(mode="json")
+    for override in overrides:
+        apply_override(tree, override)
+    read = ("train.algorithm", "train.optimizer", "train.minibatches", "generation.sampling", "validation", "rollout")
+    right, own = flatten(tree), flatten(run.config.model_dump(mode="json"))
+    changed = [key for key in sorted(right.keys() | own.keys()) if right.get(key) != own.get(key)]
+    return [
+        f"{key}={json.dumps(right.get(key))}"
+        for key in changed
+        if any(key == part or key.startswith(f"{part}.") for part in read)
+    ]
+
+
+def smallest_set(items: Sequence[T], does_it: Callable[[list[T]], bool]) -> list[T]:
+    """A set that does it and of which no part tried does, where all items together do (ddmin, Zeller and Hildebrandt 2002)."""
+    found, parts = list(items), 2
+    while len(found) > 1:
+        size = -(-len(found) // parts)
+        pieces = [found[at : at + size] for at in range(0, len(found), size)]
+        rests = [[item for item in found if item not in piece] for piece in pieces] if len(pieces) > 2 else []
+        smaller = next((each for each in [*pieces, *rests] if does_it(each)), None)
+        if smaller is not None:
+            parts = 2 if smaller in pieces else max(2, parts - 1)
+            found = smaller
+        elif parts >= len(found):
+            break
+        else:
+            parts = min(len(found), 2 * parts)
+    return found
+
+
+class _Bisector:
+    """One search; what it finds goes into `found`."""
+
+    def __init__(self, run: Run, found: Bisection, right: list[str], evaluate: bool, say: Say) -> None:
+        assert found.fall is not None, "it is searched for the cause of a fall"
+        self.run, self.found, self.fall, self.right, self.say = run, found, found.fall, right, say
+        self.evaluate = evaluate
+        self.name = f"bisect-{run.run_id}-{digest_of_tree([run.uid, found.metric, right, code_version()])[:8]}"
+        self.window = list(range(self.fall.good + 1, self.fall.bad + 1))
+        self.before, self.after = self.fall.before, self.fall.after
+        self.rollouts: dict[int, list[Rollout]] = {}
+        self.other = OtherWeights(run, self.rollouts)
+        self._replays: list[str] = []
+        self._datasets: list[str] = []
+        self._narrowing = False
+
+    # the search
+
+    def search(self) -> None:
+        for version in (self.fall.good, self.fall.bad):
+            reference = measured_on(self.run, self.found.metric, version)
+            assert reference is not None, "it was read"
+            self.rollouts[version] = rollouts_of(reference)
+        if self._is_of_the_measurement():
+            return
+        self._narrow_window()
+        if len(self.window) > LONGEST:
+            self.found.notes.append(
+                f"the fall is spread over iterations {self.window[0]} to {self.window[-1]}, and no version between could be "
+                f"measured: evaluate more often (evaluation.every), or add --evaluate"
+            )
+        if self.run.checkpoint(self.window[0] - 1).reference() is None:
+            self.found.notes.append(
+                f"version {self.window[0] - 1} is deleted: nothing can be replayed (checkpoint.keep_every)"
+            )
+            return
+        for candidate in (self._code, self._configuration, self._reward, self._engine, self._rows):
+            if candidate():
+                return
+
+    def _is_of_the_measurement(self) -> bool:
+        """The weights are as good as before, and what is measured, or with what, is another."""
+        good, bad = self.fall.good, self.fall.bad
+        judged = {version: self._judged(self.rollouts[version], f"version {version}") for version in (good, bad)}
+        if any(flips for _, flips in judged.values()):
+            self.rollouts.update({version: rollouts for version, (rollouts, _) in judged.items()})
+            values = {version: value_of_rollouts(rollouts) for version, rollouts in self.rollouts.items()}
+            trial = self._tried(
+                "reward", f"versions {good} and {bad} judged by one verifier", values[bad], values[good]
+            )
+            if trial.recovered is not None and trial.recovered >= RECOVERED:
+                flips = {version: count for version, (_, count) in judged.items() if count}
+                return self._name("reward", bad, f"verdicts that the verifier does not give: {flips} by version")
+            self.before, self.after = values[good], values[bad]
+        if self._measurement_fault() is None:
+            self.other.pool = [good, bad]
+            return False
+        self.other.pool = [good]
+        reference = self.run.checkpoint(bad).reference()
+        value = None if reference is None else self.other.value_of(reference)
+        trial = self._tried("engine", f"weights of version {bad} on the rollouts of version {good}", value)
+        return _does(trial) and self._name_measurement()
+
+    def _name_measurement(self) -> bool:
+        """The weights are good: other tasks were asked, or the engine did not answer as these weights do."""
+        fault = self._measurement_fault()
+        return fault is not None and self._name(fault[0], self.fall.bad, fault[1])
+
+    def _measurement_fault(self) -> tuple[str, str] | None:
+        """Cause and detail of why the bad version's rollouts are not what its weights say to the good version's tasks."""
+        good, bad = self.fall.good, self.fall.bad
+        if tasks := self._other_tasks():
+            return "rows", f"the held-out tasks are others than before: {', '.join(tasks[:5])}"
+        prompts = self._other_prompts(self.rollouts[bad], self.rollouts[good])
+        apart = self.other.mismatch(self.rollouts[bad], bad)
+        if prompts or apart > MAX_MISMATCH:
+            return "engine", self._engine_fault(self.rollouts[bad], bad, prompts, apart)
+        return None
+
+    def _other_tasks(self) -> list[str]:
+        """Groups that both measurements have, with other task rows."""
+        tasks = [{each.group_id: each.task for each in self.rollouts[k]} for k in (self.fall.good, self.fall.bad)]
+        return sorted(task for task in tasks[0].keys() & tasks[1].keys() if tasks[0][task] != tasks[1][task])
+
+    def _narrow_window(self) -> None:
+        """Halve the iterations between two evaluations by measuring versions between them."""
+        while len(self.window) > 1:
+            middle = self.window[len(self.window) // 2 - 1]
+            reference = self.run.checkpoint(middle).reference()
+            value = None if reference is None else self.other.value_of(reference)
+            if value is None:
+                return
+            self.say(f"version {middle}: {value:.4g}")
+            fallen = self._recovered(value) < RECOVERED
+            self.window = [k for k in self.window if (k <= middle if fallen else k > middle)]
+
+    def _code(self) -> bool:
+        """As it is: what differs, differs by the code that is installed."""
+        control, trial = self._replayed("code", "as recorded, by the code that is installed")
+        if control is None or not _does(trial):
+            return False
+        for k in self.window:
+            base = read_manifest(self._recorded(k, StageKind.TRAIN)).inputs["base"].policy_version
+            if base != k - 1:
+                return self._name("weights", k, f"it was trained from version {base}, not {k - 1}")
+        if control.first is None:
+            return self._name_measurement()
+        what = f"{control.first.stage} of iteration {control.first.iteration} gives another result: "
+        columns = sorted({name for each in control.first.rows.values() for name in each["columns"]})
+        return self._name("code", control.first.iteration, what + (", ".join(columns) or "other weights"))
+
+    def _configuration(self) -> bool:
+        if not self.right:
+            return False
+        what = f"{len(self.right)} keys as they should be"
+        _, trial = self._replayed("configuration", what, overrides=self.right)
+        if not _does(trial):
+            return False
+        self._narrowing = True
+        keys = smallest_set(self.right, lambda some: _does(self._replayed("configuration", ", ".join(some), some)[1]))
+        self.found.keys = [key.partition("=")[0] for key in keys]
+        return self._name("configuration", self.window[0], f"with {', '.join(keys)} it does not fall")
+
+    def _reward(self) -> bool:
+        judged = {k: self._judged(rollouts_of(self._collection(k)), f"iteration {k}") for k in self.window}
+        if not any(flips for _, flips in judged.values()):
+            return False
+        _, trial = self._replayed(
+            "reward", "collections judged anew", rollouts={k: made for k, (made, _) in judged.items()}
+        )
+        if not _does(trial):
+            return False
+        self._narrowing = True
+        since = self._since(lambda k: bool(self._judged(rollouts_of(self._collection(k)), f"iteration {k}")[1]))
+        flips = sum(count for _, count in judged.values())
+        return self._name(
+            "reward", since, f"{flips} verdicts of iterations {_span(self.window)} are not the verifier's"
+        )
+
+    def _engine(self) -> bool:
+        mended, faults = {}, {}
+        for k in self.window:
+            rollouts = rollouts_of(self._collection(k))
+            earlier = self._earlier_prompts(k)
+            prompts = self._other_prompts(rollouts, earlier)
+            apart = self.other.mismatch(rollouts, k - 1)
+            mended[k] = rollouts
+            if prompts or apart > MAX_MISMATCH:
+                faults[k] = self._engine_fault(rollouts, k - 1, prompts, apart)
+                mended[k] = self.other.as_weights_say(_with_prompts(rollouts, earlier) if prompts else rollouts, k - 1)
+        if not faults:
+            return False
+        _, trial = self._replayed(
+            "engine", "log-probabilities and prompts as the weights and the template have them", rollouts=mended
+        )
+        if not _does(trial):
+            return False
+        k = min(faults)
+        return self._name("engine", k, faults[k])
+
+    def _rows(self) -> bool:
+        good = self.fall.good
+        groups = {k: sorted({each.group_id for each in rollouts_of(self._collection(k))}) for k in self.window}
+        every = [(k, group) for k in self.window for group in groups[k]]
+        healthy, rows = None, list[Rollout]()
+        if good > self.run.first_version and len(self.window) <= LONGEST:
+            rows = rollouts_of(self._collection(good))
+            _, healthy = self._replayed("rows", f"rows of iteration {good}", rollouts=dict.fromkeys(self.window, rows))
+            if healthy.recovered is not None and not _does(healthy):
+                return False
+        self._narrowing = True
+        few = self._few_groups(every, groups, rows)
+        if few:
+            self.found.groups = [group for _, group in few]
+            return self._name(
+                "rows", few[0][0], f"without these groups it does not fall: {', '.join(g for _, g in few)}"
+            )
+        if healthy is None or not _does(healthy):
+            return False
+        self._narrowing = False
+        bad_rows = {good: rollouts_of(self._collection(self.window[0]))}
+        _, sufficient = self._replayed(
+            "rows", f"rows of iteration {self.window[0]} in iteration {good}", rollouts=bad_rows
+        )
+        if sufficient.recovered is None or sufficient.recovered > RECOVERED:
+            return False
+        self.found.groups = groups[self.window[0]]
+        return self._name("rows", self.window[0], "all its rows: in the iteration before, they make it fall, too")
+
+    def _few_groups(
+        self, every: list[tuple[int, str]], groups: Mapping[int, list[str]], healthy: list[Rollout]
+    ) -> list[tuple[int, str]]:
+        """The smallest set of at most half of the groups without which the metric does not fall, and which makes it fall among
+        healthy rows; where there are none, without as many other groups it has to fall. Empty: there is no such set."""
+
+        def without(some: list[tuple[int, str]]) -> bool:
+            left = {
+                k: [each for each in rollouts_of(self._collection(k)) if (k, each.group_id) not in some] for k in groups
+            }
+            if 2 * len(some) > len(every) or not all(left.values()):
+                return False
+            label = f"without {len(some)} groups" if len(some) > 1 else f"without group {some[0][1]}"
+            return _does(self._replayed("rows", label, rollouts=left)[1])
+
+        found = smallest_set(every, without)
+        if 2 * len(found) > len(every):
+            return []
+        if not healthy:
+            return [] if without([each for each in every if each not in found][: len(found)]) else found
+        names = {group for _, group in found}
+        mixed = {
+            k: [each for each in healthy if each.group_id not in names]
+            + [each for each in rollouts_of(self._collection(k)) if (k, each.group_id) in found]
+            for k in groups
+        }
+        _, alone = self._replayed("rows", f"healthy rows with {len(found)} of these groups", rollouts=mixed)
+        return found if alone.recovered is not None and alone.recovered < RECOVERED else []
+
+    def _name(self, cause: str, iteration: int, detail: str) -> bool:
+        self.found.cause, self.found.iteration, self.found.detail = cause, iteration, detail
+        return True
+
+    def _since(self, wrong: Callable[[int], bool]) -> int:
+        """The first iteration of those that are wrong without a gap up to the window's last one, by halving."""
+        last = self.window[0]
+        low, high = self.run.first_version, last
+        if last - 1 > low and not wrong(last - 1):
+            return last
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._has_collection(middle) and wrong(middle) else (middle, high)
+        return high
+
+    # interventions
+
+    def _replayed(
+        self,
+        cause: str,
+        what: str,
+        overrides: Sequence[str] = (),
+        inputs: Mapping[str, str] | None = None,
+        rollouts: Mapping[int, list[Rollout]] | None = None,
+    ) -> tuple[Comparison | None, Trial]:
+        """Replay the window, or the iterations of `rollouts`, with a substitution, and measure the last version."""
+        iterations = sorted(rollouts) if rollouts else self.window
+        name = f"{self.name}-{len(self._replays):03d}"
+        substituted = dict(inputs or {})
+        if rollouts:
+            substituted["rollouts"] = self._stored(name, rollouts)
+        stages = [StageKind.VALIDATE, StageKind.TRAIN, *([StageKind.EVALUATE] if self.evaluate else [])]
+        self.say(f"iterations {_span(iterations)}: {what}")
+        config = substituted_config(self.run.config, overrides)
+        tolerant = [] if config.validation.recompute_tolerance is None else ["validation.recompute_tolerance=null"]
+        self._replays.append(name)
+        try:
+            found = replay(
+                self.run.config.store,
+                self.run.run_id,
+                range(iterations[0], iterations[-1] + 1),
+                stages,
+                overrides=[*overrides, *tolerant],
+                inputs=substituted,
+                name=name,
+            )
+        except RoundhouseError as error:
+            self.found.notes.append(f"{what}: {error}")
+            return None, self._tried(cause, what, None)
+        self._count(len(found.stages))
+        made = load_replay(self.run.config.store, name)
+        value = self._evaluated(made, iterations[-1]) if self.evaluate else None
+        if value is None:
+            reference = made.checkpoint(iterations[-1]).reference()
+            assert reference is not None, "the replay published it"
+            value = self.other.value_of(reference)
+        return found, self._tried(cause, what, value, place=found.uri)
+
+    def _evaluated(self, made: Run, version: int) -> float | None:
+        reference = made.stage(version, StageKind.EVALUATE).reference()
+        return None if reference is None else value_of_rollouts(rollouts_of(reference))
+
+    def _stored(self, name: str, rollouts: Mapping[int, list[Rollout]]) -> str:
+        """The rollouts as versions of a dataset, in the place that `replay` reads re-scored ones from."""
+        self._datasets.append(name)
+        for k, made in rollouts.items():
+            place = Location(self.run.config.store) / f"datasets/{name}/{self.run.run_id}-i{k:06d}"
+            stage = Stage(place, kind=StageKind.COLLECT, run_id=self.run.run_id, iteration=k)
+            if stage.reference() is not None:
+                continue
+            recorded = self._collection(k)
+            attempt = stage.begin(read_manifest(recorded).provenance)
+            own = [
+                replace(each, turns=[replace(turn, policy_version=k - 1, version_spans=None) for turn in each.turns])
+                for each in made
+            ]
+            attempt.write_table("rollouts", rollouts_table(own))
+            attempt.write_table("turns", turns_table(own))
+            ledger = Ledger.from_rollouts(own, requested=len(own))
+            attempt.commit(inputs={"rollouts": recorded}, counts=ledger.counts(), details={"failures": ledger.failures})
+        return name
+
+    def _tried(self, cause: str, what: str, value: float | None, before: float | None = None, place: str = "") -> Trial:
+        recovered = None if value is None else self._recovered(value, before)
+        trial = Trial(cause, what, value, recovered, place)
+        self.found.trials.append(trial)
+        self.say(f"  {'not measured' if value is None else f'{value:.4g}'}")
+        return trial
+
+    def _recovered(self, value: float, before: float | None = None) -> float:
+        """Share of the fall that is gone; with `before`, of the fall from there."""
+        fall = self.before - self.after
+        return (value - self.after) / fall if before is None else 1 - (before - value) / fall
+
+    def _count(self, stages: int) -> None:
+        if self._narrowing:
+            self.found.narrowing_runs += stages
+        else:
+            self.found.stage_runs += stages
+
+    def clean_up(self) -> None:
+        """Delete what was tried, but for the replay that decided: the last one that gave back the fall."""
+        decided = [trial.place for trial in self.found.trials if trial.place and _does(trial)]
+        kept = decided[-1].rsplit("/", 1)[-1] if self.found.cause and decided else ""
+        store = Location(self.run.config.store)
+        for name in self._replays:
+            if name != kept and (store / f"replays/{name}").names():
+                delete_run(load_replay(self.run.config.store, name))
+        for name in self._datasets:
+            if name != kept:
+                (store / f"datasets/{name}").delete_tree()
+
+    # what is on record
+
+    def _recorded(self, k: int, kind: str) -> Reference:
+        reference = self.run.stage(k, kind).reference()
+        if reference is None:
+            raise StoreError(f"Run {self.run.run_id!r} has no {kind} of iteration {k}, so it cannot be replayed.")
+        return reference
+
+    def _collection(self, k: int) -> Reference:
+        return self._recorded(k, StageKind.COLLECT)
+
+    def _has_collection(self, k: int) -> bool:
+        return self.run.stage(k, StageKind.COLLECT).reference() is not None
+
+    def _judged(self, rollouts: list[Rollout], what: str) -> tuple[list[Rollout], int]:
+        """The rollouts with the verdicts of the environment as it is now, and how many differ. Where it cannot judge: as
+        they are."""
+        try:
+            open_for_replay(self.run.config.environment)
+            self.say(f"judging {len(rollouts)} rollouts of {what}")
+            judged = judge_all(rollouts, self.run.config.environment)
+        except RoundhouseError as error:
+            self.found.notes.append(f"{what}, not judged anew: {error}")
+            return rollouts, 0
+        self._count(1)
+        refused = sum(each.outcome == "refused" for each in judged)
+        if refused:
+            self.found.notes.append(
+                f"{what}: {refused} of {len(judged)} rollouts cannot be judged anew and stay as they are"
+            )
+        flips = sum(each.outcome == "flipped" for each in judged)
+        return [each.before if each.after is None else each.after for each in judged], flips
+
+    def _engine_fault(self, rollouts: list[Rollout], version: int, prompts: Sequence[str], apart: float) -> str:
+        if prompts:
+            return f"the same tasks are rendered in other tokens than before: {', '.join(prompts[:5])}"
+        for older in range(version - 1, max(self.run.first_version, version - 4) - 1, -1):
+            as_older = [
+                replace(each, turns=[replace(turn, policy_version=older) for turn in each.turns]) for each in rollouts
+            ]
+            if (
+                self.run.checkpoint(older).reference() is not None
+                and self.other.mismatch(as_older, older) < MAX_MISMATCH / 10
+            ):
+                return f"the engine held the weights of version {older}, not {version}"
+        return f"log-probabilities are {apart:.3g} nats a token from those of the weights of version {version}"
+
+    def _earlier_prompts(self, k: int) -> list[Rollout]:
+        """Rollouts of the last iteration before the window."""
+        before = self.window[0] - 1
+        return rollouts_of(self._collection(before)) if before > 0 and self._has_collection(before) else []
+
+    @staticmethod
+    def _other_prompts(rollouts: list[Rollout], earlier: list[Rollout]) -> list[str]:
+        """Tasks that are the same, and whose first prompt has other tokens."""
+        then = {_key(each): each.turns[0].prompt_token_ids for each in earlier if each.turns}
+        found = {
+            each.group_id
+            for each in rollouts
+            if each.turns and then.get(_key(each), each.turns[0].prompt_token_ids) != each.turns[0].prompt_token_ids
+        }
+        return sorted(found)
+
+
+def _does(trial: Trial) -> bool:
+    return trial.recovered is not None and trial.recovered >= RECOVERED
+
+
+def _key(rollout: Rollout) -> str:
+    """A task, whatever the place that it was given in."""
+    return json.dumps(rollout.task, sort_keys=True)
+
+
+def _with_prompts(rollouts: list[Rollout], earlier: list[Rollout]) -> list[Rollout]:
+    """The rollouts with the first prompts of the same tasks of before; those of other tasks are left out."""
+    then = {_key(each): each.turns[0].prompt_token_ids for each in earlier if each.turns}
+    found = []
+    for each in rollouts:
+        prompt = then.get(_key(each))
+        if prompt is None or not each.turns:
+            continue
+        turns = [replace(each.turns[0], prompt_token_ids=prompt), *each.turns[1:]]
+        whole = rebuild_prompts(turns)
+        turns = [
+            replace(turn, prompt_length=len(tokens), prompt_digest=digest_tokens(tokens))
+            for turn, tokens in zip(turns, whole, strict=True)
+        ]
+        found.append(replace(each, turns=turns))
+    return found
+
+
+def _span(iterations: Sequence[int]) -> str:
+    return str(iterations[0]) if len(iterations) == 1 else f"{iterations[0]} to {iterations[-1]}"

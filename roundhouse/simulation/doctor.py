@@ -1,0 +1,289 @@
+"""Doctor: which stage binds a run, and what each single change would gain, from the durations that it recorded.
+
+Invariant: a prediction changes one thing of the recorded scenario and simulates it as it simulates the run itself; the gain is
+the difference of the two, so what the simulation leaves out cancels. Nothing is predicted that the record says nothing of.
+
+    change           what it does to the recorded scenario                         its own uncertainty
+    replicas         twice the replicas, the same rollouts in flight               slope of seconds a token over load
+    concurrency      twice the rollouts in flight                                  the same
+    staleness        the next batch is generated while this one is trained on      none
+    trainer ranks    half the trainer's computation                                70 to 100 % of the speed-up arrive
+    shards           half the share of the rollouts' time that is Python's         the same
+    storage          half of refit, saving and checkpoint                          the same
+
+Load: how much slower a rollout is with others on its replica is fitted to the rows (`load_slope`); without an effect, replicas
+and concurrency change only how long rollouts queue.
+
+The expected error is that of the mean over the recorded iterations (one standard error) and the change's own, in quadrature.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from roundhouse.config.simulation import parse_scenario
+from roundhouse.errors import StoreError
+from roundhouse.simulation.comparison import BESIDE, NEEDED, recorded_iterations, recorded_scenario
+from roundhouse.simulation.run import simulate
+from roundhouse.stages.report import iteration_manifests
+from roundhouse.store.manifest import Manifest
+from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind, read_table
+
+ITERATIONS = 60
+"""Simulated for each prediction: the mean of drawn iterations is then within a few per cent of that of the recorded ones."""
+ARRIVES = (0.7, 1.0)
+"""Share of an ideal speed-up that arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One change, and what an iteration then takes."""
+
+    change: str
+    what: str
+    seconds: float
+    gain: float
+    """Seconds of an iteration that it saves; negative: it costs."""
+    error: float
+    """One standard error of the gain, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where the time of a run's iterations goes, and what would help."""
+
+    run_id: str
+    iterations: int
+    seconds: float
+    """Mean wall time of an iteration without evaluation."""
+    parts: dict[str, float]
+    """Mean seconds by part: generation, train, refit, validate, storage, orchestration."""
+    binds: str
+    """The largest of them."""
+    simulated: float
+    """What the simulation says of the run as it is."""
+    changes: list[Prediction]
+    """Best first."""
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(run: Run, since: int | None = None) -> Diagnosis:
+    """Which part binds, and what each single change gains.
+
+    Args:
+        since: the first iteration that counts; left out, the second where there are several, since the first holds imports.
+
+    Raises:
+        StoreError: fewer than two iterations are reported, or the run overlaps generation and training or collects in rounds,
+            so that its durations do not add up.
+    """
+    if run.config.asynchrony.staleness > 0:
+        raise StoreError(
+            f"Run {run.run_id} has asynchrony.staleness={run.config.asynchrony.staleness}: its stages overlap, and their "
+            "durations do not say what one of them takes alone. Diagnose a synchronous run; `roundhouse simulate` compares "
+            "bounds."
+        )
+    first = run.first_version + 1
+    reported = [k for k in range(first, run.config.iterations + 1) if _is_whole(run, k)]
+    begin = since if since is not None else first + (len(reported) > 2)
+    recorded = recorded_iterations(run, begin)
+    if len(recorded) < 2:
+        raise StoreError(
+            f"Run {run.run_id} has {len(recorded)} reported iterations from {begin} on; a diagnosis takes two."
+        )
+    numbers = [k for k in reported if k >= begin]
+    parts = [_parts(iteration_manifests(run, k), each.wall) for k, each in zip(numbers, recorded, strict=True)]
+    mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+    tree = recorded_scenario(run, begin) | {"iterations": ITERATIONS}
+    before = _simulated(tree)
+    slope, slope_error = load_slope(run, numbers)
+    noise = (
+        statistics.stdev(each.wall for each in recorded)
+        / math.sqrt(len(recorded))
+        / statistics.fmean(each.wall for each in recorded)
+    )
+    python = min(1.0, statistics.fmean(_python_share(run, k) for k in numbers))
+    notes = (
+        [] if slope else ["the rows show no effect of load on a rollout's speed: more replicas only shorten its queue"]
+    )
+    changes = []
+    for change, what, altered, spread in _changes(run, tree, mean, slope, slope_error, python):
+        after = [_simulated(each) for each in altered]
+        gain = before - after[0]
+        own = max((abs(value - after[0]) for value in after[1:]), default=0.0) * spread
+        changes.append(Prediction(change, what, after[0], gain, math.hypot(own, abs(gain) * noise, before * 0.01)))
+    changes.sort(key=lambda each: -each.gain)
+    return Diagnosis(
+        run_id=run.run_id,
+        iterations=len(recorded),
+        seconds=statistics.fmean(each.wall for each in recorded),
+        parts=mean,
+        binds=max(mean, key=mean.__getitem__),
+        simulated=before,
+        changes=changes,
+        notes=notes,
+    )
+
+
+SLOPES = np.concatenate([[0.0], np.geomspace(0.005, 4.0, 120)])
+
+
+def load_slope(run: Run, iterations: Sequence[int]) -> tuple[float, float]:
+    """By how much one more rollout beside it on its replica lengthens a rollout, relative to one that is alone, and the
+    standard error of that; (0, 0) where the effect is not above its error.
+
+    A replica with n rollouts gives each tokens at the rate 1 / (a (1 + slope (n - 1))). The slope is the one under which
+    the rollouts' tokens are most equally explained: least squares of log(tokens) over the integral of that rate.
+    """
+    columns = ["started_at", "seconds", "generation_seconds", "generated_tokens"]
+    residuals = []
+    for k in iterations:
+        reference = run.stage(k, StageKind.COLLECT).reference()
+        assert reference is not None, "the iteration is whole"
+        rows = read_table(reference, "rollouts").select(columns)
+        begun, lasted, generating, tokens = (rows[name].to_numpy().astype(np.float64) for name in columns)
+        kept = (tokens > 0) & (generating > 0) & (lasted > 0)
+        if kept.any():
+            share = np.log(tokens[kept] * lasted[kept] / generating[kept])
+            residuals.append(share - np.log(_attained(begun, begun + lasted, run.config.generation.replicas)[:, kept]))
+    if not residuals or (count := sum(each.shape[1] for each in residuals)) < 8:
+        return 0.0, 0.0
+    found = np.concatenate(residuals, axis=1)
+    errors = ((found - found.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
+    best = int(errors.argmin())
+    within = np.flatnonzero(errors <= errors[best] * (1 + 1 / (count - 2)))
+    slope, error = float(SLOPES[best]), float(SLOPES[within[-1]] - SLOPES[within[0]]) / 2
+    return (slope, error) if slope > 2 * error else (0.0, 0.0)
+
+
+def _attained(begun: np.ndarray, ended: np.ndarray, replicas: int) -> np.ndarray:
+    """[slopes, rollouts] the integral over a rollout's time of 1 / (1 + slope (n - 1)), n the mean rollouts a replica."""
+    times = np.unique(np.concatenate([begun, ended]))
+    middle = (times[1:] + times[:-1]) / 2
+    running = ((begun[:, None] <= middle) & (middle < ended[:, None])).sum(axis=0) / replicas
+    rates = 1 / (1 + SLOPES[:, None] * (np.maximum(running, 1) - 1))
+    whole = np.concatenate([np.zeros((len(SLOPES), 1)), np.cumsum(rates * np.diff(times), axis=1)], axis=1)
+    return whole[:, np.searchsorted(times, ended)] - whole[:, np.searchsorted(times, begun)]
+
+
+def _changes(
+    run: Run, tree: dict[str, Any], mean: dict[str, float], slope: float, slope_error: float, python: float
+) -> list[tuple[str, str, list[dict[str, Any]], float]]:
+    """(change, in words, scenarios: as predicted and its bounds, weight of the bounds) of each single change."""
+    engine = tree["engine"]
+    replicas, slots = engine["replicas"], engine["slots"]
+    rollouts = tree["groups"] * tree["group_size"]
+    slopes = [slope, max(0.0, slope - slope_error), slope + slope_error]
+    ends = [sum(ARRIVES) / 2, *ARRIVES]
+    half = -(-slots // 2)
+    found = [
+        (
+            "replicas",
+            f"generation.replicas: {replicas} -> {2 * replicas}",
+            [
+                _engine(
+                    tree,
+                    2 * replicas,
+                    half,
+                    _load(each, min(slots, rollouts / replicas), min(half, rollouts / replicas / 2)),
+                )
+                for each in slopes
+            ],
+            1.0,
+        )
+    ]
+    if replicas * slots < rollouts:
+        most = -(-rollouts // replicas)
+        more = min(2 * slots, most)
+        found.append(
+            (
+                "concurrency",
+                f"rollout.concurrency: {replicas * slots} -> {replicas * more}",
+                [_engine(tree, replicas, more, _load(each, slots, more)) for each in slopes],
+                1.0,
+            )
+        )
+    ahead = tree | {"asynchrony": {"mode": "batch-async", "staleness": 1}}
+    found.append(("staleness", "asynchrony: {mode: batch-async, staleness: 1}", [ahead], 0.0))
+    for change, what, part in (
+        ("trainer ranks", "twice the ranks (train.service)", mean["train"]),
+        ("storage", "storage of twice the speed", mean["storage"]),
+    ):
+        found.append((change, what, [_trainer(tree, part * share / 2) for share in ends], 1.0))
+    refit = mean["refit"]
+    found[-1] = (
+        *found[-1][:2],
+        [_refit(each, refit * share / 2) for each, share in zip(found[-1][2], ends, strict=True)],
+        1.0,
+    )
+    if python > 0.05:
+        scaled = [_engine(tree, replicas, slots, 1 - python * share / 2) for share in ends]
+        found.append(("shards", f"twice the processes that collect ({python:.0%} of it is Python's)", scaled, 1.0))
+    return found
+
+
+def _load(slope: float, before: float, after: float) -> float:
+    """Factor of a rollout's seconds where the rollouts on its replica change from `before` to `after`."""
+    return (1 + slope * (max(1.0, after) - 1)) / (1 + slope * (max(1.0, before) - 1))
+
+
+def _engine(tree: dict[str, Any], replicas: int, slots: int, factor: float) -> dict[str, Any]:
+    iterations = [[seconds * factor for seconds in each] for each in tree["rollout"]["iterations"]]
+    return tree | {
+        "engine": tree["engine"] | {"replicas": replicas, "slots": slots},
+        "rollout": tree["rollout"] | {"iterations": iterations},
+    }
+
+
+def _trainer(tree: dict[str, Any], less: float) -> dict[str, Any]:
+    seconds = tree["trainer"]["seconds"]
+    values = [max(0.0, value - less) for value in seconds["values"]]
+    return tree | {"trainer": tree["trainer"] | {"seconds": seconds | {"values": values}}}
+
+
+def _refit(tree: dict[str, Any], less: float) -> dict[str, Any]:
+    seconds = tree["engine"]["refit_seconds"]
+    values = [max(0.0, value - less) for value in seconds["values"]]
+    return tree | {"engine": tree["engine"] | {"refit_seconds": seconds | {"values": values}}}
+
+
+def _simulated(tree: dict[str, Any]) -> float:
+    """Mean seconds of an iteration."""
+    return simulate(parse_scenario(tree)).seconds / tree["iterations"]
+
+
+def _is_whole(run: Run, k: int) -> bool:
+    return all(kind in iteration_manifests(run, k) for kind in NEEDED)
+
+
+def _parts(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
+    """Seconds of an iteration by what they are spent on; they add up to its wall time."""
+    lasted = {kind: each.finished_at - each.started_at for kind, each in manifests.items() if kind not in BESIDE}
+    metrics = {name: value for each in manifests.values() for name, value in each.metrics.items()}
+    generation = min(lasted[StageKind.COLLECT], metrics.get("time/rollouts", lasted[StageKind.COLLECT]))
+    train = min(lasted.get(StageKind.TRAIN, 0.0), metrics.get("time/compute", lasted.get(StageKind.TRAIN, 0.0)))
+    parts = {
+        "generation": generation,
+        "train": train,
+        "refit": lasted[StageKind.REFIT],
+        "validate": lasted.get(StageKind.VALIDATE, 0.0),
+        "storage": lasted.get(StageKind.TRAIN, 0.0) - train + lasted.get(StageKind.CHECKPOINT, 0.0),
+    }
+    return parts | {"orchestration": max(0.0, wall - sum(parts.values()))}
+
+
+def _python_share(run: Run, k: int) -> float:
+    """Share of the time in which rollouts ran that the collecting process computed."""
+    manifest = iteration_manifests(run, k)[StageKind.COLLECT]
+    window = manifest.metrics.get("time/rollouts", manifest.finished_at - manifest.started_at)
+    return manifest.resources.get("cpu_seconds", 0.0) / window if window > 0 else 0.0

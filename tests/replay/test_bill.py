@@ -1,0 +1,97 @@
+"""Each token that was generated stands on the bill once, through forks, replays, re-scoring and branches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from roundhouse.cli import app
+from roundhouse.replay import replay, rescore
+from roundhouse.replay.branches import _commit
+from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.cost import bill_of
+from roundhouse.store.location import Location
+from roundhouse.store.run import Run, load_run
+from roundhouse.store.stage import Stage, read_manifest
+from roundhouse.trajectories.records import Rollout, Status
+from tests.replay import planted
+
+FORKED = planted.Plant("forked", since=3, until=3, forked=planted.optimizer(learning_rate=0.02))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, int]]:
+    """A fork of three iterations with the tokens that the engine counted, by run."""
+    counters: dict[str, int] = {}
+    draw = planted.drawn
+
+    def counting(run: Run, *arguments: object) -> list[Rollout]:
+        made = draw(run, *arguments)  # type: ignore[arg-type]
+        counters[run.run_id] = counters.get(run.run_id, 0) + sum(
+            len(each.turns[0].generation_token_ids) for each in made
+        )
+        if arguments[1] == "train":  # one rollout of an iteration has failed
+            made[0] = replace(made[0], status=Status.FAILED, reward=None, failure_code="tool_timeout")
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "drawn", counting)
+        run = planted.planted_run(tmp_path_factory.mktemp("bill"), FORKED, iterations=4)
+    return run, counters
+
+
+def test_the_bill_of_run_and_fork_is_what_the_engine_counted(counted: tuple[Run, dict[str, int]]) -> None:
+    run, counters = counted
+    parent = load_run(run.config.store, "planted")
+    for each in (run, parent):
+        bill = bill_of(each)
+        assert sum(bill["tokens"].values()) == counters[each.run_id]
+        assert bill["tokens"]["failed"] == 4 * 2, "the failed rollout of each of two iterations"
+        assert bill["tokens"]["trained"] > 0
+        recorded = sum(
+            read_manifest(stage).resources["cpu_seconds"]
+            for k in range(each.first_version, each.first_version + 3)
+            for kind in ("collect", "validate", "train", "evaluate")
+            if (stage := each.stage(k, kind).reference()) is not None
+        )
+        checkpoints = [each.checkpoint(version).reference() for version in each.checkpoint_versions()]
+        recorded += sum(read_manifest(found).resources["cpu_seconds"] for found in checkpoints if found is not None)
+        assert sum(bill["cpu_seconds"].values()) == pytest.approx(recorded)
+
+
+def test_what_copies_rows_adds_no_token_and_what_samples_adds_its_own(counted: tuple[Run, dict[str, int]]) -> None:
+    run, _ = counted
+    before = bill_of(run)
+    replay(run.config.store, run.run_id, [3], name="again")
+    rescore(run.config.store, run.run_id, "judged", iterations=range(3, 4))
+    collection = run.stage(3, "collect").reference()
+    checkpoint = run.checkpoint(3).reference()
+    assert collection is not None
+    assert checkpoint is not None
+    stored = [each for each in read_rollouts(collection) if each.status is Status.COMPLETED][:2]
+    made = [replace(each, turns=[*each.turns, replace(each.turns[0], turn=1, parent=0)]) for each in stored]
+    for each in made:
+        each.turns[0] = replace(each.turns[0], trained=False)
+    place = Stage(Location(run.config.store) / "datasets/branches/one", kind="collect", run_id=run.run_id, iteration=3)
+    _commit(run, place, checkpoint, made, {"turn": 1})
+    after = bill_of(run)
+    assert after["tokens"] == before["tokens"] | {"branched": 2 * 4}
+    assert after["cpu_seconds"]["replayed"] > 0
+    assert {"judged", "branched"} <= after["cpu_seconds"].keys()
+    for cause, used in before["cpu_seconds"].items():
+        assert after["cpu_seconds"][cause] == used
+
+
+def test_the_command_shows_one_bill_or_that_of_all_runs(counted: tuple[Run, dict[str, int]]) -> None:
+    run, counters = counted
+    store = ["--store", run.config.store]
+    one = CliRunner().invoke(app, ["runs", "cost", run.run_id, *store])
+    assert one.exit_code == 0, one.output
+    assert "trained: a step gave them weight" in " ".join(one.stdout.split())
+    found = json.loads(CliRunner().invoke(app, ["runs", "cost", "--json", *store]).stdout)
+    assert found["runs"].keys() == {"planted", "forked"}
+    generated = sum(value for cause, value in found["total"]["tokens"].items() if cause != "branched")
+    assert generated == sum(counters.values())

@@ -1,0 +1,102 @@
+"""What made a metric fall is named by replays with one thing put right; where nothing is to be named, nothing is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from roundhouse.cli import app
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.replay.bisect import bisect, smallest_set
+from roundhouse.replay.readings import Reading, find_fall
+from roundhouse.replay.stages import load_replay, replay_names
+from roundhouse.stages.datasets import dataset_names
+from roundhouse.store.verification import verify
+from tests.replay.planted import HEALTHY, PLANTS, Plant, planted_run
+
+IN_SHORT = ("one poisoned group", "entropy", "trained from the start", "another template")
+
+
+def plants() -> list[object]:
+    """One of each kind of cause, and all others where there is time."""
+    marks = {plant.name: () if plant.name in IN_SHORT else (pytest.mark.long,) for plant in PLANTS}
+    return [pytest.param(plant, id=plant.name, marks=marks[plant.name]) for plant in PLANTS]
+
+
+@pytest.mark.parametrize("plant", plants())
+def test_a_planted_cause_is_named_with_its_iteration(plant: Plant, tmp_path: Path) -> None:
+    run = planted_run(tmp_path, plant)
+    found = bisect(run.config.store, run.run_id)
+    assert found.fall is not None
+    assert (found.cause, found.iteration) == (plant.cause, plant.since), found.as_json()
+    assert found.stage_runs <= np.log2(run.config.iterations) + 6
+
+
+def test_the_command_names_the_reward_code_and_leaves_a_sound_store(tmp_path: Path) -> None:
+    plant = next(plant for plant in PLANTS if plant.name == "verifier turned")
+    run = planted_run(tmp_path, plant)
+    before = {name: run.location.size(name) for name in run.location.tree()}
+    arguments = ["bisect", run.run_id, "--store", run.config.store, "--trust-store"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 1, "it exits with 1 where the metric fell"
+    assert "Cause: reward, iteration 5." in " ".join(shown.stdout.split()), shown.output
+    assert {name: run.location.size(name) for name in run.location.tree()} == before, "the run is only read"
+    [kept] = replay_names(run.config.store)
+    assert load_replay(run.config.store, kept)
+    assert dataset_names(run.config.store) == [kept], "what the deciding replay read"
+    assert verify(run.config.store).problems == []
+    again = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert (again["cause"], again["iteration"]) == ("reward", 5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_healthy_run_has_no_verdict(seed: int, tmp_path: Path) -> None:
+    run = planted_run(tmp_path, HEALTHY, seed=seed)
+    assert bisect(run.config.store, run.run_id).cause == ""
+
+
+def reading(version: int, mean: float, samples: int = 200, tasks: int = 4) -> Reading:
+    count = round(mean * samples)
+    return Reading(version, {str(task): [1.0] * count + [0.0] * (samples - count) for task in range(tasks)})
+
+
+def test_a_fall_is_one_that_chance_does_not_explain() -> None:
+    assert find_fall([reading(k, 0.5 + 0.02 * (k % 2)) for k in range(20)]) is None
+    found = find_fall([reading(k, value) for k, value in enumerate([0.3, 0.5, 0.7, 0.69, 0.4, 0.3])])
+    assert found is not None
+    assert (found.good, found.bad) == (3, 4)
+    assert found.before == pytest.approx(0.69)
+    assert found.standard_errors > 4
+    few = [reading(k, value, samples=4) for k, value in enumerate([0.75, 0.5])]
+    assert find_fall(few) is None, "so few rollouts say nothing"
+
+
+def test_a_slow_fall_begins_where_most_of_it_was_still_to_come() -> None:
+    found = find_fall([reading(k, value, samples=60) for k, value in enumerate([0.8, 0.78, 0.72, 0.66, 0.6, 0.5])])
+    assert found is not None
+    assert (found.good, found.bad) == (2, 4)
+
+
+@pytest.mark.parametrize("wanted", [{3}, {0, 7}, {1, 2, 6}])
+def test_the_smallest_set_is_found(wanted: set[int]) -> None:
+    asked = []
+
+    def does_it(some: list[int]) -> bool:
+        asked.append(some)
+        return wanted <= set(some)
+
+    assert set(smallest_set(range(8), does_it)) == wanted
+    assert len(asked) < 50
+
+
+def test_what_cannot_be_bisected_is_told(tmp_path: Path) -> None:
+    run = planted_run(tmp_path, HEALTHY, iterations=1)
+    with pytest.raises(ConfigError, match="held_out_reward, reward can be bisected"):
+        bisect(run.config.store, run.run_id, "loss")
+    with pytest.raises(StoreError, match="a fall takes two"):
+        bisect(run.config.store, run.run_id, "reward")

@@ -1,0 +1,117 @@
+"""A stored rollout goes on from any of its turns: what was said before is what was said then, and only new turns are made."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from roundhouse.config.models import EnvironmentConfig, Sampling, ValidationConfig
+from roundhouse.config.section import Section
+from roundhouse.environments import BUILT_IN
+from roundhouse.generation.protocol import Completion
+from roundhouse.replay.branches import branch_one
+from roundhouse.replay.rollouts import Recording, open_for_replay
+from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.schemas import chains_of, rebuild_prompts, sequences_table
+from roundhouse.trajectories.validation import CollectionLimits, validate
+from tests.gym.playground import rollout_config
+from tests.replay.recorded import demonstrated
+from tests.replay.test_rescore import kind_of, smallest
+
+CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
+
+
+class SaysTheSame:
+    """A policy that gives the recorded reply to each turn, and counts what it was asked."""
+
+    def __init__(self, rollout: Rollout, environment: Any) -> None:
+        self.recording = Recording(rollout, environment)
+        self.stored = rollout
+        self.asked: list[int] = []
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        given = self.stored.task["responses_create_params"]["input"]
+        before = 0 if isinstance(given, str) else sum(message.get("role") == "assistant" for message in given)
+        number = sum(message["role"] == "assistant" for message in messages) - before
+        self.asked.append(number)
+        turn = self.stored.turns[number]
+        return Completion(
+            message=self.recording._replies[number],
+            finish_reason=turn.finish_reason,
+            prompt_token_ids=rebuild_prompts(self.stored.turns)[number],
+            generation_token_ids=turn.generation_token_ids,
+            generation_log_probs=turn.generation_log_probs,
+            policy_version=7,
+            latency_seconds=0.0,
+        )
+
+
+def branched(config: EnvironmentConfig, rollout: Rollout, turn: int, sample: int = 0) -> tuple[Rollout, list[int]]:
+    async def work() -> tuple[Rollout, list[int]]:
+        async with open_for_replay(config) as environment:
+            policy = SaysTheSame(rollout, environment)
+            limits = rollout_config(max_turns=len(rollout.turns))
+            return await branch_one(rollout, turn, sample, environment, policy, limits, Sampling()), policy.asked
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("config", BUILT_IN, ids=kind_of)
+def test_from_any_turn_of_any_environment_the_same_replies_lead_to_the_same_end(config: type[Section]) -> None:
+    environment = smallest(config)
+    draw = random.Random(1)
+    stored = [each for each in demonstrated(environment, tasks=3, size=2) if each.status is Status.COMPLETED]
+    assert stored
+    for rollout in stored:
+        turn = draw.randrange(len(rollout.turns))
+        made, asked = branched(environment, rollout, turn)
+        assert made.failure_detail == ""
+        assert asked == list(range(turn, len(rollout.turns))), "only the new turns are generated"
+        assert [str(item) for item in without_ids(made)] == [str(item) for item in without_ids(rollout)]
+        assert (made.reward, made.status) == (rollout.reward, rollout.status)
+        assert [each.trained for each in made.turns] == [number >= turn for number in range(len(rollout.turns))]
+        assert made.group_id == f"{rollout.rollout_id}@{turn}"
+
+
+def without_ids(rollout: Rollout) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.items() if key != "id"} for item in rollout.items]
+
+
+def test_a_world_that_answers_otherwise_refuses_the_branch() -> None:
+    config = CONFIG.validate_python({"kind": "custom", "target": "tests.replay.judges:Lookup"})
+    rollout = next(each for each in demonstrated(config, tasks=2, size=1) if len(each.turns) > 1)
+    other = CONFIG.validate_python({"kind": "custom", "target": "tests.replay.judges:OtherAnswers"})
+    made, asked = branched(other, rollout, len(rollout.turns) - 1)
+    assert (made.status, made.failure_code, made.reward) == (Status.FAILED, "not_rebuilt", None)
+    assert made.failure_detail.startswith("other_answer")
+    assert asked == [], "the policy is asked for nothing"
+
+
+def test_a_turn_that_is_not_there_is_refused() -> None:
+    config = CONFIG.validate_python({"kind": "calculator"})
+    rollout = demonstrated(config, tasks=1, size=1)[0]
+    made, _ = branched(config, rollout, len(rollout.turns))
+    assert "no_such_turn" in made.failure_detail
+
+
+def test_only_the_new_turns_are_trained_on_whatever_version_made_the_others() -> None:
+    config = CONFIG.validate_python({"kind": "custom", "target": "tests.replay.judges:Lookup"})
+    rollout = next(each for each in demonstrated(config, tasks=2, size=1) if len(each.turns) > 1)
+    made, _ = branched(config, rollout, 1)
+    assert [turn.policy_version for turn in made.turns] == [rollout.turns[0].policy_version] + [7] * (
+        len(made.turns) - 1
+    )
+    table = sequences_table([(made, chains_of(made.turns, "split"))])
+    trained = sum(sum(mask) for mask in table["loss_mask"].to_pylist())
+    assert trained == sum(len(turn.generation_token_ids) for turn in made.turns[1:])
+    other, _ = branched(config, rollout, 1, sample=1)
+    result = validate(
+        [made, other], ValidationConfig(), vocabulary_size=10**9, policy_version=7, terms=CollectionLimits(10**9, 7)
+    )
+    assert result.quarantine.num_rows == 0, result.quarantine.to_pylist()
