@@ -2,7 +2,7 @@
 
     python -m benchmarks.bisect [--healthy 10] [--only NAME]
 
-Each planted run (`tests/replay/planted.py`) has seven iterations of a tiny policy, each evaluated, and one thing goes wrong. A
+Each planted run (`tests/replay/planted.py`) has eight iterations of a tiny policy, each evaluated, and one thing goes wrong. A
 verdict is right when cause and iteration are; of rows, the smallest set of groups is held against the planted one, too. The
 bound on stage runs is log2(n) + 6 for n iterations; those for the smallest set are counted apart. Nothing here has an engine.
 The last line is JSON.
@@ -24,7 +24,7 @@ from typing import Any
 from roundhouse.replay.bisect import Bisection, bisect
 from tests.replay.planted import HEALTHY, PLANTS, Plant, planted_run
 
-ITERATIONS = 7
+ITERATIONS = 8
 
 
 def case(plant: Plant, seed: int = 0) -> tuple[Bisection, float]:

@@ -116,7 +116,7 @@ TRAIN = {
 }
 
 
-def planted_run(directory: Path, plant: Plant, iterations: int = 7, seed: int = 0) -> Run:
+def planted_run(directory: Path, plant: Plant, iterations: int = 8, seed: int = 0) -> Run:
     """A run with so many iterations on record, each evaluated; with `forked`, a fork of one."""
     keys: dict[str, Any] = {
         "environment": {"kind": "custom", "target": "tests.replay.planted:InRange"},
