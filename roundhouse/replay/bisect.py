@@ -383,10 +383,11 @@ class _Bisector:
         _, sufficient = self._replayed(
             "rows", f"rows of iteration {self.window[0]} in iteration {good}", rollouts=bad_rows
         )
-        if sufficient.recovered is None or sufficient.recovered > RECOVERED:
+        if sufficient.recovered is not None and sufficient.recovered > RECOVERED:
             return False
         self.found.groups = groups[self.window[0]]
-        return self._name("rows", self.window[0], "all its rows: in the iteration before, they make it fall, too")
+        too = "was not measured" if sufficient.recovered is None else "is a fall, too"
+        return self._name("rows", self.window[0], f"its rows together; what they do in iteration {good} {too}")
 
     def _few_groups(
         self, every: list[tuple[int, str]], groups: Mapping[int, list[str]], healthy: list[Rollout]
