@@ -57,7 +57,7 @@ def report(work: Path, ranks: int, sizes: list[str]) -> int:
     """Print the table; 1 where a plan is too far off."""
     print(f"{ranks} rank{'s' * (ranks > 1)}, one microbatch of {TOKENS} tokens at a time, two in an update")
     print(f"{'model':<8}{'settings':<22}{'plan MiB':>10}{'peak MiB':>10}{'off by':>9}")
-    results = []
+    results: list[dict[str, Any]] = []
     for size in sizes:
         for name, changes in SETTINGS.items():
             case = {"shape": SHAPES[size] | COMMON, "train": changes, "directory": str(work / size.replace(" ", ""))}

@@ -206,7 +206,8 @@ class _Bisector:
         assert found.fall is not None, "it is searched for the cause of a fall"
         self.run, self.found, self.fall, self.right, self.say = run, found, found.fall, right, say
         self.evaluate = evaluate
-        self.name = f"bisect-{run.run_id}-{digest_of_tree([run.uid, found.metric, right, code_version()])[:8]}"
+        search = {"run": run.uid, "metric": found.metric, "right": right, "code": code_version()}
+        self.name = f"bisect-{run.run_id}-{digest_of_tree(search)[:8]}"
         self.window = list(range(self.fall.good + 1, self.fall.bad + 1))
         self.before, self.after = self.fall.before, self.fall.after
         self.rollouts: dict[int, list[Rollout]] = {}

@@ -66,7 +66,7 @@ class MixtureClient:
         for number, row in enumerate(given, start=1):
             reference = row.get("agent_ref")
             name = reference.get("name") if isinstance(reference, dict) else None
-            if name in self._parts:
+            if isinstance(name, str) and name in self._parts:
                 rows.append(_named(name, row))
             else:
                 strangers.append(f"row {number} names {name!r}")

@@ -165,13 +165,8 @@ def retain(run: Run, newest: int) -> list[int]:
     its optimizer's state.
     """
     config, versions = run.config.checkpoint, run.checkpoint_versions()
-    kept = {
-        0,
-        run.first_version,
-        promoted_version(run),
-        reference_version(run, newest),
-        *questioned_versions(run),
-    } & set(versions)
+    needed = [0, run.first_version, promoted_version(run), reference_version(run, newest), *questioned_versions(run)]
+    kept = set(versions).intersection(needed)
     kept |= {
         version
         for version in versions

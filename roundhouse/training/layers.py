@@ -202,12 +202,11 @@ def packed_attention(
         )
     sizes = [span.stop - span.start for span in spans]
     # one split, whose backward is one concatenation; a slice each would fill the row with zeros once a span
-    pieces = zip(*(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
-    cut = [tuple(piece) for piece in pieces]
-    parts = [
-        _attend(span, *cut[number], None if span.prompt is None else cut[span.prompt][1:], scaling)
-        for number, span in enumerate(spans)
-    ]
+    queries, keys, values = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
+    parts = []
+    for span, q, k, v in zip(spans, queries, keys, values, strict=True):
+        prompt = None if span.prompt is None else (keys[span.prompt], values[span.prompt])
+        parts.append(_attend(span, q, k, v, prompt, scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
@@ -216,7 +215,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    prompt: tuple[torch.Tensor, ...] | None,
+    prompt: tuple[torch.Tensor, torch.Tensor] | None,
     scaling: float | None,
 ) -> torch.Tensor:
     """Causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D].

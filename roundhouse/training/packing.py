@@ -351,8 +351,7 @@ def _families(
     for place in np.argsort(-needed, kind="stable").tolist():
         start, stop = sequences.offsets[indices[place]], sequences.offsets[indices[place] + 1]
         prompts[place] = int(trained[start:stop].argmax())
-        prompt = sequences.token_ids[start : start + prompts[place]].tobytes()
-        by_prompt.setdefault(prompt, []).append(place)
+        by_prompt.setdefault(sequences.token_ids[start : start + prompts[place]].tobytes(), []).append(place)
     families = []
     for members in by_prompt.values():
         prompt = int(prompts[members[0]])

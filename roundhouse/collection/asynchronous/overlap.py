@@ -103,9 +103,10 @@ class Overlap:
                     return
                 if self.runner.ended.is_set():
                     raise self.runner.error or GenerationLoopEnded("The rollouts have ended before the plan.")
-                order: BeginCollect | Transfer | None = self.dispatch.controller.transfer(ENGINE)
-                if order is not None:
-                    self.dispatch.tell(happened.TransferStarted(ENGINE, order.version))
+                transfer = self.dispatch.controller.transfer(ENGINE)
+                order: BeginCollect | Transfer | None = transfer
+                if transfer is not None:
+                    self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
                 elif (wanted := self.runner.wanted) is not None and wanted not in opened:
                     order = BeginCollect(wanted)
                 if order is None:

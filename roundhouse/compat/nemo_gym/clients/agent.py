@@ -122,7 +122,7 @@ class RemoteAgentClient:
             ConfigError: a file cannot be read, or a row is for another agent.
         """
         heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
-        train = read_task_rows(config.train_tasks, "environment.train_tasks")
+        train = read_task_rows(config.train_tasks, "environment.train_tasks") if config.train_tasks else []
         try:
             refuse_other_agents([*train, *heldout], config.agent)
         except BadTaskRow as error:

@@ -72,7 +72,7 @@ class RemoteClient:
     def from_config(cls, config: RemoteEnvironment) -> Self:
         """The client of a configuration, its task rows read from their files."""
         heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
-        train = read_task_rows(config.train_tasks, "environment.train_tasks")
+        train = read_task_rows(config.train_tasks, "environment.train_tasks") if config.train_tasks else []
         return cls(
             config.url,
             train=train,

@@ -253,7 +253,12 @@ def run_answer(played: RolloutAttempt) -> dict[str, Any]:
     # The response as the verifier returned it, with the token fields that it was not shown
     judged, response = answer.get("response"), played.response_with_tokens()
     items = judged.get("output") if isinstance(judged, dict) else None
-    if response is not None and isinstance(items, list) and len(items) == len(response["output"]):
+    if (
+        response is not None
+        and isinstance(judged, dict)
+        and isinstance(items, list)
+        and len(items) == len(response["output"])
+    ):
         marked = list(items)
         for index, fields in played.token_marks:
             marked[index] = {**marked[index], **fields}
