@@ -159,12 +159,16 @@ def is_fixed(section: type[BaseModel], key: str) -> bool:
 
 
 def own_keys(fixed: bool) -> list[tuple[type[TokenLoss], str]]:
-    """Each section's keys, those of `kind: grpo` and those that another section adds or declares anew."""
+    """Each section's keys, those of `kind: grpo` and those that another section adds or declares anew.
+
+    What a key does over several iterations is shown elsewhere: `adaptive_kl` below, `teacher` and `reference_every` by stages.
+    """
     return [
         (section, key)
         for section in SECTIONS
         for key in section.model_fields
-        if key not in ("kind", "adaptive_kl", "teacher", "target") and is_fixed(section, key) == fixed
+        if key not in ("kind", "adaptive_kl", "teacher", "target", "reference_every")
+        and is_fixed(section, key) == fixed
     ]
 
 
