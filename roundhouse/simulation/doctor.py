@@ -43,7 +43,7 @@ ARRIVES = (0.7, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Forecast:
     """One change, and what an iteration then takes."""
 
     change: str
@@ -69,7 +69,7 @@ class Diagnosis:
     """The largest of them."""
     simulated: float
     """What the simulation says of the run as it is."""
-    changes: list[Prediction]
+    changes: list[Forecast]
     """Best first."""
     notes: list[str]
 
@@ -121,7 +121,7 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
         after = [_simulated(each) for each in altered]
         gain = before - after[0]
         own = max((abs(value - after[0]) for value in after[1:]), default=0.0) * spread
-        changes.append(Prediction(change, what, after[0], gain, math.hypot(own, abs(gain) * noise, before * 0.01)))
+        changes.append(Forecast(change, what, after[0], gain, math.hypot(own, abs(gain) * noise, before * 0.01)))
     changes.sort(key=lambda each: -each.gain)
     return Diagnosis(
         run_id=run.run_id,
