@@ -86,7 +86,7 @@ bench-replay: setup ## verdicts and flips of re-scored rollouts, recorded stages
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.replay $(BENCH_ARGS)
 
 bench-bisect: setup ## planted causes of a fall that are named right, and verdicts on healthy runs (BENCH_ARGS="--only poisoned")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.bisect $(BENCH_ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.planted_causes $(BENCH_ARGS)
 
 bench-view: setup ## the viewer over 100,000 rollouts, on disk and on S3 (BENCH_ARGS="--rollouts 10000 --no-s3")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/view.py $(BENCH_ARGS)

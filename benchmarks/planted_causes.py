@@ -1,6 +1,6 @@
 """Bisect in figures: planted causes that are named right, with how many stage runs, and verdicts on healthy runs.
 
-    python -m benchmarks.bisect [--healthy 10] [--only NAME]
+    python -m benchmarks.planted_causes [--healthy 10] [--only NAME]
 
 Each planted run (`tests/replay/planted.py`) has eight iterations of a tiny policy, each evaluated, and one thing goes wrong. A
 verdict is right when cause and iteration are; of rows, the smallest set of groups is held against the planted one, too. The
