@@ -16,6 +16,8 @@ from typing import Any
 
 from roundhouse.errors import ConfigError
 
+TEMPLATE = "chat_template.jinja"
+"""The template's file beside a tokenizer; transformers takes it before that of tokenizer_config.json."""
 ASKED, ANSWERED, RETURNED = "asked-8f2c", "answered-4b7e", "returned-91ad"
 """Words that no template writes by itself."""
 
@@ -46,7 +48,7 @@ class ChatTemplate:
 def template_in(directory: Path) -> ChatTemplate:
     """The template of a Hugging Face directory."""
     settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    file = directory / "chat_template.jinja"
+    file = directory / TEMPLATE
     text = file.read_text(encoding="utf-8") if file.exists() else settings["chat_template"]
     if isinstance(text, list):  # several by name
         text = {each["name"]: each["template"] for each in text}["default"]
@@ -57,11 +59,31 @@ def template_in(directory: Path) -> ChatTemplate:
     return ChatTemplate(str(directory), text, plain)
 
 
-def refuse_unfit_template(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> None:
-    """Refuse a template that drops a role, or the tools.
+def template_text(name: str) -> str:
+    """The text of `policy.chat_template`.
+
+    Raises:
+        ConfigError: it names no file.
+    """
+    if name == "hermes":
+        from roundhouse.policy.tokenizer import CHAT_TEMPLATE
+
+        return CHAT_TEMPLATE
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"policy.chat_template is {name}, which is no file. Give the path of a Jinja file, or hermes."
+        )
+    return Path(name).read_text(encoding="utf-8")
+
+
+def refuse_unfit_template(
+    template: ChatTemplate, tools: Sequence[dict[str, Any]], system_prompt: str | None = None
+) -> None:
+    """Refuse a template that drops a role, the system prompt, or the tools.
 
     Args:
         tools: of a task, in chat shape; empty where the tasks have none.
+        system_prompt: `rollout.system_prompt`.
 
     Raises:
         ConfigError: says what is dropped, and the remedy.
@@ -70,13 +92,17 @@ def refuse_unfit_template(template: ChatTemplate, tools: Sequence[dict[str, Any]
     turns = template.render([asked, answered, asked], [])
     if turns.count(ASKED) < 2 or ANSWERED not in turns:
         raise template.unfit("leaves out what the user or the assistant says", "Take a template of its family")
+    if system_prompt and system_prompt not in template.render(
+        [{"role": "system", "content": system_prompt}, asked], tools
+    ):
+        raise template.unfit("leaves out rollout.system_prompt", "Unset it, or name a template with the role system")
     if not tools:
         return
     shown = template.render([asked], tools)
     if hidden := [name for name in map(_name, tools) if name not in shown]:
         raise template.unfit(
             f"ignores tools: {', '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not in the prompt",
-            "Write a template that renders them (chat_template.jinja beside the tokenizer), or choose tasks without tools",
+            "Name one that renders them (policy.chat_template: hermes, or a file of yours), or choose tasks without tools",
         )
     call = {"id": "call_0", "type": "function", "function": {"name": _name(tools[0]), "arguments": {}}}
     result = {"role": "tool", "tool_call_id": "call_0", "content": RETURNED}

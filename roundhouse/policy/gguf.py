@@ -1,14 +1,14 @@
 """A GGUF file as an ordinary Hugging Face directory, converted once and kept.
 
 Invariants: the weights are those of the file, dequantised to float32: what quantisation lost stays lost, so a Q4 file does not
-give the published model. An entry of the cache lies under the digest of file, code and libraries, is complete or absent, and is
-used only while every file in it has the digest that was written down.
+give the published model. An entry of the cache is stored under the digest of file, code and libraries, is complete or absent,
+and is used only while every file in it has the digest that was written down.
 
     <cache>/<digest>/report.json, files/
 
 transformers reads the file, but refuses to save what it read (`GgufConfig` counts as a quantisation), so the state goes into a
 fresh model of the same configuration. This is done in a process of its own (`python -m roundhouse.policy.gguf FILE DIRECTORY`):
-it needs packages that a process with a trainer in it may have been told to do without (`roundhouse.fast_imports`), and its
+it needs packages that a process with a trainer may have excluded (`roundhouse.fast_imports`), and its
 memory, twice the model, is given back at its end.
 
 The chat template comes from the file, and may know less than a run needs (`roundhouse.policy.chat_template`).

@@ -1,6 +1,6 @@
 """A small tokenizer, trained on an environment's demonstrations.
 
-Invariants: every number from 0 to 99, and every longer one that the demonstrations repeat, is one token wherever it stands,
+Invariants: every number from 0 to 99, and every longer one that the demonstrations repeat, is one token everywhere,
 so that copying a number is copying a token; fixed stretches of text (the JSON of a tool call, the tools in the prompt) are
 one token or few; any text survives encoding and decoding, because single bytes are tokens too.
 

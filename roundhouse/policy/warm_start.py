@@ -261,7 +261,7 @@ def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator
 def _loss(model: Qwen3ForCausalLM, batch: list[Example]) -> tuple[torch.Tensor, int]:
     """Mean cross-entropy over the trained tokens, and how many they are.
 
-    Padding stands on the right, where causal attention cannot see it from the left: no attention mask is needed. Logits are
+    Padding is on the right, where causal attention of earlier tokens cannot see it: no attention mask is needed. Logits are
     made only where the loss looks.
     """
     import torch

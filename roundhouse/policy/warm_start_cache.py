@@ -1,7 +1,7 @@
 """Warm starts that were made before, on this machine: one that is the same again is copied, not trained.
 
-Invariant: an entry lies under the digest of everything that determines its bytes: the recipe, the seed, the demonstrations as
-text, this package's code, the libraries, the processor and the number of threads. It is complete or absent (renamed into
+Invariant: an entry is stored under the digest of everything that determines its bytes: the recipe, the seed, the demonstrations
+as text, this package's code, the libraries, the processor and the number of threads. It is complete or absent (renamed into
 place), and a copy is used only if every file has the digest that was written down. So runs may share the directory at the same
 time: of two that make the same policy one's stays, and a lost or damaged entry is made again.
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from roundhouse.errors import DataError
+
+if TYPE_CHECKING:
+    from roundhouse.training.algorithms import TokenSignals
 
 SCHEMA = pa.schema(
     [
@@ -31,7 +34,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
     ]
 )
-"""The columns of the `sequences` dataset that training needs. More columns may stand beside them."""
+"""The columns of the `sequences` dataset that training needs. There may be more columns."""
 
 OPTIONAL = pa.schema(
     [
@@ -81,6 +84,11 @@ class TrainingSequences:
     def sequence_of_token(self) -> np.ndarray:
         """[T] index of the sequence that owns each token."""
         return np.repeat(np.arange(len(self)), self.lengths)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether an engine's log-probabilities are on record; all are 0 where the conversations were written."""
+        return bool(self.gen_logprobs.any())
 
     @classmethod
     def from_table(cls, table: pa.Table) -> TrainingSequences:
@@ -212,3 +220,38 @@ def _flat(column: pa.ListArray) -> np.ndarray:
             f"A list column of the sequences holds {values.null_count} null elements; every value is needed."
         )
     return values.to_numpy(zero_copy_only=False)
+
+
+def sequence_rows(
+    sequences: TrainingSequences, signals: TokenSignals, measured: np.ndarray, old_log_probs: np.ndarray
+) -> pa.Table:
+    """One row a sequence: ids, reward, the algorithm's columns, and the trainer's log-probabilities.
+
+    `measured` [T] marks the tokens whose log-probability the trainer computed. `trainer_logprobs` is null for a sequence
+    without any, else one value a token, null where it was not computed, from before the first update.
+    """
+    first = sequences.offsets[:-1]
+    trained = np.add.reduceat(signals.columns.trained.astype(np.int64), first)
+    counts = np.add.reduceat(measured.astype(np.int64), first)
+    error = np.where(measured, np.exp(np.abs(old_log_probs - sequences.gen_logprobs), dtype=np.float64), 0)
+    errors = np.add.reduceat(error, first) / np.maximum(counts, 1)
+    unmeasured = counts == 0
+    log_probs = pa.ListArray.from_arrays(
+        pa.array(sequences.offsets, pa.int32()),
+        pa.array(old_log_probs, pa.float32(), mask=~measured),
+        mask=pa.array(unmeasured),
+    )
+    return pa.table(
+        {
+            "sequence_id": sequences.sequence_ids,
+            "rollout_id": sequences.rollout_ids,
+            "group_id": sequences.group_ids,
+            "reward": sequences.rewards,
+            **signals.sequence_columns,
+            "trained": trained > 0,
+            "tokens": sequences.lengths,
+            "trained_tokens": trained,
+            "token_mult_prob_error": pa.array(errors, mask=unmeasured),
+            "trainer_logprobs": log_probs,
+        }
+    )

@@ -5,36 +5,48 @@
     trainer/state.json                                     cursor: updates done, last iteration, seed
 
 Files of tensors above `tensor_files.SHARD_BYTES` are several, with an index. They are written tensor by tensor and hashed in
-passing, so saving takes the memory of one tensor beside the model's own.
+passing, so saving takes the memory of one tensor in addition to the model's own.
 
 Invariant: loading fails rather than start from weights that were not in the files, and the state is everything: all
 randomness of a step is derived from (seed, iteration), so no generator state exists to be saved.
+
+A model is made of shapes alone, is given its adapters and its layout over the ranks, and then its numbers: of each file a rank
+reads its own rows, or its own experts where the model has fused a layer's into one parameter, and converts no others.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.fast_imports import lean_transformers
 
 with lean_transformers():
-    from transformers import AutoModelForCausalLM, PreTrainedModel
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        Concatenate,
+        MergeModulelist,
+        Transpose,
+        WeightConverter,
+        revert_weight_conversion,
+    )
+    from transformers.modeling_utils import LoadStateDictConfig
 
-from roundhouse.training.layers import PACKED, check_packable, merged, register_packed_attention
-from roundhouse.training.parallel import Ranks
-from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors
+from roundhouse.training.layers import PACKED, check_packable, merged, register_packed_attention, under_adapter
+from roundhouse.training.parallel import Ranks, sent_row
+from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, freed_at_once, save_tensors
+from roundhouse.weight_sync.tensor_files import torch_digest, weight_files
 
 STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
@@ -45,7 +57,7 @@ rest of a write that was cut off, and no part of a model."""
 
 
 class Cursor(BaseModel):
-    """Where training stands."""
+    """The state of training."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,11 +69,21 @@ class Cursor(BaseModel):
     seed: int = 0
     """Seed from which each iteration's shuffling was derived."""
     kl_coefficient: float | None = None
-    """Where the adaptive KL controller stands; None without one, and before the first iteration."""
+    """State of the adaptive KL controller; None without one, and before the first iteration."""
 
 
-def load_model(directory: Path, *, packed: bool, device: torch.device) -> PreTrainedModel:
+def load_model(
+    directory: Path,
+    *,
+    packed: bool,
+    device: torch.device,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
+    ranks: Ranks | None = None,
+) -> PreTrainedModel:
     """A causal language model in float32 and eval mode.
+
+    Args:
+        prepare: puts adapters on it and spreads it over the ranks.
 
     Raises:
         ConfigError: there is no model directory, or the model cannot be packed.
@@ -72,14 +94,22 @@ def load_model(directory: Path, *, packed: bool, device: torch.device) -> PreTra
     register_packed_attention()
     try:
         with _no_progress_bars():
-            model, loaded = _from_pretrained(directory, PACKED if packed else "sdpa")
+            model = _without_numbers(directory, PACKED if packed else "sdpa")
+            if packed:
+                check_packable(model)
+            if ranks is None or ranks.size == 1 or _keeps_rows(model, ranks):
+                prepare(model)
+                wrong = _fill(model, directory, device)
+            else:  # whole on each rank
+                wrong = _fill(model, directory, torch.device("cpu"))
+                prepare(model)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(f"The model in {directory} cannot be loaded: {error}") from error
-    for problem in ("missing_keys", "unexpected_keys"):
-        if names := sorted(loaded[problem]):
+    for problem, names in wrong.items():
+        if names:
             raise DataError(
-                f"The weights in {directory} do not fit its config.json: {problem.replace('_', ' ')} "
-                f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}. The files are incomplete or from another model."
+                f"The weights in {directory} do not fit its config.json: {problem} {', '.join(names[:5])}"
+                f"{' …' if len(names) > 5 else ''}. The files are incomplete or from another model."
             )
     output = model.get_output_embeddings()
     if model.config.tie_word_embeddings and output.weight is not model.get_input_embeddings().weight:
@@ -87,23 +117,60 @@ def load_model(directory: Path, *, packed: bool, device: torch.device) -> PreTra
             f"{directory} holds an lm_head.weight of its own although config.json ties it to the embedding: engine and trainer "
             "would use different ones. Set tie_word_embeddings to false in config.json, or remove the tensor."
         )
-    if packed:
-        check_packable(model)
-    torch.nn.Module.to(model, device)  # transformers' own `to` hides its types and adds nothing here
     return model.eval()
 
 
-def _from_pretrained(directory: Path, attention: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation=attention,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    model, report = loaded
-    return model, report
+def _without_numbers(directory: Path, attention: str) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        )
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model
+
+
+def _keeps_rows(model: PreTrainedModel, ranks: Ranks) -> bool:
+    """Whether a rank can make its rows of each parameter from the same rows, or experts, of tensors in files."""
+    changes = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightConverter)]
+    for operation in (each for change in changes for each in change.operations):
+        dimensions = [value for name, value in vars(operation).items() if name in ("dim", "dim0", "dim1")]
+        merges = isinstance(operation, MergeModulelist) and operation.dim == 0
+        if not merges and not (isinstance(operation, Concatenate | Transpose) and min(dimensions) > 0):
+            return False
+    experts = [len(parameter) for parameter in model.parameters() if parameter.ndim > 2]
+    return all(-(-count // ranks.size) * (ranks.size - 1) < count for count in experts)  # transformers fails on none
+
+
+def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict[str, list[str]]:
+    """Read the numbers of parameters that have none, each rank its part, and compute those of buffers.
+
+    Returns:
+        Names of tensors that are missing, and of those that the model does not have.
+    """
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+    for parameter in own.values():
+        parameter.data = parameter.data.to(device)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers draws its numbers anew
+    mapping: Any = get_model_conversion_mapping(model)  # typed as their base class, which the settings do not take
+    settings = LoadStateDictConfig(device_map={"": device}, dtype=torch.float32, weight_mapping=mapping)
+    adapted = {
+        name.removesuffix(".base_layer.weight") for name, _ in model.named_parameters() if ".base_layer." in name
+    }
+    with ExitStack() as opened:
+        parts: dict[str, Any] = {}
+        for path in weight_files(directory):
+            file = opened.enter_context(safe_open(path, "pt", device="cpu"))
+            parts |= {under_adapter(name, adapted): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        with freed_at_once():
+            report, _ = model._load_pretrained_model(model, parts, None, settings)
+    report.missing_keys -= own.keys()
+    report = model._finalize_model_loading(model, settings, report)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return {"missing keys": sorted(report.missing_keys), "unexpected keys": sorted(report.unexpected_keys)}
 
 
 @contextmanager
@@ -119,7 +186,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """What stands beside weights and config.json (tokenizer, chat template, …), by name.
+    """The files besides weights and config.json (tokenizer, chat template, …), by name.
 
     It is kept in memory, because retention may delete the directory while the trainer lives on.
     """
@@ -141,23 +208,68 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
         for name, data in side_files.items():
             (directory / name).write_bytes(data)
         with _no_progress_bars():
-            model.save_pretrained(directory, state_dict={})  # config.json and what else lies beside weights
+            model.save_pretrained(directory, state_dict={})  # config.json and what else accompanies weights
     ranks.wait()  # save_pretrained deletes files of weights that it did not write
     save_tensors(weights, directory, "model", ranks)
 
 
+def held_digests(model: PreTrainedModel) -> dict[str, str]:
+    """What `tensor_digests` would say of the files that `save_model` would write now, by one process."""
+    alone = Ranks()
+    every = _under_published_names(model, merged(model), alone).items()
+    wholes = ((name, saved.whole(alone, 0)) for name, saved in every)
+    return dict(torch_digest(name, whole) for name, whole in wholes if whole is not None)
+
+
 def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks: Ranks) -> SavedTensors:
-    """The weights as the model's files have them. What transformers has fused or split it puts back for all at once."""
+    """The weights as the model's files have them.
+
+    What transformers has fused of a tensor per expert is sent expert by expert; what it has changed in another way is put back
+    by the leading rank, which has to hold all of that.
+    """
     for name in model._keys_to_ignore_on_save or ():
         weights.pop(name, None)
     described = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in weights.items()}
-    if revert_weight_conversion(model, described).keys() == weights.keys():
-        return weights
-    held = {name: whole.cpu() for name, saved in weights.items() if (whole := saved.whole(ranks, 0)) is not None}
-    converted = revert_weight_conversion(model, held if ranks.leads else described)
+    wanted = {name: tensor.shape for name, tensor in revert_weight_conversion(model, dict(described)).items()}
+    published: SavedTensors = {}
+    together: dict[str, torch.Tensor] = {}
+    for name, tensor in described.items():
+        parts = revert_weight_conversion(model, {name: tensor})
+        if len(parts) == 1 and next(iter(parts.values())) is tensor:
+            published[next(iter(parts))] = weights[name]
+        elif (rows := _rows(model, name)).keys() == parts.keys() and all(
+            wanted.get(part) == saved.shape for part, saved in rows.items()
+        ):
+            published |= rows
+        else:
+            whole = weights[name].whole(ranks, 0)
+            together[name] = tensor if whole is None else whole.cpu()
+    for name, tensor in revert_weight_conversion(model, together).items():
+        published[name] = SavedTensor(tensor.shape, tensor.dtype, SavedTensor.of(tensor).whole, on_leader=True)
+    return published
+
+
+def _rows(model: PreTrainedModel, name: str) -> SavedTensors:
+    """The tensors that each row of a parameter was fused of, an expert's; empty where it is no parameter by itself."""
+    parameter: Any = dict(model.named_parameters()).get(name)
+    if parameter is None:
+        return {}
+
+    def saved(row: int, part: str, described: torch.Tensor) -> SavedTensor:
+        def taken(one: torch.Tensor) -> torch.Tensor:
+            return revert_weight_conversion(model, {name: one})[part]
+
+        return SavedTensor(
+            described.shape, described.dtype, lambda ranks, owner: sent_row(parameter, row, ranks, owner, taken)
+        )
+
+    # not of a slice of it, for which DTensor would gather the whole on every rank
+    one = torch.empty(1, *parameter.shape[1:], dtype=parameter.dtype, device="meta")
+    apart = revert_weight_conversion(model, {name: one})
     return {
-        name: SavedTensor(tensor.shape, tensor.dtype, SavedTensor.of(tensor).whole, on_leader=True)
-        for name, tensor in converted.items()
+        re.sub(r"(.*\.)0\.", rf"\g<1>{row}.", part): saved(row, part, described)  # the last number is the expert's
+        for part, described in apart.items()
+        for row in range(len(parameter))
     }
 
 

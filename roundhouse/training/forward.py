@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from roundhouse.errors import ConfigError
+from roundhouse.training.context_parallel import Context
 from roundhouse.training.layers import PACKED
 from roundhouse.training.packing import Dealer, FlatTokens, Microbatch, Span, build_microbatches
 
@@ -52,6 +53,7 @@ class Scorer(torch.nn.Module):
         dtype: bfloat16 runs the model in autocast; the softmax is float32 all the same.
         logits_chunk: rows of logits at a time (`chunked_log_probs`); 0 computes all at once and keeps them for backward.
         sharded: parameters are spread over ranks and come gathered in `dtype`.
+        context: the ranks that share each microbatch; None where every rank computes its own.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Scorer(torch.nn.Module):
         dtype: Literal["float32", "bfloat16"] = "float32",
         logits_chunk: int = 0,
         sharded: bool = False,
+        context: Context | None = None,
     ) -> None:
         super().__init__()
         self.model, self.temperature, self.logits_chunk = model, temperature, logits_chunk
+        self.context = context
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.sharded = sharded
 
@@ -79,13 +83,22 @@ class Scorer(torch.nn.Module):
 
     def forward(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities, and entropies or None; logits, [M, V], exist at the predicting positions alone."""
+        if self.context is None:
+            return self._score(microbatch, with_entropy)
+        part, mine = self.context.part(microbatch)
+        log_probs, entropy = self._score(part, with_entropy)
+        count = len(microbatch.predict)
+        together = self.context.together(log_probs, mine, count)
+        return together, None if entropy is None else self.context.together(entropy, mine, count)
+
+    def _score(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         device = microbatch.input_ids.device
         inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
         inputs |= {"use_cache": False}
         if microbatch.spans is None:
             inputs |= {"attention_mask": microbatch.attention_mask}
         else:
-            inputs |= {"spans": microbatch.spans}
+            inputs |= {"spans": microbatch.spans, "context": self.context}
         with torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16 and not self.sharded
         ):
@@ -238,24 +251,32 @@ def chunked_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def check_plain_logits(model: Any) -> None:
-    """Refuse a model whose logits are more than its output layer applied to its last hidden state.
+def check_plain_logits(scorer: Scorer) -> None:
+    """Refuse a model whose logits are more than its output layer applied to its last hidden state; all ranks take part.
 
     Raises:
         ConfigError: it scales or caps them, as Gemma 2 and Granite do.
     """
-    device = next(model.parameters()).device
-    inputs: dict[str, Any] = {
-        "input_ids": torch.tensor([[0, 1]], device=device),
-        "position_ids": torch.tensor([[0, 1]], device=device),
-        "spans": (Span(0, 2, 1, 2, None, None),),
-        "use_cache": False,
-    }
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        hidden = model.base_model(**inputs).last_hidden_state
-        plain = model.get_output_embeddings()(hidden)
-    if not torch.allclose(plain, expected, rtol=1e-4, atol=1e-5):
+    model, count = scorer.model, min(vocabulary_size(scorer.model), 64)
+    positions = torch.tensor([[0, 1]])
+    row = Microbatch(
+        input_ids=positions,
+        position_ids=positions,
+        attention_mask=None if scorer.packed else torch.ones_like(positions),
+        spans=(Span(0, 2, 1, 2, None, None),) if scorer.packed else None,
+        predict=torch.ones(count, dtype=torch.long),  # the second position, of as many targets
+        targets=torch.arange(count),
+        source=np.arange(count),
+        real_tokens=2,
+    ).to(model.device)
+    chunk, found = scorer.logits_chunk, []
+    for size in (count, 0):
+        scorer.logits_chunk = size
+        with torch.no_grad():
+            found.append(scorer.predict(row).log_probs)
+    scorer.logits_chunk = chunk
+    relative, absolute = (2e-2, 2e-2) if scorer.dtype == torch.bfloat16 else (1e-4, 1e-5)
+    if not torch.allclose(found[0], found[1], rtol=relative, atol=absolute):
         raise ConfigError(
             f"{type(model).__name__} changes its logits after the output layer, which train.logits_chunk_tokens does not know. "
             "Set it to 0."

@@ -9,7 +9,7 @@ as if the sequence stood alone. Each span of the row (sequences of similar lengt
 padded at the right, and goes through one causal scaled-dot-product call: keys of padding lie after every real query, so no
 real query sees them, and what padding queries compute is dropped. Cost is linear in the row and quadratic only in a sequence.
 Sequences that share a prompt have its keys and values before their own, and a mask that is causal from there on.
-A forward pass hands over the row's spans as the argument `spans`.
+A forward pass hands over the row's spans as the argument `spans`, and with context parallelism the group as `context`.
 
 **Norms** (`replace_norms`): a root-mean-square norm is replaced only where it is y = w · x / √(mean(x²) + ε), which is tried
 out on random numbers first, and used only for float32 inputs; everything else runs the model's own code. With r = 1/√(mean(x²)
@@ -22,7 +22,7 @@ this takes 0.4 of the time of transformers' own.
 
 **Low-rank adapters** (`attach`; LoRA, arXiv 2106.09685) on a frozen model: the model that is published is W + (alpha / rank) ·
 B · A in every adapted matrix, an ordinary Hugging Face directory that engines, references and stages load without knowing of
-adapters; and what training continues from is bit for bit what it was, because the frozen matrices lie beside the adapter and
+adapters; and what training continues from is bit for bit what it was, because the frozen matrices are next to the adapter and
 are never recovered from the merged ones.
 
     model.safetensors                                           merged
@@ -34,8 +34,10 @@ A starts from a fixed seed and B from zero, so a fresh adapter changes nothing. 
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +48,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.fast_imports import lean_transformers
+from roundhouse.training.context_parallel import Context
 from roundhouse.training.packing import Span
-from roundhouse.training.parallel import Ranks, gathered
+from roundhouse.training.parallel import Ranks, gathered, sharded_like
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors, saved_tensors
 
 if TYPE_CHECKING:
@@ -129,10 +132,11 @@ def replace_norms(model: torch.nn.Module, *, tried: bool = True) -> int:
 
 def _agrees(module: torch.nn.Module, epsilon: float) -> bool:
     draw = torch.Generator().manual_seed(0)
-    weight: Any = module.weight
-    trial = torch.randn(3, weight.shape[-1], generator=draw).to(weight.device)
+    tried: Any = copy.deepcopy(module).to_empty(device="cpu")  # the model's own may have no numbers yet
+    trial, weight = torch.randn(4, tried.weight.shape[-1], generator=draw).split([3, 1])
     with torch.no_grad():
-        return torch.allclose(module(trial), _RootMeanSquare.apply(trial, weight, epsilon), rtol=1e-5, atol=1e-6)
+        tried.weight.copy_(weight[0])
+        return torch.allclose(tried(trial), _RootMeanSquare.apply(trial, weight[0], epsilon), rtol=1e-5, atol=1e-6)
 
 
 def _forward(
@@ -186,10 +190,15 @@ def packed_attention(
     *,
     scaling: float | None = None,
     spans: Sequence[Span] | None = None,
+    context: Context | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D]."""
+    """Attention of transformers' interface: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D].
+
+    Args:
+        context: with one, T are this rank's positions of the row that the spans cover.
+    """
     if spans is None:
         raise ConfigError(
             "This model was loaded for packed training and is called without spans. Use forward.log_probs."
@@ -200,6 +209,8 @@ def packed_attention(
         raise ConfigError(
             f"The model's attention uses {what}, which packing does not know. Set train.packing to false."
         )
+    if context is not None:
+        query, key, value = context.heads(query, key, value)
     sizes = [span.stop - span.start for span in spans]
     # one split, whose backward is one concatenation; a slice each would fill the row with zeros once a span
     queries, keys, values = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
@@ -207,7 +218,8 @@ def packed_attention(
     for span, q, k, v in zip(spans, queries, keys, values, strict=True):
         prompt = None if span.prompt is None else (keys[span.prompt], values[span.prompt])
         parts.append(_attend(span, q, k, v, prompt, scaling))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+    whole = (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+    return (whole if context is None else context.positions(whole)), None
 
 
 def _attend(
@@ -277,14 +289,15 @@ _PREFIX = "base_model.model."
 
 
 def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Path | None, directory: Path) -> None:
-    """Freeze the model and put adapters on it, those of `trainer_state` where it is given; nothing without `config`.
+    """Freeze the model, which may have no numbers yet, and put fresh adapters on it; nothing without `config`.
 
     Args:
-        directory: where the model was loaded from, for messages.
+        trainer_state: from which `restore_adapter` is going to take adapters.
+        directory: where the model is loaded from, for messages.
 
     Raises:
         ConfigError: a target matches nothing, or the output layer.
-        DataError: the state has no adapter, a damaged one, one of other shapes, or one that the configuration does not want.
+        DataError: the state has no adapter, or one that the configuration does not want.
     """
     held = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
     if config is None:
@@ -300,8 +313,6 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
             "without its trainer state."
         )
     _inject(model, config)
-    if trainer_state is not None:
-        _restore(model, trainer_state)
 
 
 def merged(model: PreTrainedModel) -> SavedTensors:
@@ -367,7 +378,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     )
     model.requires_grad_(False)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _stand_ins(model):
             torch.manual_seed(0)
             inject_adapter_in_model(settings, model, adapter_name=_NAME)
     except ValueError as error:
@@ -380,18 +391,49 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     model.eval()
 
 
+@contextmanager
+def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
+    """In place of parameters without numbers such as take no memory: peft puts an adapter's where those of its layer are."""
+    held = {
+        module: {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        for module in model.modules()
+    }
+    for module, parameters in held.items():
+        for name, p in parameters.items():
+            stand_in = torch.zeros((), dtype=p.dtype).expand(p.shape)
+            module._parameters[name] = torch.nn.Parameter(stand_in, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, parameters in held.items():
+            module._parameters.update(parameters)
+
+
+def under_adapter(name: str, adapted: Collection[str]) -> str:
+    """The name that a weight has in a model of which these layers are adapted."""
+    owner, _, leaf = name.rpartition(".")
+    return f"{owner}.base_layer.{leaf}" if owner in adapted else name
+
+
 def _adapted(model: PreTrainedModel) -> dict[str, Any]:
     """The layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _restore(model: PreTrainedModel, state: Path) -> None:
+def restore_adapter(model: PreTrainedModel, state: Path) -> None:
+    """Put the adapters that `save_adapter` wrote in the place of fresh ones, each rank its rows; nothing where there are none.
+
+    Raises:
+        DataError: they are damaged, or of other shapes.
+    """
+    if not _adapted(model):
+        return
     try:
         trained, frozen = (dict(saved_tensors(state, stem)) for stem in (ADAPTER, BASE))
     except (OSError, SafetensorError) as error:
         raise DataError(f"The adapter in {state} cannot be read: {error}. Resume from an older checkpoint.") from error
     saved = {name.removeprefix(_PREFIX): value for name, value in trained.items()}
-    saved |= {f"{name.removesuffix('.weight')}.base_layer.weight": value for name, value in frozen.items()}
+    saved |= {under_adapter(name, _adapted(model)): value for name, value in frozen.items()}
     wanted = {
         name.replace(f".{_NAME}.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -405,4 +447,4 @@ def _restore(model: PreTrainedModel, state: Path) -> None:
                 f"The adapter in {state} does not fit: {name} has shape {shapes[0]} there and {shapes[1]} by train.lora. "
                 "Rank and target_modules must stay what they were."
             )
-        ours.data.copy_(theirs)
+        ours.data.copy_(sharded_like(theirs, ours))

@@ -37,8 +37,10 @@ from typing import Literal
 import torch
 
 from roundhouse.config.algorithms import Aggregation
+from roundhouse.errors import ConfigError
+from roundhouse.import_string import load_function
 from roundhouse.training.algorithms import LossSettings
-from roundhouse.training.metrics import MetricSums
+from roundhouse.training.metrics import METRICS, Denominator
 from roundhouse.trajectories.schemas import FEWEST_TOKENS
 
 
@@ -76,7 +78,7 @@ def correction_weights(
         seq-mask-tis   w = ratio in sequences whose geometric mean of the ratio is inside the bounds, else 0
 
     With a ratio of whole sequences (GSPO), the correction's is the geometric mean over the sequence too: a product grows with
-    the length, and lies at a bound by rounding alone in a long sequence. A ratio that is not finite becomes 0, and so does
+    the length, and is at a bound by rounding alone in a long sequence. A ratio that is not finite becomes 0, and so does
     every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`. A token of weight 0 still counts
     in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when `settings.whole_sequences`.
     """
@@ -195,7 +197,7 @@ def token_loss(tokens: LossTokens, settings: LossSettings, sums: MetricSums) -> 
     correction = correction_weights(tokens.old, tokens.gen, settings, sequence)
     if correction is not None:
         weights = weights * correction
-    policy_term = (weights * policy_loss(tokens.cur, ratio, tokens.advantages, settings)).sum()
+    policy_term = (weights * policy_loss(tokens, ratio, settings)).sum()
     total = policy_term
     if tokens.cross_entropy_weights is not None:
         total = total - (scale * tokens.cross_entropy_weights * tokens.cur).sum()
@@ -224,15 +226,27 @@ def importance_ratio(tokens: LossTokens, settings: LossSettings, sequence: torch
     return torch.exp(difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
 
 
-def policy_loss(
-    cur: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings
-) -> torch.Tensor:
-    """[M] policy term per token, to be minimised."""
+def policy_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """[M] policy term per token, to be minimised.
+
+    A function that `settings.policy_loss` names is called with the same tokens, ratio [M] and settings, and gives the same.
+
+    Raises:
+        ConfigError: that function gives another shape.
+    """
     if settings.policy_loss == "reinforce":
-        return -advantages * cur
+        return -tokens.advantages * tokens.cur
     if settings.policy_loss == "cispo":
-        return -advantages * _clamped(ratio, settings).detach() * cur
-    return clipped_policy_loss(ratio, advantages, settings)
+        return -tokens.advantages * _clamped(ratio, settings).detach() * tokens.cur
+    if settings.policy_loss == "clipped":
+        return clipped_policy_loss(ratio, tokens.advantages, settings)
+    terms: torch.Tensor = load_function(settings.policy_loss, "train.algorithm.policy_loss")(tokens, ratio, settings)
+    if terms.shape != ratio.shape:
+        raise ConfigError(
+            f"train.algorithm.policy_loss is {settings.policy_loss!r}, which gives the shape {tuple(terms.shape)} for "
+            f"{len(ratio)} tokens. Return one term for each of them, not their sum: the trainer makes the mean."
+        )
+    return terms
 
 
 def clipped_policy_loss(ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings) -> torch.Tensor:
@@ -320,3 +334,58 @@ def _add_ratio_statistics(sums: MetricSums, ratio: torch.Tensor, tokens: LossTok
     elif settings.policy_loss == "cispo":
         sums.add("clip_fraction", (clamped != ratio).float())
     sums.add("approx_entropy", -torch.exp(cur - tokens.gen) * cur)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a part of the work adds to a metric."""
+
+    value: float
+    """A sum over units of the denominator, or an extreme."""
+    count: int
+    """Units in the sum; 0 for an extreme."""
+
+
+class MetricSums:
+    """Adds up metrics over microbatches without leaving the device; `values` and `shares` read them once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        self._extremes: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Add a metric's values, one for each unit of its denominator, or candidates for its extreme."""
+        values = values.detach()
+        kind = METRICS[name].denominator
+        if kind in (Denominator.MAX, Denominator.MIN):
+            new = values.max() if kind is Denominator.MAX else values.min()
+            merge = torch.maximum if kind is Denominator.MAX else torch.minimum
+            old = self._extremes.get(name)
+            self._extremes[name] = new if old is None else merge(old, new)
+            return
+        total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64, device=values.device), 0))
+        self._sums[name] = (total + values.sum(dtype=torch.float64), count + values.numel())
+
+    def shares(self) -> dict[str, Share]:
+        """Every metric so far, to be merged elsewhere."""
+        sums = {name: Share(float(total), count) for name, (total, count) in self._sums.items() if count}
+        return sums | {name: Share(float(value), 0) for name, value in self._extremes.items()}
+
+    def merge(self, shares: dict[str, Share]) -> None:
+        """Add what another part of the work found."""
+        for name, share in shares.items():
+            value = torch.tensor(share.value, dtype=torch.float64)
+            if share.count == 0:
+                self.add(name, value)
+                continue
+            total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
+            self._sums[name] = (total + value.to(total.device), count + share.count)
+
+    def values(self) -> dict[str, float]:
+        """Every metric as a number."""
+        means = {
+            name: float(total) if METRICS[name].denominator is Denominator.SUM else float(total) / count
+            for name, (total, count) in self._sums.items()
+            if count
+        }
+        return means | {name: float(value) for name, value in self._extremes.items()}

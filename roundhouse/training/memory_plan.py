@@ -4,24 +4,28 @@ Invariant: a plan depends on the model's shape, the section `train` and the numb
 GPU is needed: what stays over a step is counted from the shapes, and what a pass takes is found by running forward and
 backward of the trainer's own scorer on fake tensors, which have shapes and no bytes.
 
-    weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients)
+    weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients); with
+                           `train.service.tensor_parallel` what is not split is spread over as many times fewer
     moments                8 bytes per trained parameter, spread
     reference              4 bytes per parameter, spread
     gathered weights       FSDP2: the root's group and two layers, in the compute type
     whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`)
     reduction              FSDP2: the largest group's gradient, and as much in float32
-    activations, logits    of one microbatch, at the moment when both together are most
+    activations, logits    of one microbatch, or a rank's part of it (`train.service.context_parallel`), at the moment when both
+                           together are most
 
-Over several ranks the peak is in the backward pass, or where the largest group is reduced behind it; the plan is the larger.
+Over several ranks the peak is in the backward pass, or where the largest group is reduced after it; the plan is the larger.
 
-`benchmarks/memory_plan.py` holds plans beside measured peaks.
+`benchmarks/memory_plan.py` compares plans with measured peaks.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundhouse.config.models import TrainConfig
+from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
 from roundhouse.fast_imports import lean_transformers
+from roundhouse.training.context_parallel import Context, refuse_unfit_heads
 from roundhouse.training.forward import Scorer
 from roundhouse.training.layers import (
     PACKED,
@@ -43,6 +49,7 @@ from roundhouse.training.layers import (
     replace_norms,
 )
 from roundhouse.training.packing import Microbatch, Span
+from roundhouse.training.tensor_parallel import refuse_unfit_shape, refuse_without_plan
 
 with lean_transformers():
     from transformers import AutoModelForCausalLM
@@ -123,22 +130,31 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         tokens: of the longest microbatch; every one of them is taken to be trained on.
 
     Raises:
-        ConfigError: the model cannot be trained with this section, or its passes cannot be followed without weights.
+        ConfigError: the model cannot be trained with this section or so many ranks, or its passes cannot be followed without
+            weights.
     """
-    built = _fake_model(model, train, sharded=ranks > 1)
+    context, tensor = train.parallelism.values()
+    if ranks % (context * tensor):
+        raise ConfigError(
+            f"train.service.context_parallel is {context} and tensor_parallel {tensor}, whose product does not divide {ranks} "
+            "ranks. Plan for a multiple of it."
+        )
+    refuse_unfit_layout(model, train)
+    built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
+    over = ranks // tensor  # that share what a rank has of the model
     with built.mode:
         whole = sum(parameter.numel() for parameter in built.model.parameters())
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
-    live = _pass(built, train, tokens, sharded=ranks > 1)
+    at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
     bytes_ = {
-        "weights": 4 * whole // ranks,
-        "gradients": 4 * trained // ranks,
-        "moments": 8 * trained // ranks,
-        "reference": 4 * (adapter or whole) // ranks if train.algorithm.reference_source is not None else 0,
+        "weights": 4 * whole // over,
+        "gradients": 4 * trained // over,
+        "moments": 8 * trained // over,
+        "reference": 4 * (adapter or whole) // over if train.algorithm.reference_source is not None else 0,
     }
-    passing = {"activations": live.at_peak - live.logits_at_peak, "logits": live.logits_at_peak}
+    passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
     if ranks > 1:
         element, root, layer = built.model.dtype.itemsize, whole - sum(layers), max(layers)
         reducing = {
@@ -153,7 +169,40 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         bytes_ = max(kept | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
     else:
         bytes_ |= passing
-    return MemoryPlan(whole, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
+    parameters = whole if tensor == 1 else sum(parameter.numel() for parameter in _without_bytes(model).parameters())
+    return MemoryPlan(parameters, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
+
+
+def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
+    """Refuse a model that the ranks of `train.service` cannot share.
+
+    Raises:
+        ConfigError: its heads or its inner features do not divide, or transformers has no plan that splits it.
+    """
+    context, tensor = train.parallelism.values()
+    if tensor > 1:
+        refuse_unfit_shape(model, tensor)
+        refuse_without_plan(_without_bytes(model))
+    if context > 1:
+        refuse_unfit_heads(model, context, tensor)
+
+
+def _without_bytes(model: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(model)
+    return made
+
+
+def _split(model: PreTrainedConfig, tensor: int) -> PreTrainedConfig:
+    """The shape of what a rank has of the model when so many split its layers."""
+    split = copy.deepcopy(model)
+    text: Any = split.get_text_config()
+    heads = text.num_attention_heads
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    text.num_attention_heads = heads // tensor
+    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // tensor
+    text.intermediate_size //= tensor
+    return split
 
 
 def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: int, memory: float) -> list[str]:
@@ -163,6 +212,8 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
         memory: bytes that a rank may take.
     """
     said: list[str] = []
+    context, tensor = train.parallelism.values()
+    sizes = (2, 4, 8, 16, 32, 64)
     for key, value in _SAVINGS:
         if getattr(train, key) == value or (key == "reduce_gradients" and ranks == 1):
             continue
@@ -170,10 +221,23 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
         said.append(f"train.{key}={str(value).lower()}")
         if plan_memory(model, train, ranks, tokens).total <= memory:
             return said
-    for count in (2, 4, 8, 16, 32, 64):
-        if count > ranks and plan_memory(model, train, count, tokens).total <= memory:
+    if isinstance(service := train.service, RankedService) and train.packing:
+        for size in sizes:
+            if size <= context or ranks % (size * tensor):
+                continue
+            shared = train.model_copy(update={"service": service.model_copy(update={"context_parallel": size})})
+            with suppress(ConfigError):  # the policy's heads do not divide
+                if plan_memory(model, shared, ranks, tokens).total <= memory:
+                    return [*said, f"train.service.context_parallel={size}"]
+    for count in sizes:
+        if count <= ranks or count % (context * tensor):
+            continue
+        if plan_memory(model, train, count, tokens).total <= memory:
             return [*said, f"train.service.processes={count}"]
-    return [*said, "fewer train.tokens_per_microbatch and generation.max_model_len, train.lora, or a smaller model"]
+    return [
+        *said,
+        "fewer train.tokens_per_microbatch and generation.max_model_len, train.lora, or a smaller model",
+    ]
 
 
 _SAVINGS: tuple[tuple[str, Any], ...] = (
@@ -216,17 +280,45 @@ def _fake_model(config: PreTrainedConfig, train: TrainConfig, *, sharded: bool) 
     return _Fake(model, mode)
 
 
-def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> _LiveBytes:
+_FOLLOWED = 4, 6
+"""Layers of a model whose layers are alike: each of them keeps the same, so that two points give the line."""
+
+
+def _peak(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tuple[int, int]:
+    """Bytes that a pass has made at its peak, and those of logits among them. Cuts the model where its layers are alike."""
+    layers = decoder_layers(built.model)
+    shapes = {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
+    kinds = set(getattr(built.model.config.get_text_config(), "layer_types", None) or ())
+    stack = next(
+        (part for part in built.model.modules() if isinstance(part, torch.nn.ModuleList) and list(part) == layers), None
+    )
+    if stack is None or len(layers) <= _FOLLOWED[1] or len(shapes) > 1 or len(kinds) > 1:
+        return _pass(built, train, tokens, sharded=sharded)
+    few, more = _FOLLOWED
+    del stack[more:]
+    high = _pass(built, train, tokens, sharded=sharded)
+    del stack[few:]
+    low = _pass(built, train, tokens, sharded=sharded)
+    return tuple(a + (len(layers) - few) * (b - a) // (more - few) for a, b in zip(low, high, strict=True))  # type: ignore[return-value]
+
+
+def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tuple[int, int]:
     """Forward and backward of the second microbatch, which finds the gradients of the first."""
+    context = train.parallelism["context_parallel"]
     scorer = Scorer(
-        built.model, temperature=0.9, dtype=train.dtype, logits_chunk=train.logits_chunk_tokens, sharded=sharded
+        built.model,
+        temperature=0.9,
+        dtype=train.dtype,
+        logits_chunk=train.logits_chunk_tokens,
+        sharded=sharded,
+        context=_WithoutPeers(0, context, torch.clone, torch.clone) if context > 1 else None,
     )
     entropy = getattr(train.algorithm, "entropy_coefficient", 0.0) > 0
     with built.mode:
         for parameter in built.model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         held = [tensor for p in built.model.parameters() for tensor in (p, p.grad) if tensor is not None]
-        row = _row(tokens, train.packing)
+        row = _row(-(-tokens // context) * context, train.packing)
         try:
             with _LiveBytes([*held, *built.model.buffers()], built.model.config.get_text_config().vocab_size) as live:
                 prediction = scorer.predict(row, with_entropy=entropy)
@@ -240,7 +332,7 @@ def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> _L
                 f"{type(built.model).__name__} cannot be planned in {built.model.dtype}: its layers need numbers, not shapes "
                 f"alone ({str(error).splitlines()[0][:200]}). Measure a step of it instead: python -m benchmarks.mfu."
             ) from error
-    return live
+    return live.at_peak, live.logits_at_peak
 
 
 def _row(tokens: int, packed: bool) -> Microbatch:
@@ -256,6 +348,15 @@ def _row(tokens: int, packed: bool) -> Microbatch:
         source=None,  # type: ignore[arg-type]  # numpy's, which the passes do not read
         real_tokens=tokens,
     )
+
+
+class _WithoutPeers(Context):
+    """The first rank of a context group, by itself."""
+
+    def part(self, microbatch: Microbatch) -> tuple[Microbatch, torch.Tensor]:
+        own = microbatch.input_ids.shape[1] // self.size
+        ids, positions, mine = microbatch.input_ids[:, :own], microbatch.position_ids[:, :own], microbatch.predict[:own]
+        return replace(microbatch, input_ids=ids, position_ids=positions, predict=mine, targets=ids[0]), mine
 
 
 class _LiveBytes(TorchDispatchMode):

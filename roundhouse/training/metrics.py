@@ -1,21 +1,14 @@
-"""The metrics of a training step (what each means, what it is a mean over, what is healthy), and the step's report.
+"""The metrics of a training step: what each means, what it is a mean over, what is healthy.
 
 Invariant: every metric that a step reports is listed in `METRICS` with its denominator, so that values of several
 microbatches, ranks or steps can be combined without bias: means by their denominators' counts, extremes by max and min,
-counts by their sum. Every received sequence has one row in the report, trained or not.
+counts by their sum (`loss.MetricSums`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-import numpy as np
-import pyarrow as pa
-import torch
-
-from roundhouse.training.algorithms import TokenSignals
-from roundhouse.training.batch import TrainingSequences
 
 
 class Denominator(StrEnum):
@@ -60,7 +53,9 @@ METRICS: dict[str, Metric] = {
     "kl_coefficient": Metric(_LAST, "weight of the KL; moves under adaptive_kl (only where it is not 0)"),
     "teacher_kl": Metric(_TOKENS, "log policy − log teacher on the policy's tokens (distillation)", "falls to 0"),
     "nll": Metric(_TOKENS, "−cur over the tokens with a cross-entropy weight (only where there are any)", "falls"),
-    "approx_entropy": Metric(_TOKENS, "−exp(cur − gen) · cur, an estimate from the sampled tokens", "slow decline"),
+    "approx_entropy": Metric(
+        _TOKENS, "−exp(cur − gen) · cur, an estimate from the sampled tokens (not of written rows)", "slow decline"
+    ),
     "entropy": Metric(_TOKENS, "exact entropy of the next-token distribution (only with entropy_coefficient > 0)"),
     "grad_norm": Metric(_UPDATES, "gradient norm before clipping", "no spikes"),
     "grad_norm_max": Metric(_MAX, "the largest of the step's gradient norms", "< 10 × grad_norm"),
@@ -128,114 +123,3 @@ METRICS: dict[str, Metric] = {
     ),
     "packing_efficiency": Metric(_LAST, "real tokens ÷ positions computed", "1 when packed"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a part of the work adds to a metric."""
-
-    value: float
-    """A sum over units of the denominator, or an extreme."""
-    count: int
-    """Units in the sum; 0 for an extreme."""
-
-
-class MetricSums:
-    """Adds up metrics over microbatches without leaving the device; `values` and `shares` read them once."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
-        self._extremes: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        """Add a metric's values, one for each unit of its denominator, or candidates for its extreme."""
-        values = values.detach()
-        kind = METRICS[name].denominator
-        if kind in (Denominator.MAX, Denominator.MIN):
-            new = values.max() if kind is Denominator.MAX else values.min()
-            merge = torch.maximum if kind is Denominator.MAX else torch.minimum
-            old = self._extremes.get(name)
-            self._extremes[name] = new if old is None else merge(old, new)
-            return
-        total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64, device=values.device), 0))
-        self._sums[name] = (total + values.sum(dtype=torch.float64), count + values.numel())
-
-    def shares(self) -> dict[str, Share]:
-        """Every metric so far, to be merged elsewhere."""
-        sums = {name: Share(float(total), count) for name, (total, count) in self._sums.items() if count}
-        return sums | {name: Share(float(value), 0) for name, value in self._extremes.items()}
-
-    def merge(self, shares: dict[str, Share]) -> None:
-        """Add what another part of the work found."""
-        for name, share in shares.items():
-            value = torch.tensor(share.value, dtype=torch.float64)
-            if share.count == 0:
-                self.add(name, value)
-                continue
-            total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
-            self._sums[name] = (total + value.to(total.device), count + share.count)
-
-    def values(self) -> dict[str, float]:
-        """Every metric as a number."""
-        means = {
-            name: float(total) if METRICS[name].denominator is Denominator.SUM else float(total) / count
-            for name, (total, count) in self._sums.items()
-            if count
-        }
-        return means | {name: float(value) for name, value in self._extremes.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One iteration's training."""
-
-    iteration: int
-    updates: int
-    """Optimizer steps done; 0 when no group had spread, and the weights are what they were."""
-    metrics: dict[str, float]
-    seconds: dict[str, float]
-    """Wall time: forward_old, forward_reference (0 when not needed), updates, total."""
-    tokens: dict[str, int]
-    """received, generated (on the loss mask), trained (with a non-zero weight)."""
-    columns: pa.Table
-    """One row a sequence; see `sequence_rows`."""
-
-    @property
-    def denominators(self) -> dict[str, Denominator]:
-        """What each metric is a mean over."""
-        return {name: METRICS[name].denominator for name in self.metrics}
-
-
-def sequence_rows(
-    sequences: TrainingSequences, signals: TokenSignals, measured: np.ndarray, old_log_probs: np.ndarray
-) -> pa.Table:
-    """One row a sequence: ids, reward, the algorithm's columns, and the trainer's log-probabilities.
-
-    `measured` [T] marks the tokens whose log-probability the trainer computed. `trainer_logprobs` is null for a sequence
-    without any, else one value a token, null where it was not computed, from before the first update.
-    """
-    first = sequences.offsets[:-1]
-    trained = np.add.reduceat(signals.columns.trained.astype(np.int64), first)
-    counts = np.add.reduceat(measured.astype(np.int64), first)
-    error = np.where(measured, np.exp(np.abs(old_log_probs - sequences.gen_logprobs), dtype=np.float64), 0)
-    errors = np.add.reduceat(error, first) / np.maximum(counts, 1)
-    unmeasured = counts == 0
-    log_probs = pa.ListArray.from_arrays(
-        pa.array(sequences.offsets, pa.int32()),
-        pa.array(old_log_probs, pa.float32(), mask=~measured),
-        mask=pa.array(unmeasured),
-    )
-    return pa.table(
-        {
-            "sequence_id": sequences.sequence_ids,
-            "rollout_id": sequences.rollout_ids,
-            "group_id": sequences.group_ids,
-            "reward": sequences.rewards,
-            **signals.sequence_columns,
-            "trained": trained > 0,
-            "tokens": sequences.lengths,
-            "trained_tokens": trained,
-            "token_mult_prob_error": pa.array(errors, mask=unmeasured),
-            "trainer_logprobs": log_probs,
-        }
-    )

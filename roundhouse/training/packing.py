@@ -8,7 +8,7 @@ that start at 0. A packed row holds whole sequences one after the other; nothing
 
 Tokens after the last trained one of a sequence, and that one itself, predict nothing that is trained: they are left out.
 
-**Shared prompts.** Sequences that begin with the same untrained tokens, as the rollouts of a group do, stand in the row behind
+**Shared prompts.** Sequences that begin with the same untrained tokens, as the rollouts of a group do, are in the row after
 one copy of them (Prefix Grouper, arXiv:2506.05433). Every continuation attends to the prompt and to itself:
 
     row        p0 p1 p2 a3 a4 a5 b3 b4     for p0 p1 p2 a3 a4 a5 and p0 p1 p2 b3 b4
@@ -134,7 +134,7 @@ def _spread(
 
 
 def imbalance(dealt: Sequence[Sequence[Sequence[int] | None]], costs: Sequence[float] | np.ndarray) -> float:
-    """How much longer the busiest rank works than the mean of all: max / mean − 1, 0 when nobody works."""
+    """How much longer the busiest rank works than the mean of all: max / mean − 1, 0 without work."""
     work = _work(dealt, costs).sum(axis=1)
     return float(work.max() / work.mean()) - 1 if work.any() else 0.0
 
@@ -194,7 +194,7 @@ class Span:
     scatter: torch.Tensor | None
     """[stop - start] cell of each position: the inverse on real positions."""
     prompt: int | None = None
-    """The span, of one sequence, that stands before each of these; none by default."""
+    """The span, of one sequence, that precedes each of these; none by default."""
     visible: torch.Tensor | None = None
     """[length, prompt's length + length] bool, with a prompt: the keys that each query sees."""
 
@@ -221,7 +221,7 @@ class Microbatch:
     targets: torch.Tensor
     """[M] ids of the trained tokens."""
     source: np.ndarray
-    """[M] where the trained tokens stand in the token arrays of the sequences."""
+    """[M] positions of the trained tokens in the token arrays of the sequences."""
     real_tokens: int
     """Positions that are not padding; 0 when the microbatch is idle and predicts nothing."""
 
@@ -251,7 +251,7 @@ class Microbatch:
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Bins of indices whose lengths sum to at most `budget`, by first-fit decreasing; ties in order of index.
 
-    Deterministic. A length above the budget gets a bin of its own. Inside a bin the longest stands first.
+    Deterministic. A length above the budget gets a bin of its own. Inside a bin the longest is first.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     bins: list[list[int]] = []
@@ -373,13 +373,11 @@ def _families(
 def _packed(
     sequences: FlatTokens, indices: Sequence[int], families: list[_Family], needed: np.ndarray, trained: np.ndarray
 ) -> Microbatch:
-    """One row: families with a prompt first, then sequences that stand alone, longest first."""
+    """One row: families with a prompt first, then single sequences, longest first."""
     runs: list[tuple[int, int, int]] = []  # of the row: a sequence's place in `needed`, and which of its positions
-    places, origins, before = (
-        [],
-        [],
-        [],
-    )  # of each sequence: where its position 0 would stand, what predicts its first token
+    places: list[int] = []
+    origins: list[int] = []  # of each sequence: a token's place in the row less its position
+    before: list[int] = []  # of each sequence: what predicts its first token, -1 for nothing
     spans: list[Span] = []
     end = 0
     alone = _Family([family.members[0] for family in families if not family.prompt], 0, 0)
@@ -439,7 +437,7 @@ def _predictions(
     """[M] trained tokens as indices into the token arrays, and [M] the flat position before each.
 
     Args:
-        origins: where position 0 of each member stands, or would stand.
+        origins: of each member, the flat position of a token less its position in the sequence.
         before: the position before each member's first trained token, if it is not at its place; -1 if it is.
     """
     source, predict = [], []
@@ -458,7 +456,7 @@ def _spans(lengths: np.ndarray, start: int, prompt: tuple[int, int] | None = Non
     """Cut sequences, longest first, where the length falls below `SPAN_RATIO` of the span's longest.
 
     Args:
-        start: the position of the row at which the first stands.
+        start: the position of the first in the row.
         prompt: number and length of the span before each of them.
     """
     spans: list[Span] = []

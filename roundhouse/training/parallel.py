@@ -1,10 +1,10 @@
 """The processes that train one model together, and what they add up.
 
 Invariant: every rank calls the same verbs with the same request and gets the same answer: each computes its share of the
-sequences, and sums over all ranks stand in the answer. One process alone is rank 0 of 1, where every function here returns what
+sequences, and sums over all ranks are in the answer. One process alone is rank 0 of 1, where every function here returns what
 it was given, so that nothing of a run on one process depends on this module.
 
-`torchrun` starts the processes and tells them apart by environment variables; `join` makes them a group, over NCCL on GPUs and
+`torchrun` starts the processes and numbers them by environment variables; `join` makes them a group, over NCCL on GPUs and
 gloo on CPUs.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,10 +22,13 @@ import torch
 
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.asgi import is_loopback
-from roundhouse.training.metrics import METRICS, Denominator, Share
+from roundhouse.training.context_parallel import Context
+from roundhouse.training.loss import Share
+from roundhouse.training.metrics import METRICS, Denominator
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+    from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = timedelta(minutes=10)
 """For one collective: a rank that died is noticed after this, and its peers stop with an error instead of waiting."""
@@ -44,14 +47,32 @@ class Ranks:
     """Among those of this machine: which of its GPUs to use."""
     here: int = 1
     """Ranks of this machine, which share its cores."""
+    context: Context | None = None
+    """The ranks that have other positions of this rank's microbatches."""
+    mesh: DeviceMesh | None = None
+    """[fsdp, tp], with tensor parallelism: neighbours have other columns and rows of the same matrices."""
 
     @property
     def leads(self) -> bool:
         """Whether this is the process that writes files."""
         return self.rank == 0
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that compute each microbatch together, and find the same of it."""
+        return (1 if self.context is None else self.context.size) * self.columns
+
+    @property
+    def columns(self) -> int:
+        """Ranks that share each matrix by tensor parallelism."""
+        return 1 if self.mesh is None else self.mesh["tp"].size()
+
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """The sum over all ranks, element by element."""
+        """The sum over all ranks, element by element; of ranks that share their microbatches one counts."""
+        return self.total(values if self.rank % self.sharing == 0 else np.zeros_like(values))
+
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """The sum over all ranks, each of which counts."""
         return self._reduced(values, "SUM")
 
     def largest(self, values: np.ndarray) -> np.ndarray:
@@ -111,17 +132,24 @@ class Ranks:
         return tensor.cpu().numpy()
 
 
-def join(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
+def join(device: str, timeout: timedelta = TIMEOUT, *, context_parallel: int = 1, tensor_parallel: int = 1) -> Ranks:
     """This process's place, from what `torchrun` put into the environment; alone when it put nothing there.
 
     Args:
         device: `cuda` or `cpu`, the kind that the model trains on.
+        context_parallel: ranks that share each microbatch by its positions.
+        tensor_parallel: neighbouring ranks that share each matrix.
 
     Raises:
-        ConfigError: the machine has fewer GPUs than processes.
+        ConfigError: the machine has fewer GPUs than processes, or the ranks cannot be grouped so.
         InfraError: the other ranks did not come within the time.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size % (context_parallel * tensor_parallel):
+        raise ConfigError(
+            f"train.service.context_parallel is {context_parallel} and tensor_parallel {tensor_parallel}, but {size} ranks "
+            "were started, which their product does not divide. Start as many as train.service.processes says."
+        )
     if size == 1:
         return Ranks()
     import torch.distributed as distributed
@@ -148,6 +176,16 @@ def join(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
                 distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=size, timeout=timeout)
         except (RuntimeError, ValueError, OSError) as error:
             raise InfraError(f"Rank {ranks.rank} of {size} did not find its peers: {error}") from error
+    if tensor_parallel > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (size // tensor_parallel, tensor_parallel)
+        ranks = replace(ranks, mesh=init_device_mesh(device, shape, mesh_dim_names=("fsdp", "tp")))
+    if context_parallel > 1:
+        by_group = np.arange(size).reshape(-1, context_parallel, tensor_parallel).swapaxes(1, 2)
+        groups = by_group.reshape(-1, context_parallel).tolist()
+        group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timeout)
+        ranks = replace(ranks, context=Context.of(ranks.rank // tensor_parallel % context_parallel, group))
     return ranks
 
 
@@ -178,9 +216,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | None:
-    """A tensor whole on one rank, None on the others; collective where it is spread over them by rows, as FSDP2 does.
+    """A tensor whole on one rank, None on the others; collective where it is spread over them.
 
-    Each rank sends its rows to the owner alone, which holds nothing of the tensor but the whole.
+    Where FSDP2 spreads it by rows over all ranks, each sends its rows to the owner alone, which holds nothing of the tensor but
+    the whole. With tensor parallelism every rank has it whole for a moment.
 
     Raises:
         InfraError: a rank is lost.
@@ -188,6 +227,9 @@ def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | N
     owns, mine = ranks.rank == owner, tensor.detach()
     if not hasattr(mine, "to_local"):  # a DTensor, whose import costs a second that one process need not pay
         return mine if owns else None
+    if mine.device_mesh.size() != ranks.size or mine.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+        gathered = full(mine)
+        return gathered if owns else None
     import torch.distributed as distributed
 
     local, rows = mine.to_local(), -(-tensor.shape[0] // ranks.size)
@@ -201,6 +243,38 @@ def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | N
     return None if whole is None else whole[: tensor.shape[0]]
 
 
+def sent_row(
+    tensor: torch.Tensor, row: int, ranks: Ranks, owner: int, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """A row of a tensor that may be spread over the ranks by rows, changed by the rank that holds it, on one rank.
+
+    Args:
+        change: given the row, [1, …].
+
+    Raises:
+        InfraError: a rank is lost.
+    """
+    mine: Any = tensor.detach()
+    if not hasattr(mine, "to_local"):
+        return change(mine[row : row + 1]) if ranks.rank == owner else None
+    import torch.distributed as distributed
+
+    holder, index = divmod(row, -(-len(mine) // ranks.size))
+    if ranks.rank not in (holder, owner):
+        return None
+    held = ranks.rank == holder
+    local = mine.to_local()
+    one = change(local[index : index + 1] if held else local.new_empty(1, *local.shape[1:])).contiguous()
+    if holder != owner:
+        try:
+            distributed.send(one, owner) if held else distributed.recv(one, holder)
+        except RuntimeError as error:
+            raise InfraError(
+                f"Rank {ranks.rank} of {ranks.size} lost its peers: {error}. Start the job again."
+            ) from error
+    return one if ranks.rank == owner else None
+
+
 def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy of `whole`, laid out over the ranks as the parameter is; of a tensor of a mapped file, a rank reads its rows."""
     mesh: Any = getattr(parameter, "device_mesh", None)
@@ -208,10 +282,16 @@ def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return whole.to(parameter.device, copy=True)
     from torch.distributed.tensor import DTensor
 
-    rows = -(-len(whole) // mesh.size())
-    begin = min(mesh.get_local_rank() * rows, len(whole))
-    local = whole[begin : begin + rows].to(mesh.device_type, copy=True)
     placements: Any = parameter.placements  # type: ignore[attr-defined]
+    if mesh.ndim > 1:
+        from transformers.distributed.sharding_utils import DtensorShardOperation
+
+        local: Any = DtensorShardOperation(parameter).shard_tensor(whole, device=mesh.device_type)  # type: ignore[arg-type]
+        local = local.contiguous() if local.data_ptr() != whole.data_ptr() else local.clone()
+    else:
+        rows = -(-len(whole) // mesh.size())
+        begin = min(mesh.get_local_rank() * rows, len(whole))
+        local = whole[begin : begin + rows].to(mesh.device_type, copy=True)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
@@ -227,7 +307,7 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device, (ranks.size,))
+    mesh = init_device_mesh(device, (ranks.size,)) if ranks.mesh is None else ranks.mesh["fsdp"]
     reduced = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = reduced if dtype == "bfloat16" else MixedPrecisionPolicy()
     for layer in layers:
@@ -243,3 +323,20 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
 def reduce_gradients(root: torch.nn.Module, now: bool) -> None:
     """Whether the next backward pass of a sharded module adds gradients up over the ranks, those of earlier passes too."""
     root.set_requires_gradient_sync(now)  # type: ignore[operator]
+
+
+def clip_gradient(root: torch.nn.Module, limit: float, ranks: Ranks) -> float:
+    """Scale the gradient down to this norm where it is larger; the norm that it had, over all ranks."""
+    parameters = [parameter for parameter in root.parameters() if parameter.grad is not None]
+    if ranks.mesh is None:
+        return float(full(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+    parts: list[tuple[torch.Tensor, int]] = []
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        split = gradient.device_mesh.ndim > 1 and not gradient.placements[1].is_replicate()
+        parts.append((gradient.to_local(), 1 if split else ranks.columns))  # and how many ranks have the same
+    squares = torch.stack([torch.linalg.vector_norm(part).square() / copies for part, copies in parts])
+    norm = float(ranks.total(squares.double().sum(0, keepdim=True).cpu().numpy())[0]) ** 0.5
+    for part, _ in parts:
+        part.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm

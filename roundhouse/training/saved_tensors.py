@@ -1,8 +1,8 @@
 """Tensors of a model or an optimizer on their way into a checkpoint, and out of it, one at a time.
 
 Invariant: every file is written by one rank, which is sent the tensors of its files whole, one at a time, and writes one while
-the next is on its way; no rank holds more than three tensors beside its own part. All ranks go through the tensors in the same
-order, and none returns before all files are whole, or raises without all raising.
+the next is on its way; no rank holds more than three tensors in addition to its own part. All ranks go through the tensors in
+the same order, and none returns before all files are whole, or raises without all raising.
 
     rank 0   model-00001-of-00002.safetensors   index, digests.json, side files
     rank 1   model-00002-of-00002.safetensors
@@ -12,9 +12,11 @@ Ranks of other machines than the leading one's write nothing: they may not see i
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -72,14 +74,15 @@ def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks
     own = {name: shard for i, (name, shard) in enumerate(zip(names, planned, strict=True)) if i % writers == ranks.rank}
     thread = _WriterThread(directory, own)
     by_owner = [[header.name for shard in planned[rank::writers] for header in shard] for rank in range(writers)]
-    try:
-        for turn in zip_longest(*by_owner):
-            for owner, name in enumerate(turn):
-                if name is not None and (whole := tensors[name].whole(ranks, owner)) is not None:
-                    thread.put(name, whole.cpu())
-                whole = None  # not two of them while the next is gathered
-    finally:
-        thread.end()
+    with freed_at_once():
+        try:
+            for turn in zip_longest(*by_owner):
+                for owner, name in enumerate(turn):
+                    if name is not None and (whole := tensors[name].whole(ranks, owner)) is not None:
+                        thread.put(name, whole.cpu())
+                    whole = None  # not two of them while the next is gathered
+        finally:
+            thread.end()
     files, digests = thread.writer.found()
     every = ranks.gather((files, digests, None if thread.error is None else repr(thread.error)))
     if thread.error is not None:
@@ -92,6 +95,29 @@ def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks
             thread.writer.add(files, digests)
         write_index(directory, stem, planned)
         thread.writer.close()
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """What is freed goes back to the system, as far as the C library can be told.
+
+    glibc learns to keep blocks of up to 32 MiB for the next allocation. Between the tensors that stay, the blocks of those that
+    were converted or sent would take as much memory as a rank's part.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_THRESHOLD, 2**17)
+    try:
+        yield
+    finally:  # what it learns by itself at most: a pass frees and takes the same blocks
+        set_option(_MMAP_THRESHOLD, 2**25)
+        set_option(_TRIM_THRESHOLD, 2**26)
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""In malloc.h: from which size a block is mapped by itself, and how much of the heap's end stays when it is freed."""
 
 
 def _planned(headers: list[TensorHeader], writers: int) -> list[list[TensorHeader]]:

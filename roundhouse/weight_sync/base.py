@@ -235,7 +235,8 @@ class DirectTransport(WeightTransport):
 def transport_class(kind: str) -> type[WeightTransport]:
     """The class of a transport: `kind` is a name in `TRANSPORTS`, or `module:Class`.
 
-    A file is refused: the name reaches the engine in the desired state, and whoever may send that must not make it run a file.
+    A file is refused: the name reaches the engine in the desired state, and a sender of that must not be able to make it run a
+    file.
 
     Raises:
         ConfigError: there is no such class, or it is in a file.

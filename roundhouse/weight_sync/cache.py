@@ -122,7 +122,7 @@ class NodeCache:
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[bool]:
-        """Hold the entry's lock alone; False when somebody else made it meanwhile."""
+        """Hold the entry's lock alone; False if another process made the entry meanwhile."""
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + WAIT_SECONDS
         while (lock := self._lock(key, fcntl.LOCK_EX)) is None:
@@ -153,7 +153,7 @@ class NodeCache:
 
     def _lock(self, key: str, kind: int) -> int | None:
         """A lock on the entry, or None when it cannot be had now. The lock's file may be deleted with its entry: what counts is
-        a lock on the file that stands under the name."""
+        a lock on the file that has the name now."""
         path = self._lock_file(key)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from roundhouse.store.manifest import WEIGHTS_DIGEST
 from roundhouse.weight_sync.base import Published, RunCheckpoint, WeightTransport
-from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.replica_state import ReplicaReport
 
 

@@ -25,7 +25,15 @@ from pathlib import Path
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.directories import DIGESTS, FileDigests, local_directory
 from roundhouse.store.location import Location, NotFound, file_digest
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, is_as_written, model_location
+from roundhouse.store.manifest import (
+    MANIFEST,
+    WEIGHTS_DIGEST,
+    FileEntry,
+    Manifest,
+    Reference,
+    is_as_written,
+    model_location,
+)
 from roundhouse.store.stage import read_manifest
 from roundhouse.weight_sync.cache import CacheEntry, NodeCache, entry_key, private_directory
 from roundhouse.weight_sync.tensor_files import digest_of_tensors, needs_retyping, retype, tensor_digests, weight_files
@@ -33,7 +41,6 @@ from roundhouse.weight_sync.tensor_files import digest_of_tensors, needs_retypin
 logger = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 * 2**20
-WEIGHTS_DIGEST = "weights_digest"
 """Under `details` of a checkpoint's manifest: the digest of its tensors."""
 DOWNLOAD_THREADS = 8
 """One connection to a bucket is slower than the network."""
@@ -140,7 +147,7 @@ class CheckpointCache:
         return entry.path
 
     def keep(self, files: Iterable[FileEntry], directory: Path) -> None:
-        """Put what stands in a directory into the cache, as the checkpoint of these files."""
+        """Put the content of a directory into the cache, as the checkpoint of these files."""
 
         def copy(partial: Path) -> None:
             shutil.copytree(directory, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DIGESTS))

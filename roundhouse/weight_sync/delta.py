@@ -137,7 +137,7 @@ def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1, sid
     """Write the change from one Hugging Face directory to another.
 
     Args:
-        side_files: False leaves out what lies beside the weights; the base that it is applied to needs none either.
+        side_files: False leaves out the files next to the weights; the base that it is applied to needs none either.
 
     Raises:
         DataError: a directory has no whole weights.

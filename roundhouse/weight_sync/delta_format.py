@@ -50,7 +50,7 @@ class Piece(_DeltaRecord):
 
     codec: Codec
     size: int
-    """Bytes that it stands for."""
+    """Bytes that it represents."""
     part: int
     offset: int
     length: int
@@ -76,7 +76,7 @@ class WeightFileDelta(_DeltaRecord):
 
 
 class SideFile(_DeltaRecord):
-    """A file beside the weights, as it is in the base or whole."""
+    """A file next to the weights, as it is in the base or whole."""
 
     name: str
     sha256: str

@@ -7,13 +7,18 @@ them (it has just started, it holds another base) comes to the same version by t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.weight_sync.base import parse_source
+
+if TYPE_CHECKING:
+    pass
 
 SAMPLED = ("temperature", "top_p", "top_k")
 """What decides the distribution that a token is drawn from."""
@@ -133,3 +138,14 @@ class ReplicaReport:
     def parse(cls, status: dict[str, Any]) -> ReplicaReport:
         present: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
         return cls(**present)
+
+
+def arguments_of(generation: dict[str, Any], model_dir: str, reserved: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of `build`; without a reservation, those of before there were any."""
+    arguments = {"generation": generation, "model_dir": model_dir}
+    return arguments if reserved is None else arguments | {"reserved": reserved}
+
+
+def application_digest(arguments: dict[str, Any]) -> str:
+    """Tells replicas of the wanted arguments from those of earlier ones, which Serve replaces one by one."""
+    return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]

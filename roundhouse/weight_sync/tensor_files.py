@@ -2,7 +2,7 @@
 
 Reading. What is read is views of the mapped file, or a bounded part of it at a time, so a checkpoint larger than memory can
 be walked through tensor by tensor. Two sets of files have one digest exactly when they hold the same names with the same
-dtypes, shapes and bytes (as far as SHA-256 tells); how the tensors are spread over files, and what metadata the files carry,
+dtypes, shapes and bytes (as far as SHA-256 can say); how the tensors are spread over files, and what metadata the files carry,
 does not matter.
 
 Writing. One tensor is in memory at a time, whatever the size of the model; every byte is hashed once as a part of its file and
@@ -20,6 +20,7 @@ The format: 8 bytes with the header's length, the header (JSON: name -> dtype, s
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -37,7 +38,7 @@ from roundhouse.errors import DataError
 from roundhouse.store import disk
 from roundhouse.store.directories import DIGESTS, FileDigests
 from roundhouse.store.disk import CHUNK_BYTES
-from roundhouse.store.manifest import FileEntry
+from roundhouse.store.manifest import DIGEST_THREADS, FileEntry
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 INDEX = ".safetensors.index.json"
-DIGEST_THREADS = 2
 
 SAFETENSORS_NAMES = {
     "float64": "F64",
@@ -230,7 +230,7 @@ def needs_retyping(directory: Path, dtype: str) -> bool:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """What an engine asks of a directory of weights beside the weights: its JSON files, but no manifest."""
+    """What an engine needs of a directory of weights apart from the weights: its JSON files, but no manifest."""
     for path in sorted(source.glob("*.json")):
         if path.name not in ("manifest.json", DIGESTS) and not path.name.startswith("attempt-"):
             shutil.copyfile(path, target / path.name)
@@ -334,7 +334,7 @@ class TensorWriter:
             planned: of `shards`; the tensors come in this order.
         """
         for name, headers in zip(file_names(stem, len(planned)), planned, strict=True):
-            self.write(name, headers, _taken(tensors, len(headers)))
+            self.write(name, headers, itertools.islice(tensors, len(headers)))
         write_index(self._directory, stem, planned)
 
     def found(self) -> tuple[dict[str, FileEntry], dict[str, str]]:
@@ -410,11 +410,6 @@ def retype(source: Path, target: Path, dtype: str) -> None:
 
     rewrite(weight_files(source), target, change, wanted)
     copy_side_files(source, target)
-
-
-def _taken(tensors: Iterator[tuple[str, torch.Tensor]], count: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for _ in range(count):
-        yield next(tensors)
 
 
 def _header_bytes(headers: Sequence[TensorHeader]) -> bytes:

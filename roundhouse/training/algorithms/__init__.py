@@ -9,7 +9,7 @@ here.
 
 The kind `custom` is a user's own class, by `module:Class` or `path/to/file.py:Class`.
 
-The trainer knows no algorithm: everything that tells one algorithm from another reaches the trainer as numbers per token
+The trainer knows no algorithm: everything that distinguishes algorithms reaches the trainer as numbers per token
 (`TokenColumns`) and the constants of the token loss (`LossSettings`). The trainer minimises, over all tokens with a non-zero
 weight,
 
@@ -40,7 +40,8 @@ from roundhouse.training.batch import TrainingSequences
 class LossSettings:
     """The constants of the token loss; formulas in `loss` and `mismatch`, meanings in `roundhouse.config.algorithms`."""
 
-    policy_loss: Literal["clipped", "cispo", "reinforce"] = "clipped"
+    policy_loss: str = "clipped"
+    """clipped, cispo, reinforce, or the name of a function (`loss.policy_loss`)."""
     importance_ratio: Literal["token", "sequence", "on_policy"] = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -89,7 +90,7 @@ class AlgorithmInputs:
     reference: np.ndarray | None = None
     """[T] float32: those of the reference (of a teacher, in distillation); given when both `needs_…` hold."""
     kl_coefficient: float | None = None
-    """Where an adaptive controller stands; None: where the configuration starts."""
+    """State of an adaptive controller; None: where the configuration starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class TokenSignals:
     metrics: dict[str, float] = field(default_factory=dict)
     """By the names of `metrics.METRICS`."""
     sequence_columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """[S] each: what a person wants to see beside a sequence (advantage, baseline)."""
+    """[S] each: what a person wants to see with a sequence (advantage, baseline)."""
 
 
 class Algorithm(Protocol):
@@ -131,7 +132,7 @@ class Algorithm(Protocol):
 
 
 def check_columns(columns: TokenColumns, sequences: TrainingSequences, origin: str) -> None:
-    """Refuse columns that would train the wrong tokens; `origin` names who made them.
+    """Refuse columns that would train the wrong tokens; `origin` names their source.
 
     Raises:
         DataError: a column has another length than the tokens, a value that is not finite, or one off the loss mask.

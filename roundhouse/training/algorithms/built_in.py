@@ -91,7 +91,7 @@ class GDPO(GroupRelative):
 
         A = Σ_c weight_c · GRPO's advantage of component c,        then over the iteration's rollouts (A − mean) / (std + 1e-6)
 
-        components of a group of two      format 1 0   correct 0 0      GRPO sees 1 0 and could not tell which part paid
+        components of a group of two      format 1 0   correct 0 0      GRPO sees 1 0 and cannot know which part paid
     """
 
     def __init__(self, config: GDPOConfig) -> None:
@@ -144,8 +144,8 @@ VARIANCE_FLOOR = 1e-8
 class ReinforcePlusPlus(PolicyGradientAlgorithm):
     """REINFORCE++: a critic-free policy gradient with the KL as a reward of each token (arXiv 2501.03262).
 
-    Invariant: the reward stands on a rollout's last token and each token pays for its own KL, so a token's return is what comes
-    after it; the advantages of the iteration's trained tokens have mean 0 and variance 1.
+    Invariant: the reward is given to a rollout's last token and each token pays for its own KL, so a token's return is what
+    comes after it; the advantages of the iteration's trained tokens have mean 0 and variance 1.
 
         A_t = r − m − β · Σ_{i ≥ t} KL_i            m: the group's mean, with minus_baseline
         A_t ← (A_t − mean) / sqrt(max(variance, 1e-8))        over all trained tokens of the iteration

@@ -1,7 +1,7 @@
 """What all policy gradients share: from rewards to columns, with a hook for the advantage and one for the trainable sequences.
 
 Invariant: a sequence that is not trainable, or that is masked as truncated, has no weight in any term; the advantage of all
-others stands on their generated tokens and nowhere else. Rewards are read through `shape_rewards` and, with KL in the reward,
+others applies to their generated tokens and nowhere else. Rewards are read through `shape_rewards` and, with KL in the reward,
 less the KL of the whole rollout. A group has spread when its rewards differ as the environment gave them and as they are
 shaped: what shaping makes equal teaches nothing, and neither does a penalty or KL noise alone.
 
@@ -39,6 +39,7 @@ import numpy as np
 
 from roundhouse.config.algorithms import AdaptiveKL, OverlongShaping, PolicyGradient, RewardShaping, Scaling, TokenLoss
 from roundhouse.errors import DataError
+from roundhouse.import_string import load_function
 from roundhouse.training.algorithms import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.loss import KL_INPUT_CLAMP, KL_OUTPUT_CLAMP
@@ -136,7 +137,7 @@ def shape_rewards(sequences: TrainingSequences, shaping: RewardShaping) -> np.nd
     """[S] float64 rewards after scaling, the factor of truncated rollouts and the overlong penalty, in this order.
 
     Raises:
-        DataError: a reward lies outside of the scaling's source, and that does not clamp.
+        DataError: a reward is outside of the scaling's source, and that does not clamp.
     """
     rewards = sequences.rewards
     if shaping.scaling is not None:
@@ -226,7 +227,10 @@ class PolicyGradientAlgorithm:
     sets this to False and reads `Rewards.kl`."""
 
     def __init__(self, config: PolicyGradient) -> None:
+        """Raises ConfigError: `policy_loss` names no function."""
         self.config = config
+        if ":" in config.policy_loss:
+            load_function(config.policy_loss, "train.algorithm.policy_loss")
 
     @property
     def loss(self) -> LossSettings:

@@ -2,12 +2,13 @@
 
 Invariant: between driver and actor travel bytes only, in the form of `protocol` and `wire`, so that nothing depends on the two
 sides unpickling each other's classes. The actor does one call at a time; when it dies, its weights are lost and the call raises
-`InfraError`: it is never restarted behind the driver's back.
+`InfraError`: it is never restarted without the driver.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,10 @@ class RayTrainService(ChannelService):
         self, config: TrainConfig, service: RayService, *, temperature: float = 1.0, placement_group: str | None = None
     ) -> None:
         if not ray.is_initialized():
-            # A stage is in a thread, where Ray cannot take SIGTERM over and warns; whoever runs the flow takes care of that.
+            # A stage is in a thread, where Ray cannot take SIGTERM over and warns; the flow's process handles the signal.
             logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
             try:
-                ray.init(address=service.address, log_to_driver=False, configure_logging=False)
+                ray.init(address=service.address or cluster_to_join(), log_to_driver=False, configure_logging=False)
             except (RayError, ConnectionError, RuntimeError, ValueError) as error:
                 raise InfraError(
                     f"The Ray cluster (train.service.address: {service.address}) cannot be joined: {error}"
@@ -79,6 +80,12 @@ class RayTrainService(ChannelService):
             options["scheduling_strategy"] = last_bundle_of(placement_group)
         actor = ray.remote(TrainActor).options(**options).remote(config.model_dump_json(), temperature)
         super().__init__(ActorChannel(actor, service.timeout_seconds))
+
+
+def cluster_to_join() -> str:
+    """For `ray.init`: the cluster that this process was started in, else one of its own, never the machine's last: that may be
+    dead."""
+    return os.environ.get("RAY_ADDRESS") or "local"
 
 
 def last_bundle_of(placement_group: str) -> PlacementGroupSchedulingStrategy:

@@ -35,7 +35,7 @@ class RemoteTrainService(ChannelService):
     """A train service at a URL. The session is opened by the first call.
 
     Args:
-        owner: who trains; the same owner takes its own session over after a restart, another waits for it to end.
+        owner: of the session; the same owner takes it over after a restart, another waits for it to end.
         token: the server's bearer token.
         timeout_seconds: time limit of one request.
         retry_seconds: how long a request without an answer is repeated.

@@ -1,7 +1,8 @@
 """The train service in this process: a model, AdamW, and the verbs on them.
 
-Invariant: a verb that raises, and one whose loss or gradient norm is not finite, leaves no gradient behind and no weight
-changed. The weights after a verb depend on the weights, the optimizer's state and the request alone.
+Invariant: a verb that raises, and one whose loss or gradient norm is not finite, leaves no gradient and no weight
+changed. The weights after a verb depend on the weights, the optimizer's state and the request alone. A saved optimizer state
+read back continues bit for bit.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from roundhouse.config.models import TrainConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.cpu import threads_for
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.errors import ConfigError, DataError, RoundhouseError
 from roundhouse.training.checkpoint import (
     TRAINER_DIRECTORY,
     Cursor,
+    held_digests,
     load_cursor,
     load_model,
     read_side_files,
     save_cursor,
     save_model,
 )
+from roundhouse.training.context_parallel import refuse_unfit_heads
 from roundhouse.training.forward import (
     Prediction,
     Scorer,
@@ -36,16 +41,25 @@ from roundhouse.training.forward import (
     recompute_log_probs,
     vocabulary_size,
 )
-from roundhouse.training.layers import attach, checkpoint_activations, decoder_layers, replace_norms, save_adapter
-from roundhouse.training.loss import LossTokens, token_loss
-from roundhouse.training.metrics import MetricSums
-from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
+from roundhouse.training.layers import (
+    attach,
+    checkpoint_activations,
+    decoder_layers,
+    replace_norms,
+    restore_adapter,
+    save_adapter,
+)
+from roundhouse.training.loss import LossTokens, MetricSums, token_loss
 from roundhouse.training.packing import Dealer, build_microbatches, cost_model
-from roundhouse.training.parallel import Ranks, full, reduce_gradients, shard
+from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard, sharded_like
+from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_matrices, sum_partial_gradients
+from roundhouse.weight_sync.tensor_files import digest_of_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +84,7 @@ class TrainEngine:
             )
         self.device = torch.device("cuda" if config.device != "cpu" and gpu else "cpu")
         if self.device.type == "cuda" and (advice := unfit_for_gpu(config)):
-            logger.warning("On a GPU: %s. See docs/training-at-scale.md.", "; ".join(advice))
+            logger.warning("On a GPU: %s. See docs/gpu.md.", "; ".join(advice))
         self._scorers: dict[Role, Scorer] = {}
         self._dealer: Dealer | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -119,9 +133,12 @@ class TrainEngine:
         if not any(parameter.grad is not None for parameter in self.model.parameters()):
             raise DataError("optim_step has no gradient to apply: call forward_backward first.")
         with cpu_threads(self.threads), self._without_gradient_on_error():
-            norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)))
+            if self.ranks.mesh is not None:
+                sum_partial_gradients(self.model, self.ranks.mesh)
+            norm = clip_gradient(self.model, max_grad_norm, self.ranks)
             if math.isfinite(norm):
-                set_learning_rate(self.optimizer, learning_rate)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate
                 self.optimizer.step()
         self._drop_gradient()
         return Applied(grad_norm=norm)
@@ -143,32 +160,66 @@ class TrainEngine:
     def load_checkpoint(
         self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        # A model that is sharded afterwards need not fit one GPU.
-        loading_device = self.device if self.ranks.size == 1 else torch.device("cpu")
-        model = load_model(directory, packed=self.config.packing, device=loading_device)
-        if role is not Role.POLICY:
-            if (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
-                raise ConfigError(
-                    f"The reference in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
-                )
-            self._scorers[role] = self._prepared(model.requires_grad_(False))
-            return Cursor()
-        attach(model, self.config.lora, trainer_state, directory)
-        if role in self._scorers:
-            _require_same_architecture(self.model, model, directory)
-        if self.config.activation_checkpointing:
-            checkpoint_activations(model)
-        scorer = self._prepared(model)
-        optimizer = build_optimizer(model, self.config.optimizer)
-        cursor = Cursor()
-        if trainer_state is not None:
-            cursor = load_cursor(trainer_state)
-            load_optimizer(model, optimizer, trainer_state)
-        self._scorers[role], self._optimizer = scorer, optimizer
-        if self.ranks.size > 1:
-            self._dealer = Dealer(self.ranks.rank, self.ranks.size, cost_model(model))
-        self._side_files = read_side_files(directory)
+        loaded: list[Scorer] = []
+
+        def prepare(model: PreTrainedModel) -> None:
+            if role is Role.POLICY:
+                attach(model, self.config.lora, trainer_state, directory)
+                if role in self._scorers:
+                    _require_same_architecture(self.model, model, directory)
+                if self.config.activation_checkpointing:
+                    checkpoint_activations(model)
+            else:
+                self._require_same_vocabulary(model, directory)
+                model.requires_grad_(False)
+            loaded.append(self._prepared(model))
+
+        with self._raised_by_all():
+            model = load_model(
+                directory, packed=self.config.packing, device=self.device, prepare=prepare, ranks=self.ranks
+            )
+            cursor = Cursor()
+            if role is Role.POLICY:
+                optimizer = build_optimizer(model, self.config.optimizer)
+                if trainer_state is not None:
+                    cursor = load_cursor(trainer_state)
+                    restore_adapter(model, trainer_state)
+                    load_optimizer(model, optimizer, trainer_state)
+        (scorer,) = loaded
+        if scorer.logits_chunk:
+            check_plain_logits(scorer)
+        self._scorers[role] = scorer
+        if role is Role.POLICY:
+            self._optimizer = optimizer
+            if self.ranks.size > 1:
+                sharing = self.ranks.sharing
+                self._dealer = Dealer(self.ranks.rank // sharing, self.ranks.size // sharing, cost_model(model))
+            self._side_files = read_side_files(directory)
         return cursor
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """The policy as a model that generates: attention over a key-value cache, and no layer that computes itself again.
+        No verb is called before the block has ended."""
+        scorer = self._scorer(Role.POLICY)
+        model, attention = scorer.model, scorer.model.config._attn_implementation
+        recomputing = [module for module in model.modules() if module.training]
+        model.config._attn_implementation = "sdpa"
+        for module in recomputing:
+            module.training = False
+        low = scorer.dtype == torch.bfloat16
+        try:
+            with cpu_threads(self.threads), torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=low):
+                yield model
+        finally:
+            model.config._attn_implementation = attention
+            for module in recomputing:
+                module.training = True
+
+    def weights_digest(self) -> tuple[str, int]:
+        """`digest_of_tensors` of the weights that `save_checkpoint` would write now, and how many tensors they are."""
+        digests = held_digests(self.model)
+        return digest_of_tensors(digests), len(digests)
 
     def close(self) -> None:
         self._scorers.clear()
@@ -228,15 +279,43 @@ class TrainEngine:
     def _prepared(self, model: PreTrainedModel) -> Scorer:
         """The model ready to score, its parameters on the device or spread over the ranks."""
         chunk, sharded = self.config.logits_chunk_tokens, self.ranks.size > 1
-        if chunk:
-            check_plain_logits(model)
+        if self.ranks.context is not None:
+            refuse_unfit_heads(model.config, self.ranks.context.size, self.ranks.columns)
         replace_norms(model)
+        if self.ranks.mesh is not None:
+            refuse_unfit_shape(model.config, self.ranks.columns)
+            split_matrices(model, self.ranks.mesh)
         scorer = Scorer(
-            model, temperature=self.temperature, dtype=self.config.dtype, logits_chunk=chunk, sharded=sharded
+            model,
+            temperature=self.temperature,
+            dtype=self.config.dtype,
+            logits_chunk=chunk,
+            sharded=sharded,
+            context=self.ranks.context,
         )
         if sharded:
             shard(scorer, decoder_layers(model), self.ranks, self.device.type, self.config.dtype)
         return scorer
+
+    def _require_same_vocabulary(self, model: PreTrainedModel, directory: Path) -> None:
+        if (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
+            raise ConfigError(
+                f"The reference in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
+            )
+
+    @contextmanager
+    def _raised_by_all(self) -> Iterator[None]:
+        """What the block finds wrong with the request's files is raised by all ranks, each of which reads only its part."""
+        found: RoundhouseError | None = None
+        try:
+            yield
+        except (DataError, ConfigError) as error:
+            found = error
+        for rank, problem in enumerate(self.ranks.gather(None if found is None else str(found))):
+            if found is not None:
+                raise found
+            if problem is not None:
+                raise DataError(f"Rank {rank} of {self.ranks.size}: {problem}")
 
     def _drop_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -307,3 +386,60 @@ def unfit_for_gpu(config: TrainConfig) -> list[str]:
     if not config.activation_checkpointing:
         found.append("train.activation_checkpointing is false, which long sequences need; set true")
     return found
+
+
+OPTIMIZER = "optimizer"
+"""`optimizer.safetensors`, or several files with an index."""
+
+
+def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters; weight decay on matrices only, not on norms and biases."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    groups = []
+    for kept, weight_decay in ((matrices, config.weight_decay), (others, 0.0)):
+        # a fused step takes tensors that are laid out over the same ranks
+        layouts: dict[Any, list[torch.nn.Parameter]] = {}
+        for parameter in kept:
+            layouts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [{"params": group, "weight_decay": weight_decay} for group in layouts.values()]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
+    """Write every state tensor whole as `<kind>/<parameter name>`; all ranks take part."""
+    tensors = {
+        f"{kind}/{name}": SavedTensor.of(value)
+        for name, parameter in model.named_parameters()
+        for kind, value in sorted(
+            optimizer.state.get(parameter, {}).items(), key=itemgetter(0)
+        )  # whether loaded or made
+    }
+    save_tensors(tensors, directory, OPTIMIZER, ranks)
+
+
+def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Put a saved state back, in place, each rank its part; of the file a rank holds one tensor at a time.
+
+    Raises:
+        DataError: the file is missing or damaged, or belongs to another architecture.
+    """
+    parameters = dict(model.named_parameters())
+    try:
+        for key, value in saved_tensors(directory, OPTIMIZER):
+            kind, _, name = key.partition("/")
+            parameter = parameters.get(name)
+            if parameter is None or (kind != "step" and value.shape != parameter.shape):
+                present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+                raise DataError(
+                    f"{directory} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
+                    "another architecture. Use the trainer state that lies beside the model."
+                )
+            whole = kind == "step"  # one number, the same on every rank
+            optimizer.state[parameter][kind] = (
+                value.to(parameter.device, copy=True) if whole else sharded_like(value, parameter)
+            )
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"The optimizer state in {directory} cannot be read: {error}. Resume from an older checkpoint."
+        ) from error

@@ -39,7 +39,7 @@ def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
 
 
 def tell_error(place: str | None, error: RoundhouseError) -> None:
-    """Leave the error for whoever started the process, in the directory at this URI."""
+    """Leave the error for the parent process, in the directory at this URI."""
     sys.stderr.write(f"{error}\n")
     if place is None:
         return

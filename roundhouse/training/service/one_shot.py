@@ -2,13 +2,13 @@
 
 Invariant: the process depends on nothing but its spec and what the spec names in the store, and leaves its result in the
 store: the checkpoint's files, then `columns.parquet`, and last `report.json`, which exists exactly when the step is whole.
-So it runs anywhere (beside the train stage, or as a Kubernetes Job), and running it again writes the same files, to another
+So it runs anywhere (next to the train stage, or as a Kubernetes Job), and running it again writes the same files, to another
 place.
 
     torchrun --nproc-per-node 8 -m roundhouse.training.service.one_shot --spec spec.json     one model over eight ranks
 
-Exit codes tell whether repeating can help: 0 done; 65 a data error and 78 a configuration error (it cannot); 74 a store error;
-75 a failure of machines or networks (it can). `error.json` beside the report has the message.
+Exit codes say whether repeating can help: 0 done; 65 a data error and 78 a configuration error (it cannot); 74 a store error;
+75 a failure of machines or networks (it can). `error.json` next to the report has the message.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, ValidationError
+from roundhouse.fast_imports import gc_paused
 
-from roundhouse.config.models import TrainConfig
-from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.health.policy import typed
-from roundhouse.logs import set_up_observability
-from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, upload_model
-from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import ModelFiles, Reference
-from roundhouse.store.stage import read_table
-from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.checkpoint import TRAINER_DIRECTORY
-from roundhouse.training.metrics import StepReport
-from roundhouse.training.parallel import Ranks, join, leave
-from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
-from roundhouse.training.trainer import Trainer
-from roundhouse.trajectories.schemas import tolerances
-from roundhouse.weight_sync.checkpoint_files import CheckpointCache
+with gc_paused():
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from pydantic import BaseModel, ConfigDict, ValidationError
+
+    from roundhouse.config.models import TrainConfig
+    from roundhouse.errors import InfraError, RoundhouseError
+    from roundhouse.health.policy import typed
+    from roundhouse.logs import set_up_observability
+    from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, upload_model
+    from roundhouse.store.location import Location, NotFound
+    from roundhouse.store.manifest import ModelFiles, Reference
+    from roundhouse.store.stage import read_table
+    from roundhouse.training.batch import TrainingSequences
+    from roundhouse.training.checkpoint import TRAINER_DIRECTORY
+    from roundhouse.training.parallel import TIMEOUT, Ranks, join, leave
+    from roundhouse.training.service.engine import TrainEngine
+    from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
+    from roundhouse.training.trainer import StepReport, Trainer
+    from roundhouse.trajectories.schemas import tolerances
+    from roundhouse.weight_sync.checkpoint_files import CheckpointCache
 
 COLUMNS = "columns.parquet"
 
@@ -173,8 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
         report = spec.report
         import torch
 
-        run_step(spec, join("cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"))
-    except Exception as error:  # the process's border
+        device = "cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"
+        run_step(spec, join(device, TIMEOUT, **spec.train.parallelism))
+    except Exception as error:  # ends the process
         known = typed(error)
         if not isinstance(known, RoundhouseError):
             raise

@@ -25,38 +25,41 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as distributed
-import uvicorn
-from pydantic import BaseModel, ConfigDict
+from roundhouse.fast_imports import gc_paused
 
-from roundhouse.config.models import TrainConfig
-from roundhouse.config.training import TOKEN_VARIABLE
-from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
-from roundhouse.health.policy import typed
-from roundhouse.http.ports import LOOPBACK
-from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.parallel import Ranks, join, leave
-from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
-from roundhouse.training.service.protocol import SavedCursor
-from roundhouse.training.service.served import ServedTrainEngine
-from roundhouse.training.service.server import Service, build_app
-from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch
-from roundhouse.training.service.wire import pack, unpack
+with gc_paused():
+    import numpy as np
+    import torch
+    import torch.distributed as distributed
+    import uvicorn
+    from pydantic import BaseModel, ConfigDict
+
+    from roundhouse.config.models import TrainConfig
+    from roundhouse.config.training import TOKEN_VARIABLE
+    from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+    from roundhouse.health.policy import typed
+    from roundhouse.http.ports import LOOPBACK
+    from roundhouse.training.checkpoint import Cursor
+    from roundhouse.training.parallel import Ranks, join, leave
+    from roundhouse.training.service.engine import TrainEngine
+    from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
+    from roundhouse.training.service.protocol import SavedCursor
+    from roundhouse.training.service.served import ServedTrainEngine
+    from roundhouse.training.service.server import Service, build_app
+    from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch
+    from roundhouse.training.service.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
 
 MODULE = "roundhouse.training.service.ranks"
 IDLE = timedelta(days=365)
-"""For the next verb: the engine generates meanwhile, and a rank whose leader ends is told by the closed connection."""
+"""For the next verb: the engine generates meanwhile, and a rank whose leader ends sees the closed connection."""
 MAX_BODY_BYTES = 1 << 34
 SERVING = "serving on "
 
 
 class RanksSpec(BaseModel):
-    """What the ranks depend on, beside the bearer token in the environment (`TOKEN_VARIABLE`)."""
+    """What the ranks depend on, apart from the bearer token in the environment (`TOKEN_VARIABLE`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -209,14 +212,15 @@ def main(arguments: list[str] | None = None) -> int:
         spec = read_spec(RanksSpec, options.spec, "group of ranks")
         place = spec.place
         device = "cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"
-        ranks = join(device, timedelta(seconds=spec.timeout_seconds))
+        timeout = timedelta(seconds=spec.timeout_seconds)
+        ranks = join(device, timeout, **spec.train.parallelism)
         _say(f"rank {ranks.rank} of {ranks.size}: pid {os.getpid()}")
         verbs = Verbs()
         if ranks.leads:
             serve(spec, ranks, verbs)
         else:
             follow(ranks, verbs)
-    except Exception as error:  # the process's border
+    except Exception as error:  # ends the process
         known = typed(error)
         if not isinstance(known, RoundhouseError):
             known = InfraError(f"A rank failed: {error!r}")

@@ -3,7 +3,7 @@
 Invariant: `answer` never raises; whatever goes wrong is an answer with a kind and a message. A request that does not fit the
 model is refused before it reaches torch. Whoever holds a served engine runs one call at a time.
 
-The shelf holds checkpoint files by their digest, on the server's disk: what lies under a digest has that digest. A checkpoint
+The shelf holds checkpoint files by their digest, on the server's disk: a file under a digest has that digest. A checkpoint
 that the service wrote itself, and the model that it was started with, are never sent to it again.
 """
 
@@ -196,7 +196,7 @@ def _architecture(model: Path) -> dict[str, Any]:
 
 
 class Shelf:
-    """Files in a directory of the server's own; `model` is read where it lies."""
+    """Files in a directory of the server's own; `model` is read in place."""
 
     def __init__(self, directory: Path, model: Path | None = None) -> None:
         self._directory = directory
@@ -205,7 +205,7 @@ class Shelf:
         self._model = {file.sha256: inside(model, file.path) for file in files if model is not None}
 
     def find(self, sha256: str) -> Path | None:
-        """Where the file lies, if it is here."""
+        """Path of the file, if it is here."""
         path = self._model.get(sha256) or self._path(sha256)
         return path if path.is_file() else None
 

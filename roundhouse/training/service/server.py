@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import logging
 import tempfile
 import time
@@ -21,18 +20,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from roundhouse.fast_imports import gc_paused
 
-from roundhouse.config.models import TrainConfig
-from roundhouse.config.secrets import read_secret
-from roundhouse.config.training import TOKEN_VARIABLE
-from roundhouse.errors import ConfigError, DataError, RoundhouseError
-from roundhouse.http.asgi import SameOrigin, is_loopback
-from roundhouse.training.service import protocol
-from roundhouse.training.service.protocol import CallLog, CallReply, SessionLease
-from roundhouse.training.service.served import ServedTrainEngine
+with gc_paused():
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import FileResponse, JSONResponse
+
+    from roundhouse.config.models import TrainConfig
+    from roundhouse.config.secrets import read_secret
+    from roundhouse.config.training import TOKEN_VARIABLE
+    from roundhouse.errors import ConfigError, DataError, RoundhouseError
+    from roundhouse.http.asgi import SameOrigin, is_loopback, presents
+    from roundhouse.training.service import protocol
+    from roundhouse.training.service.protocol import CallLog, CallReply, SessionLease
+    from roundhouse.training.service.served import ServedTrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Service:
     def authorize(self, request: Request) -> None:
         """Refuse a call that is not from our client, or not from one that knows the token."""
         given = request.headers.get("authorization", "")
-        if self.token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+        if self.token is not None and not presents(given, self.token):
             raise protocol.Unauthorized(
                 "The train service needs its bearer token. Set the one that the server was started with."
             )

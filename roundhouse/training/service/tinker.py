@@ -1,18 +1,21 @@
 """The train service's verbs on the Tinker API (thinkingmachines.ai), by its public SDK. Weights and optimizer stay there.
 
 Invariant: only what Tinker computes exactly as the in-process engine would is sent (`tinker_loss`); a checkpoint is a pointer
-to weights that Tinker keeps, with the cursor beside it:
+to weights that Tinker keeps, with the cursor next to it:
 
-    tinker.json           {"base_model": "Qwen/Qwen3-8B", "lora_rank": 32}                          a start
-    tinker.json           {…, "weights": "tinker://…/weights/iteration-000012"}                     a checkpoint
+    config.json, …        no tinker.json                                                            a start
+    tinker.json           {"base_model": …, "weights": "tinker://…/weights/iteration-000012"}       a checkpoint
     trainer/state.json    the cursor
 
-There is no Hugging Face directory, so vLLM cannot serve such a checkpoint from here; Tinker samples from it. Another provider
+There is no Hugging Face directory, so vLLM cannot serve such a checkpoint from here; Tinker samples from it
+(`generation.backend: tinker`). Another provider
 that speaks the same REST API is reached by `base_url` and its credentials.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -53,7 +56,7 @@ class TinkerTrainService:
 
     Args:
         optimizer: AdamW's constants; Tinker takes them with every step.
-        facts: of the base model; Tinker does not tell them.
+        start: what a directory without a pointer stands for.
         run: a name for checkpoints, unique among the account's runs.
         base_url, api_key: unset, the SDK's own environment variables hold.
         timeout_seconds: time limit of one request, its wait in Tinker's queue included.
@@ -62,7 +65,7 @@ class TinkerTrainService:
     def __init__(
         self,
         optimizer: OptimizerConfig,
-        facts: ModelFacts,
+        start: TinkerPointer,
         *,
         run: str,
         base_url: str | None = None,
@@ -70,7 +73,8 @@ class TinkerTrainService:
         timeout_seconds: float = 3600,
     ) -> None:
         self.optimizer, self.run, self.timeout_seconds = optimizer, run, timeout_seconds
-        self._model_facts = facts
+        self._start = start
+        self._facts: ModelFacts | None = None
         with _as_ours("open a session"):
             self._service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
         self._client: tinker.TrainingClient | None = None
@@ -78,7 +82,9 @@ class TinkerTrainService:
         self._has_gradient = False
 
     def facts(self) -> ModelFacts:
-        return self._model_facts
+        if self._facts is None:
+            raise DataError("No policy was loaded: call load_checkpoint first.")
+        return self._facts
 
     def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
         _require_policy(role)
@@ -130,16 +136,20 @@ class TinkerTrainService:
         answer = self._result("save_state", lambda: self._held().save_state(name, overwrite=True))
         state = directory / TRAINER_DIRECTORY
         state.mkdir(parents=True, exist_ok=True)
+        shape = {"vocab_size": self.facts().vocabulary, "max_position_embeddings": self.facts().positions}
+        (directory / "config.json").write_text(json.dumps(shape))
         assert self._pointer is not None
         pointer = self._pointer.model_copy(update={"weights": answer.path})
         (directory / POINTER_FILE).write_text(pointer.model_dump_json(indent=2) + "\n")
+        self._pointer = pointer
         save_cursor(cursor, state)
 
     def load_checkpoint(
         self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
     ) -> Cursor:
         _require_policy(role)
-        pointer = read_pointer(directory)
+        pointer = read_pointer(directory) if (directory / POINTER_FILE).exists() else self._start
+        self._facts = facts_of(directory)
         if self._pointer is not None and pointer.base_model != self._pointer.base_model:
             raise DataError(
                 f"The checkpoint in {directory} is of another architecture: its base model is {pointer.base_model}, the loaded "
@@ -150,6 +160,15 @@ class TinkerTrainService:
             self._client = self._created(pointer, with_optimizer=trainer_state is not None)
         self._pointer, self._has_gradient = pointer, False
         return cursor
+
+    def sampler(self) -> tinker.SamplingClient:
+        """A client that samples from a snapshot of the weights as they are now."""
+        return self._result("sample from the weights", lambda: self._held().save_weights_and_get_sampling_client())
+
+    def pointer_digest(self) -> str:
+        """Of the pointer to the weights as they were last loaded or saved."""
+        assert self._pointer is not None or self._held()
+        return f"sha256:{hashlib.sha256(str(self._pointer).encode()).hexdigest()}"
 
     def close(self) -> None:
         self._client = None
@@ -178,6 +197,20 @@ class TinkerTrainService:
             return call().result(self.timeout_seconds)
 
 
+def facts_of(directory: Path) -> ModelFacts:
+    """Of a `config.json`; Tinker does not report them.
+
+    Raises:
+        ConfigError: it is missing, or does not say how large the vocabulary is.
+    """
+    path = directory / "config.json"
+    try:
+        shape = json.loads(path.read_bytes())
+        return ModelFacts(vocabulary=int(shape["vocab_size"]), positions=shape.get("max_position_embeddings"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} cannot be read: {error!r}. Give the base model's Hugging Face directory.") from error
+
+
 def read_pointer(directory: Path) -> TinkerPointer:
     """`tinker.json`.
 
@@ -188,9 +221,7 @@ def read_pointer(directory: Path) -> TinkerPointer:
     try:
         return TinkerPointer.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f'{path} cannot be read: {error}. The Tinker API begins from a file {{"base_model": …}}, not from weights.'
-        ) from error
+        raise ConfigError(f"{path} cannot be read: {error}. Continue from another version of the run.") from error
 
 
 def _require_policy(role: Role) -> None:

@@ -1,6 +1,6 @@
 """The verbs of a train service, and the data that goes through them.
 
-Invariant: a request says everything its answer depends on, beside the weights, and consists of flat arrays and JSON values
+Invariant: a request says everything its answer depends on, apart from the weights, and consists of flat arrays and JSON values
 only: no tensor, no module, nothing that would need pickle. So the same driver trains in its own process, in a Ray actor, in
 a process of its own or over a network, and on one machine all of them give the same bits.
 
@@ -25,7 +25,7 @@ from roundhouse.errors import DataError
 from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.metrics import Share
+from roundhouse.training.loss import Share
 
 
 class Role(StrEnum):
@@ -85,7 +85,7 @@ class LossBatch:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What `forward_backward` tells of the gradient that it added."""
+    """What `forward_backward` reports of the gradient that it added."""
 
     loss: float
     policy_loss: float
@@ -104,7 +104,7 @@ class Applied:
     """What `optim_step` did."""
 
     grad_norm: float | None
-    """Before clipping. When it is not finite the step was not applied. None: the service does not tell."""
+    """Before clipping. When it is not finite the step was not applied. None: the service does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class TrainService(Protocol):
 
 
 def token_positions(sequences: TrainingSequences, indices: list[int]) -> np.ndarray:
-    """Where the tokens of these sequences stand in the token arrays, one sequence after the other."""
+    """Positions of the tokens of these sequences in the token arrays, one sequence after the other."""
     starts, lengths = sequences.offsets[indices], sequences.lengths[indices]
     begins = np.cumsum(lengths) - lengths
     return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))
