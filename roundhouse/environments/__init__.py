@@ -71,8 +71,32 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     Raises:
         ConfigError: it cannot be imported or made, or it lives in another process.
     """
-    found = class_of(config)
-    return _made(found, config) if isinstance(config, CustomEnvironment) else built_in(config)
+    if type(config) in BUILT_IN:
+        return built_in(config.model_copy(update={"rubric": None}))
+    found: Any = class_of(config)
+    assert isinstance(config, CustomEnvironment), "no other kind has a class here"
+    try:
+        made: Environment | GymnasiumEnvironment = found(**resolved(config.parameters))
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
+            "They are the keyword arguments of the class."
+        ) from error
+    return made
+
+
+def load_to_serve(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
+    """As `load_any`, for a resources server, which has no rubric.
+
+    Raises:
+        ConfigError: as `load_any`, or there is a rubric.
+    """
+    if getattr(config, "rubric", None) is not None:
+        raise ConfigError(
+            "environment.rubric is set for an environment that is served, and a rubric judges in the run. Set it at the run's "
+            "environment (of kind remote, agent or nemo_gym)."
+        )
+    return load_any(config)
 
 
 def class_of(config: EnvironmentConfig) -> type[Environment] | type[GymnasiumEnvironment]:
@@ -93,7 +117,7 @@ def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
     found: Any = class_of(config)
     made: Environment | GymnasiumEnvironment = found(
-        **{name: getattr(config, name) for name in type(config).model_fields if name != "kind"}
+        **{name: getattr(config, name) for name in type(config).model_fields if name not in ("kind", "rubric")}
     )
     return made
 
@@ -237,14 +261,3 @@ def _elsewhere(config: EnvironmentConfig) -> str:
         "process (a warm_start policy, serving it yourself), set environment.kind to calculator, sort, another built-in "
         "kind, or custom."
     )
-
-
-def _made(found: Any, config: CustomEnvironment) -> Environment | GymnasiumEnvironment:
-    try:
-        made: Environment | GymnasiumEnvironment = found(**resolved(config.parameters))
-    except TypeError as error:
-        raise ConfigError(
-            f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
-            "They are the keyword arguments of the class."
-        ) from error
-    return made

@@ -41,7 +41,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NotRequired, Protocol
+from typing import Any, ClassVar, Generic, Literal, NotRequired, Protocol, TypeVar, overload
 
 import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -51,15 +51,15 @@ from roundhouse.errors import InfraError
 
 Split = Literal["train", "heldout"]
 Restoration = Literal["none", "replay", "snapshot"]
-"""How a rollout that was interrupted between two model calls can go on.
+"""How a rollout that was interrupted between two model calls can resume.
 
 none       not at all: it starts again from its first call
 replay     its tool calls (or steps) are made again on a new session, in order, and must be answered as they were. For worlds
-           that answer the same every time, and that nothing outside can tell a repeated call from
+           that answer the same every time, and whose repetition has no effect outside
 snapshot   a session is restored from what it wrote down before the newest model call; earlier calls are not made again
 """
 TaskRow = dict[str, Any]
-"""A NeMo Gym task row: `responses_create_params` (input, tools) and the verifier's fields beside it. `task_id` is unique."""
+"""A NeMo Gym task row: `responses_create_params` (input, tools) and the verifier's fields next to it. `task_id` is unique."""
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -185,7 +185,7 @@ class Environment(TaskSource):
         return marked_tools(self)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """The tools as they stand in a task row."""
+        """The tools in the form of a task row."""
         return [tool.schema() for tool in self.tools().values()]
 
 
@@ -225,7 +225,7 @@ class GymStep:
     """Anything more, as JSON: kept for the record, not read by the rollout engine."""
 
     def wire_info(self) -> dict[str, Any]:
-        """`info` as it stands in an answer to /step: metrics and tool outputs beside it."""
+        """`info` in the form of an answer to /step: metrics and tool outputs next to it."""
         info = {**self.info, **self.metrics}
         if self.tool_outputs:
             info["tool_outputs"] = [{"call_id": id, "output": text} for id, text in self.tool_outputs.items()]
@@ -364,3 +364,34 @@ def _arguments_type(tool: Tool) -> TypeAdapter[dict[str, Any]]:
     arguments = make_type(f"{tool.name}_arguments", fields)
     arguments.__pydantic_config__ = ConfigDict(extra="allow" if open_ended else "forbid")
     return TypeAdapter(arguments)
+
+
+P = TypeVar("P")
+
+
+class TaskList(Sequence[TaskRow], Generic[P]):
+    """Task rows made when they are asked for: a split may have tens of thousands of problems."""
+
+    def __init__(self, problems: Sequence[P], row: Callable[[P], TaskRow]) -> None:
+        self._problems = problems
+        self._row = row
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> TaskRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TaskRow]: ...
+    def __getitem__(self, index: int | slice) -> TaskRow | Sequence[TaskRow]:
+        if isinstance(index, slice):
+            return TaskList(self._problems[index], self._row)
+        return self._row(self._problems[index])
+
+
+def closing_text(response: dict[str, Any]) -> str | None:
+    """The text with which the rollout ended; None when it ended with something else, such as a tool call."""
+    output = response.get("output", [])
+    if not output or output[-1].get("type") != "message":
+        return None
+    return final_text(response)

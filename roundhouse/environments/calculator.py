@@ -15,7 +15,7 @@ Invariant: the reward is 1 exactly when the rollout ends with "The answer is N."
 
     What is ((3+4)*2)-5?  ->  calculate("3+4") = 7  ->  calculate("7*2") = 14  ->  calculate("14-5") = 9  ->  The answer is 9.
 
-Every value on the way lies in -999..999, and no division occurs. A wrong demonstration stops before the last step.
+Every intermediate value is in -999..999, and no division occurs. A wrong demonstration stops before the last step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
+from roundhouse.environments.base import Environment, Split, TaskList, TaskRow, Verdict, closing_text, task_row, tool
 from roundhouse.environments.generated import (
     GeneratedEnvironment,
     Message,
-    TaskList,
     calls,
-    closing_text,
     deal,
     distinct,
     returns,

@@ -8,7 +8,7 @@ process that runs its code is shown; what the policy may see are the two example
     Write f(xs) for a list of numbers: keep those above 3, then add 2 to each, then return the sum.
       ->  check(code="def f(xs): …") = f([4, 1, 6]) = 10, expected 14   ->   def f(xs): …
 
-What the locked process keeps out, and where it runs, stands in `sandbox`. A wrong demonstration leaves out one step that
+What the locked process keeps out, and where it runs: see `sandbox`. A wrong demonstration leaves out one step that
 matters.
 """
 
@@ -20,16 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.generated import (
-    GeneratedEnvironment,
-    Message,
-    calls,
-    closing_text,
-    distinct,
-    returns,
-    says,
-)
+from roundhouse.environments.base import TaskRow, Verdict, closing_text, tool
+from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, distinct, returns, says
 from roundhouse.environments.sandbox import CodeFailed, Sandbox, canonical
 
 RUNS, PASSED, ALL = 0.1, 0.4, 0.5
@@ -71,7 +63,7 @@ class Code(GeneratedEnvironment[Exercise]):
 
     name = "code"
     restoration = "snapshot"
-    """Of a session that no tool changes: what `check` answered stands on record, so the code is not run again."""
+    """Of a session that no tool changes: the answers of `check` are on record, so the code is not run again."""
 
     def __init__(
         self, steps: int = 3, concurrency: int = 2, problems: int = 1000, heldout_fraction: float = 0.2

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskRow, final_text, task_row
-from roundhouse.environments.generated import Message, TaskList, deal, distinct, says, split_problems, user
+from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskList, TaskRow, final_text, task_row
+from roundhouse.environments.generated import Message, deal, distinct, says, split_problems, user
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 SHORTEST = 3
@@ -27,7 +27,7 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class LakeWalk:
-    """One episode: where the policy stands on which lake."""
+    """One episode: the lake and the policy's position on it."""
 
     lake: list[str]
     place: Place
@@ -94,7 +94,7 @@ class FrozenLake(GymnasiumEnvironment):
 
 
 def moved(walk: LakeWalk, move: str) -> GymStep:
-    """Make a move; at the border the policy stays where it is."""
+    """Make a move; at the edge of the lake the policy stays where it is."""
     walk.steps_left -= 1
     last = walk.steps_left == 0
     if move not in MOVES:

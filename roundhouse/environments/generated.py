@@ -24,7 +24,7 @@ natural order (it is the order of their digests), so that any stretch of tasks i
 
 The pieces of conversations: chat messages of demonstrations, and what a verifier reads of a response.
 
-Invariant: an answer counts only when the rollout ended with it. Text beside a tool call is not a final answer.
+Invariant: an answer counts only if the rollout ended with it. Text next to a tool call is not a final answer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import json
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
-from roundhouse.environments.base import Environment, Split, TaskRow, final_text, task_row
+from roundhouse.environments.base import Environment, Split, TaskList, TaskRow, task_row
 from roundhouse.errors import ConfigError
 
 P = TypeVar("P")
@@ -140,26 +140,6 @@ def deal(shares: dict[str, float], count: int, rng: random.Random) -> list[str]:
     return names
 
 
-class TaskList(Sequence[TaskRow], Generic[P]):
-    """Task rows made when they are asked for: a split may have tens of thousands of problems."""
-
-    def __init__(self, problems: Sequence[P], row: Callable[[P], TaskRow]) -> None:
-        self._problems = problems
-        self._row = row
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> TaskRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TaskRow]: ...
-    def __getitem__(self, index: int | slice) -> TaskRow | Sequence[TaskRow]:
-        if isinstance(index, slice):
-            return TaskList(self._problems[index], self._row)
-        return self._row(self._problems[index])
-
-
 Message = dict[str, Any]
 
 
@@ -185,11 +165,3 @@ def calls(name: str, call_id: str, **arguments: Any) -> Message:
 def returns(call_id: str, text: str) -> Message:
     """The tool answers the call."""
     return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
-def closing_text(response: dict[str, Any]) -> str | None:
-    """The text with which the rollout ended; None when it ended with something else, such as a tool call."""
-    output = response.get("output", [])
-    if not output or output[-1].get("type") != "message":
-        return None
-    return final_text(response)

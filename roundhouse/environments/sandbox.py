@@ -3,10 +3,10 @@
 What holds (on Linux, x86_64 or aarch64; elsewhere nothing is run at all)
 - The interpreter is isolated (`-I -S`), with an empty environment; nothing but stdin, stdout and stderr is open.
 - Before untrusted code runs, the process filters its own system calls with seccomp, which cannot be undone: it can open no file
-  and no socket, start no process or thread, signal nobody, and wait for nothing. It needs no privileges and no container.
+  and no socket, start no process or thread, send no signal, and wait for nothing. It needs no privileges and no container.
 - CPU seconds, address space and bytes of output are limited, and exceeding them is the code's fault. At most `concurrency`
   processes run at once, in threads of their own: the event loop never waits for one.
-- The process is told inputs, never what is expected of them. Results are JSON texts and are compared here.
+- The process is given inputs, never the expected results. Results are JSON texts and are compared here.
 - The code does not decide how it is counted. Request and answer are in memory, never on a disk. A failure of this machine is
   only what this side sees itself: the process ended before it said `LOCKED`; or it is not done at the wall limit, though locked
   code computes or ends (it got too little CPU, or was stopped); or a signal ended it that its own limits do not send (the
@@ -256,7 +256,7 @@ def _overloaded() -> SandboxOverloaded:
 
 @contextlib.contextmanager
 def _memory_file(content: bytes) -> Iterator[int]:
-    """A descriptor that reads `content`, which lies on no disk.
+    """A descriptor that reads `content`, which is on no disk.
 
     Raises:
         SandboxUnavailable

@@ -24,7 +24,7 @@ NO_LOCK = 71
 LOCKED = b"L"
 FILES = 16
 IMPORTABLE = ("bisect", "collections", "functools", "heapq", "itertools", "math", "operator", "re", "string", "typing")
-"""What untrusted code may import, beside modules without files such as `time`."""
+"""What untrusted code may import, in addition to modules without files such as `time`."""
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> column in CALLS, and its number in the filter."""
@@ -39,7 +39,7 @@ CALLS = {
 """The system calls that are let through. Files and sockets cannot be opened with them, only what is open can be used."""
 FUTEX = (202, 98)
 FUTEX_WAKE = (1, 129)
-"""Its operation and the same for memory of one process: the only ones let through. The C library wakes where nobody waits; a
+"""Its operation and the same for memory of one process: the only ones let through. The C library wakes even without a waiter; a
 wait of the only thread would never end."""
 
 _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
@@ -54,7 +54,7 @@ def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int, more_calls: Seq
     """Limit this process and filter its system calls; there is no way back.
 
     Args:
-        more_calls: let through beside CALLS.
+        more_calls: let through in addition to CALLS.
 
     Raises:
         OSError: the system does not support it.

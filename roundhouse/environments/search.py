@@ -2,7 +2,7 @@
 
 Lookup: follow keys through a table that only a tool can see.
 
-Invariant: the reward is 1 exactly when the rollout ends with the word that lies the asked number of hops from the start,
+Invariant: the reward is 1 exactly when the rollout ends with the word that is the asked number of hops from the start,
 else 0.
 
     Start at bo. Take 2 hops. Where are you?  ->  get(bo) = ka  ->  get(ka) = mi  ->  mi
@@ -33,13 +33,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
+from roundhouse.environments.base import Environment, Split, TaskList, TaskRow, Verdict, closing_text, task_row, tool
 from roundhouse.environments.generated import (
     GeneratedEnvironment,
     Message,
-    TaskList,
     calls,
-    closing_text,
     deal,
     distinct,
     position,
@@ -192,7 +190,7 @@ class GuessNumber(Environment):
 
 
 def compare(number: Any, hidden: int) -> str:
-    """What the tool says of a guess: correct, or where the hidden number lies; "error" for anything but a whole number."""
+    """The tool's answer to a guess: correct, lower or higher; "error" for anything but a whole number."""
     try:
         guess = int(str(number))
     except ValueError:

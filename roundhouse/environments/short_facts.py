@@ -1,6 +1,6 @@
 """The facts behind `short_questions`: what is asked and what is right, by family.
 
-Each item of a table is `subject: answer`; equally right answers stand side by side, `grey|gray`. No subject stands twice in
+Each item of a table is `subject: answer`; equally right answers are separated, `grey|gray`. No subject occurs twice in
 a family.
 """
 

@@ -11,7 +11,7 @@ the question does not count either way.
 
 `environment/exact` reports how often the reply is an answer and nothing else, as the prompt asks: form apart from knowledge.
 
-The families of `OTHER_FAMILIES` ask for a sentence, an explanation, a greeting. They are meant for an evaluation set beside
+The families of `OTHER_FAMILIES` ask for a sentence, an explanation, a greeting. They are meant for an evaluation set next to
 training: what a policy could do before should not be lost. Their reward is 1 or 0.
 """
 
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.environments import short_facts
-from roundhouse.environments.base import TaskRow, Verdict
-from roundhouse.environments.generated import GeneratedEnvironment, Message, closing_text, says
+from roundhouse.environments.base import TaskRow, Verdict, closing_text
+from roundhouse.environments.generated import GeneratedEnvironment, Message, says
 
 RIGHT, ENDED = 0.8, 0.2
 LARGEST_SUMMAND = 15
@@ -148,7 +148,7 @@ def numbers(text: str) -> list[str]:
 
 
 def named(text: str, answers: set[str]) -> set[str]:
-    """Those of `answers` that stand in a text as words of their own. Of answers within each other the longest counts.
+    """Those of `answers` that a text has as words of their own. Of answers within each other the longest counts.
 
     >>> sorted(named("the capital of niger is niamey", {"niamey", "niger", "nigeria"}))
     ['niamey', 'niger']

@@ -61,18 +61,8 @@ from fractions import Fraction
 from itertools import permutations, product
 from typing import Any
 
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row
-from roundhouse.environments.generated import (
-    GeneratedEnvironment,
-    Message,
-    TaskList,
-    closing_text,
-    deal,
-    distinct,
-    says,
-    split_problems,
-    user,
-)
+from roundhouse.environments.base import Environment, Split, TaskList, TaskRow, Verdict, closing_text, task_row
+from roundhouse.environments.generated import GeneratedEnvironment, Message, deal, distinct, says, split_problems, user
 
 
 class Sort(Environment):
@@ -335,7 +325,7 @@ WORDS = [
 ]
 
 Constraint = tuple[str, str | int]
-"""A kind and its value, as it stands in the row."""
+"""A kind and its value, in the row's form."""
 
 TEXTS: dict[str, str] = {
     "count": "Use {} words.",

@@ -125,10 +125,7 @@ def framed(message: dict[str, Any]) -> bytes:
 
 def unframed(body: bytes) -> dict[str, Any]:
     """The message of a frame, without its length."""
-    found: dict[str, Any] = json.loads(
-        body, object_hook=lambda item: base64.b64decode(item["blob"]) if "blob" in item else item
-    )
-    return found
+    return json.loads(body, object_hook=lambda item: base64.b64decode(item["blob"]) if "blob" in item else item)
 
 
 def serve() -> None:

@@ -37,16 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.generated import (
-    GeneratedEnvironment,
-    Message,
-    calls,
-    closing_text,
-    distinct,
-    returns,
-    says,
-)
+from roundhouse.environments.base import TaskRow, Verdict, closing_text, tool
+from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, distinct, returns, says
 from roundhouse.environments.sandbox import FROM_OUTSIDE, LockedProcess, killed, not_locked
 from roundhouse.environments.sandbox_child import LOCKED
 from roundhouse.environments.sql_child import (

@@ -1,15 +1,15 @@
-"""A stateful session with several tools: what counts is the state that the policy leaves behind, not what it says.
+"""A stateful session with several tools: what counts is the final state, not what the policy says.
 
 Invariant: the reward is 1 exactly when, at the end, the shelf that was to be restocked holds the asked number, the asked goods
 are shipped, and nothing else was touched. It is the sum of its components, which judge the final state alone: `restock` (0.4),
-`ship` (0.4), `tidy` (0.2: every good that the order does not name lies where it lay; only with one of the other two).
+`ship` (0.4), `tidy` (0.2: every good that the order does not name is where it was; only with one of the other two).
 
     Shelf A must hold 5 nuts. Ship 3 bolts.
       look(shelf=A) = nuts 2, bolts 1, pins 4    move(good=nuts, source=B, target=A, count=3) = moved
       look(shelf=B) = nuts 6, bolts 5, pins 0    ship(good=bolts, shelf=B, count=3) = shipped         ->  Done.
 
 One other shelf always has what is missing, and one shelf what is to be shipped. Goods are neither made nor lost: a tool refuses
-what is not there. A wrong demonstration moves too many, or ships one too few.
+what is not there. A wrong demonstration moves too many, ships one too few, or does both.
 """
 
 from __future__ import annotations
@@ -105,9 +105,11 @@ class Warehouse(GeneratedEnvironment[WarehouseOrder]):
         floor = Floor(problem.stock)
         here = floor.stock[problem.shelf]
         missing = problem.level - here[problem.restocked]
-        slip = "" if right else rng.choice(("moves too many", "ships too few"))
-        moved = missing + (here[problem.restocked] or 1) * (slip == "moves too many")
-        shipped = problem.count - (slip == "ships too few")
+        slips = (
+            () if right else rng.choice((("moves too many",), ("ships too few",), ("moves too many", "ships too few")))
+        )
+        moved = missing + (here[problem.restocked] or 1) * ("moves too many" in slips)
+        shipped = problem.count - ("ships too few" in slips)
         yield from _called(1, "look", shown(here), shelf=problem.shelf)
         step = 2
         source = ""

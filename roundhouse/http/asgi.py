@@ -1,4 +1,4 @@
-"""What stands in front of every server, in bare ASGI: whole bodies, whole replies, a limit on bodies, no foreign web pages.
+"""Middleware of every server, in bare ASGI: whole bodies, whole replies, a limit on bodies, no foreign web pages.
 
 Invariants: a body is handed out complete or not at all, and never more of it than the limit: a larger one is answered 413, from
 the first byte where its length is announced. Work for a caller that has left is cancelled. A request that a browser makes for a
@@ -20,6 +20,7 @@ or ROUNDHOUSE_MAX_BODY_MIB; they are counted as sent, nothing is unpacked.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import os
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -224,6 +225,12 @@ class SameOrigin:
         if name in self._names or name in self._listed or (self._is_local and is_loopback(name)):
             return True
         return not self._is_local and (not self._listed or _is_address(name) or name == "localhost")
+
+
+def presents(authorization: bytes | str, token: str) -> bool:
+    """Whether the header is `Bearer <token>`; compared in constant time."""
+    given = authorization.encode() if isinstance(authorization, str) else authorization
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
 def is_loopback(host: str) -> bool:

@@ -51,7 +51,7 @@ def choose(key: str, remembered: int | None, taken: Collection[int]) -> int:
 
 
 def describe_owner(port: int) -> str:
-    """Who listens on the port, in words; empty when the system does not tell."""
+    """The process that listens on the port, in words; empty if the system does not say."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.AccessDenied, OSError):

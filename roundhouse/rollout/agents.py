@@ -13,7 +13,7 @@ The environment client names the agent that plays (`environment.agent`): the too
 
 Tool loop: the policy calls tools until it answers without a call, then the verifier judges. Whatever the environment can say in
 text (a tool that raised, arguments that are not JSON, a tool that does not exist) is an observation for the policy and the
-rollout continues; outputs stand in the order of the calls.
+rollout continues; outputs are in the order of the calls.
 
     completed   the policy answered without a tool call, and the verifier judged it
     truncated   a limit of turns or tokens ended it, and the verifier judged what there was
@@ -33,8 +33,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
 import orjson
@@ -48,6 +49,7 @@ from roundhouse.rollout.conversation import Dialogue
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import (
     Agent,
+    BadReward,
     BeginsEpisodes,
     EnvironmentClient,
     EnvironmentSession,
@@ -56,7 +58,7 @@ from roundhouse.rollout.protocol import (
     RolloutTimeout,
     SeedsSessions,
     ToolTimeout,
-    checked_verdict,
+    VerifierFailed,
     classify,
 )
 from roundhouse.rollout.replay import RecordedCalls, ReplayingEnvironment, ReplayingPolicy
@@ -73,7 +75,7 @@ NOT_RUN = ToolResult('{"error":"Not run: the task allows fewer tool calls (max_t
 
 @dataclass(slots=True)
 class RolloutAttempt:
-    """The rollout in the making, who answers for the policy, and the limits."""
+    """The rollout in the making, the client of the policy, and the limits."""
 
     rollout: Rollout
     policy: PolicyClient
@@ -82,10 +84,12 @@ class RolloutAttempt:
     on_policy: bool = True
     """The rollout is to be trained on: every token must be drawn as `sampling` says and be known."""
     policy_version: int | None = None
-    """Version that the engine was refitted to, for agents whose answers do not tell it."""
+    """Version that the engine was refitted to, for agents whose answers do not have it."""
     judges_overflow: bool = False
     """A task that does not fit the model's context is an empty reply, which the verifier judges, as NeMo Gym has it. Otherwise
     it is a failure, without a reward."""
+    engine: PolicyClient | None = None
+    """Where calls go that are no part of the rollout, such as a judge's: never a recording."""
     session: RolloutSession | None = None
     """Set by the agent as soon as it has one."""
     response: dict[str, Any] | None = None
@@ -113,7 +117,7 @@ class RolloutAttempt:
             prompt = ([] if turn.parent is None else whole[turn.parent]) + turn.prompt_token_ids
             whole.append(prompt + turn.generation_token_ids)
             if not turn.generation_token_ids:
-                continue  # an engine that tells no tokens
+                continue  # the engine returned no token IDs
             fields = (prompt, turn.generation_token_ids, turn.generation_log_probs)
             marks.append((index, dict(zip(TOKEN_FIELDS, fields, strict=True))))
         return marks
@@ -162,7 +166,7 @@ async def play_rollout(
         )
         asked: PolicyClient = policy if calls is None else ReplayingPolicy(calls, rollout, policy)
         world = environment if calls is None or not calls.replays else ReplayingEnvironment(calls, environment)
-        played = RolloutAttempt(rollout, asked, config, sampling, on_policy, policy_version, judges_overflow)
+        played = RolloutAttempt(rollout, asked, config, sampling, on_policy, policy_version, judges_overflow, policy)
         begun = time.perf_counter()
         try:
             await _play(environment.agent, played, world)
@@ -189,7 +193,7 @@ async def run_rollout(*arguments: Any, **options: Any) -> Rollout:
 
 
 async def _play(agent: Agent, attempt: RolloutAttempt, environment: object) -> None:
-    """Play to an outcome: the border where every error becomes one."""
+    """Play to an outcome: here every error becomes one."""
     rollout, config = attempt.rollout, attempt.config
     try:
         async with asyncio.timeout(config.timeout_seconds) as limit:
@@ -375,3 +379,40 @@ async def _episode(
         if step.observation:
             dialogue.conversation.add_observation(step.observation)
     return "max_turns", step
+
+
+RELATIVE_TOLERANCE = 1e-5
+"""Of the sum of components against the reward, as NeMo RL has it."""
+
+
+def checked_verdict(verdict: object) -> Verdict:
+    """The verdict with all its numbers as finite floats, its components adding up to its reward. What is none fails the
+    rollout; it never becomes a zero.
+
+    Raises:
+        VerifierFailed: the verifier returned something else than a verdict.
+        BadReward: reward, a component or a metric is no finite number, or the components do not add up.
+    """
+    if not isinstance(verdict, Verdict):
+        raise VerifierFailed(f"verify returned a {type(verdict).__name__}; it must return a Verdict.")
+    if isinstance(verdict.reward, bool):
+        raise BadReward(f"reward is {verdict.reward}, a truth value; the verifier must return a number such as 1.0.")
+    reward = _finite("reward", verdict.reward)
+    components = _finite_all("reward_components", verdict.reward_components)
+    total = math.fsum(components.values())
+    if components and not math.isclose(total, reward, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-8):
+        raise BadReward(f"reward is {reward}, but its components {components} add up to {total}.")
+    return Verdict(reward, components, _finite_all("metrics", verdict.metrics), bool(verdict.mask))
+
+
+def _finite_all(name: str, numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {str(key): _finite(f"{name}[{key!r}]", number) for key, number in numbers.items()}
+
+
+def _finite(name: str, number: Any) -> float:
+    if not isinstance(number, Real):
+        raise BadReward(f"{name} is {number!r}, a {type(number).__name__}; the verifier must return a number.")
+    value = float(number)
+    if not math.isfinite(value):
+        raise BadReward(f"{name} is {value}; the verifier must return a finite number.")
+    return value

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from roundhouse.config.environments import (
     CommandEnvironment,
     CustomEnvironment,
     MixtureEnvironment,
     NemoGymEnvironment,
+    SingleEnvironment,
     WorkerEnvironment,
 )
 from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, RemoteEnvironment
-from roundhouse.environments import load_any
+from roundhouse.environments import first_task, load_any
 from roundhouse.environments.base import (
     Environment,
     GymnasiumEnvironment,
@@ -42,8 +43,9 @@ from roundhouse.environments.base import (
     Verdict,
 )
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
+from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop, checked_verdict
 from roundhouse.rollout.protocol import (
+    ClosedOnExit,
     EnvironmentClient,
     EnvironmentSession,
     EpisodeSession,
@@ -52,9 +54,35 @@ from roundhouse.rollout.protocol import (
     StepFailed,
     ToolEnvironment,
     VerifierFailed,
-    checked_verdict,
 )
-from roundhouse.rollout.responses import assistant_items, response_object
+from roundhouse.rollout.responses import assistant_items, chat_messages, chat_tools, response_object
+from roundhouse.rollout.rubric import JudgedEnvironment, RubricJudge
+
+
+def tools_of(task: TaskRow | None) -> list[dict[str, Any]]:
+    """The tools that a task row offers, in chat shape.
+
+    Raises:
+        UnsupportedItem: one of them is not a function.
+    """
+    return chat_tools((task or {}).get("responses_create_params", {}).get("tools") or [])
+
+
+def first_question(config: EnvironmentConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools of the first training task, in chat shape; a word to answer where its rows are elsewhere.
+
+    Raises:
+        ConfigError: the environment or its task cannot be made.
+    """
+    task = first_task(config)
+    return first_messages(task), tools_of(task)
+
+
+def first_messages(task: TaskRow | None) -> list[dict[str, Any]]:
+    """The messages that a task row begins with, in chat shape; a word to answer where it has none."""
+    given = (task or {}).get("responses_create_params", {}).get("input") or "Say a word."
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return chat_messages(items)
 
 
 @contextmanager
@@ -68,7 +96,7 @@ def _failing_as(failure: type[DataError], call: str) -> Iterator[None]:
         raise failure(f"{call} raised {error!r}") from error
 
 
-class _LocalClient:
+class _LocalClient(ClosedOnExit):
     """An environment in this process. Its code runs on the event loop: a call that blocks, blocks all rollouts."""
 
     def __init__(self, environment: Environment | GymnasiumEnvironment) -> None:
@@ -76,15 +104,6 @@ class _LocalClient:
         self.restoration = environment.restoration
         self.compute_metrics = environment.compute_metrics
         self.tasks = environment.tasks
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class LocalEnvironmentClient(_LocalClient):
@@ -176,12 +195,30 @@ class _LocalEpisode:
         await self._environment.close(self._state)
 
 
-def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
+def open_environment(config: EnvironmentConfig, store: str | None = None) -> EnvironmentClient:
     """The client of the environment that `config` describes, with its task lists.
 
+    Args:
+        store: keeps the answers of a rubric's judge; None: they are asked for anew.
+
     Raises:
-        ConfigError: it cannot be loaded, or a remote one's URL or task files are wrong.
+        ConfigError: it cannot be loaded, or a remote one's URL or task files are wrong, or its rubric cannot be used.
     """
+    if isinstance(config, MixtureEnvironment):
+        from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+        from roundhouse.rollout.mixture import MixtureClient
+
+        files: dict[Split, str | None] = {"train": config.train_tasks, "heldout": config.heldout_tasks}
+        rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
+        parts = {name: open_environment(each, store) for name, each in config.environments.items()}
+        return MixtureClient(config, parts, rows)
+    if config.rubric is None:
+        return _open_unjudged(config)
+    judged: Any = JudgedEnvironment(_open_unjudged(config), RubricJudge(config.rubric, store))
+    return judged
+
+
+def _open_unjudged(config: SingleEnvironment) -> EnvironmentClient:
     if isinstance(config, RemoteEnvironment):
         if config.protocol == "gymnasium":
             from roundhouse.compat.nemo_gym.clients.resources import RemoteEpisodeClient
@@ -206,13 +243,6 @@ def open_environment(config: EnvironmentConfig) -> EnvironmentClient:
         from roundhouse.compat.command import CommandClient
 
         return CommandClient.from_config(config)
-    if isinstance(config, MixtureEnvironment):
-        from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
-        from roundhouse.rollout.mixture import MixtureClient
-
-        files: dict[Split, str | None] = {"train": config.train_tasks, "heldout": config.heldout_tasks}
-        rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
-        return MixtureClient(config, {name: open_environment(each) for name, each in config.environments.items()}, rows)
     environment = load_any(config)
     servers = config.mcp_servers if isinstance(config, CustomEnvironment) else {}
     if isinstance(environment, GymnasiumEnvironment):

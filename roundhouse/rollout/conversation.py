@@ -3,9 +3,9 @@
 Invariants: each reply and each tool output is converted once, when it comes (chat messages for the engine, Responses items for
 the record, turns for training); nothing is converted again or copied on later turns. No call is made with more `max_new_tokens`
 than the rollout has room for, and each has a seed of its own, derived from the rollout's; a reply that does not fit says so in
-`limit`. A turn holds only the tokens that its prompt adds: where a prompt begins with everything before it, the turn continues
-the one before and stores the rest; where it does not, the turn is a new root and stores its whole prompt. Whether a break is
-allowed is judged later, by validation.
+`limit`. A turn holds only the tokens that its prompt adds: where a prompt begins with all tokens of an earlier call, most often
+the one before, the turn continues that call and stores the rest; where it continues none, the turn is a new root and stores its
+whole prompt. Whether a break is allowed is judged later, by validation.
 
     call 0: prompt p0, generates g0        turn(parent=None, new=p0)
     call 1: prompt p0+g0+t, generates g1   turn(parent=0, new=t)
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class TurnChain:
-    """Grows by one turn a call."""
+    """Grows by one turn a call, into a tree where calls continue others than the newest."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
@@ -63,6 +63,8 @@ class TurnChain:
         """Prompt and generation of the newest call."""
         self._digest = GrowingDigest()
         """Of `tokens`."""
+        self._left: dict[int, list[int]] = {}
+        """Prompt and generation of the other calls that none continues, by turn: every earlier call's begin one of them."""
 
     def add(
         self,
@@ -80,16 +82,16 @@ class TurnChain:
         Raises:
             TypeError, OverflowError: prompt or generation hold something else than token IDs.
         """
-        known = len(self.tokens)
-        continues = bool(self.turns) and prompt[:known] == self.tokens
-        added = prompt[known:] if continues else prompt
+        newest = len(self.turns) - 1
+        parent, known = self._continued(prompt)
+        continues = parent is not None and parent == newest
         digest = self._digest if continues else GrowingDigest()
         turn = Turn(
             turn=len(self.turns),
-            parent=len(self.turns) - 1 if continues else None,
-            prompt_token_ids=added,
+            parent=parent,
+            prompt_token_ids=prompt[known:],
             prompt_length=len(prompt),
-            prompt_digest=digest.extend(added),
+            prompt_digest=digest.extend(prompt[known:] if continues else prompt),
             generation_token_ids=generated,
             generation_log_probs=log_probs,
             policy_version=policy_version,
@@ -98,10 +100,33 @@ class TurnChain:
             version_spans=version_spans,
         )
         digest.extend(generated)
+        if self.turns and not continues:
+            self._left[newest] = self.tokens
+        if parent is not None:
+            self._left.pop(parent, None)
         self._digest = digest
         self.turns.append(turn)
         self.tokens = prompt + generated
         return turn
+
+    def _continued(self, prompt: list[int]) -> tuple[int | None, int]:
+        """The call whose tokens are the longest beginning of `prompt`, the newest of several, and how many they are."""
+        newest = len(self.turns) - 1
+        if self.turns and not self._left and prompt[: len(self.tokens)] == self.tokens:
+            return newest, len(self.tokens)
+        found: int | None = None
+        known = 0
+        for leaf, tokens in reversed([*self._left.items(), (newest, self.tokens)] if self.turns else []):
+            turn: int | None = leaf
+            while turn is not None:
+                end = self.turns[turn].prompt_length + len(self.turns[turn].generation_token_ids)
+                if end <= known:
+                    break
+                if prompt[:end] == tokens[:end]:
+                    found, known = turn, end
+                    break
+                turn = self.turns[turn].parent
+        return found, known
 
 
 MISSING_TOKENS = "missing_tokens"
@@ -154,14 +179,15 @@ def chain_calls(calls: Sequence[Mapping[str, Any]], policy_version: int | None =
     Args:
         calls: as `GET /captures/<id>` of the model server gives them: `call` (order of their beginning), `prompt_token_ids`,
             `generation_token_ids`, `generation_log_probs`, `policy_version`, `finish_reason`, `latency_seconds`.
-        policy_version: version of the weights for calls whose engine did not tell; it must then have been the same throughout.
+        policy_version: version of the weights for calls whose engine did not report it; it must then have been the same
+        throughout.
 
     Returns:
         With a reason, the turns are those that could be joined (none where tokens are missing):
         `missing_tokens`, `malformed_tokens`, `missing_policy_version`: a record is incomplete;
         `repeated_prompt`: two calls have the same prompt (a retry, of which the agent used one answer, or a sampling of
-        several), so that nothing tells whose tokens the agent's result rests on;
-        `equal_parents`: two calls end in the same tokens and a later one goes on from them.
+        several), so that it is unknown which tokens the agent's result rests on;
+        `equal_parents`: two calls end in the same tokens and a later one continues them.
     """
     try:
         read = [_read(call) for call in sorted(calls, key=lambda call: call["call"])]
@@ -259,8 +285,11 @@ def _turn(place: int, calls: Sequence[_Call], policy_version: int | None) -> Tur
 class Conversation:
     """Begins with a task row's input; grows by replies and tool outputs."""
 
-    def __init__(self, row: TaskRow, item_id: str) -> None:
-        """`item_id` begins the ids of this conversation's items.
+    def __init__(self, row: TaskRow, item_id: str, system_prompt: str | None = None) -> None:
+        """
+        Args:
+            item_id: begins the ids of this conversation's items.
+            system_prompt: the first message, unless the row has a system message or instructions.
 
         Raises:
             BadTaskRow, UnsupportedItem: the row's input or tools cannot be used.
@@ -269,6 +298,9 @@ class Conversation:
             params = row["responses_create_params"]
             given = params["input"]
             self.messages: list[Message] = chat_messages(given, params.get("instructions"))
+            if system_prompt and self.messages[:1] and self.messages[0]["role"] != "system":
+                params = {**params, "instructions": system_prompt}
+                self.messages = chat_messages(given, system_prompt)
             self.tools = chat_tools(params.get("tools") or [])
             items = [{"role": "user", "content": given}] if isinstance(given, str) else given
             self.items: list[Item] = [{"type": "message", **item} for item in items]
@@ -345,7 +377,7 @@ class Conversation:
         return calls
 
     def add_empty_reply(self) -> None:
-        """What stands for a reply that the model's context had no room for."""
+        """Stands for a reply that did not fit into the model's context."""
         self.items += assistant_items({"content": ""}, f"{self._item_id}_0")
 
     def add_tool_output(self, call_id: str, text: str) -> None:
@@ -381,7 +413,8 @@ class Dialogue:
             BadTaskRow, UnsupportedItem: the row cannot be used.
         """
         rollout = attempt.rollout
-        self.conversation = Conversation(rollout.task, f"msg_{rollout.seed:08x}")
+        self.conversation = Conversation(rollout.task, f"msg_{rollout.seed:08x}", attempt.config.system_prompt)
+        rollout.task = {**rollout.task, "responses_create_params": self.conversation.params}
         rollout.items, rollout.turns = self.conversation.items, self.conversation.turns
         self.terms = sampling_overrides(self.conversation.params, attempt.sampling, attempt.on_policy)
         if not self.terms.tools:

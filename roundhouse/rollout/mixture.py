@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.environments.base import Restoration, Split, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import RolloutAttempt
 from roundhouse.rollout.plan import WeightedTasks
-from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.protocol import Agent, ClosedOnExit, EnvironmentClient
 
 MOST_NAMED = 5
 
 
-class MixtureClient:
+class MixtureClient(ClosedOnExit):
     """The environments of a configuration as one."""
 
     name = "mixture"
@@ -97,12 +97,6 @@ class MixtureClient:
         for part in self._parts.values():
             await part.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
 
 class MixtureAgent:
     """Plays each rollout as its environment's own agent does."""
@@ -111,9 +105,12 @@ class MixtureAgent:
         self._parts = parts
 
     async def play(self, attempt: RolloutAttempt, environment: object) -> None:
-        name, _ = split_row(attempt.rollout.task)
-        attempt.rollout.environment = name
-        await self._parts[name].agent.play(attempt, environment)
+        attempt.rollout.environment, _ = split_row(attempt.rollout.task)
+        await self.of(attempt.rollout.task).play(attempt, environment)
+
+    def of(self, row: TaskRow) -> Agent:
+        """The agent of the environment that a row belongs to."""
+        return self._parts[split_row(row)[0]].agent
 
 
 def _named(name: str, row: TaskRow) -> TaskRow:

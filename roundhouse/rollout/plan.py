@@ -2,8 +2,9 @@
 
 Invariants: the plan is a pure function of rows, group size, run seed and iteration, so that a resumed run and another machine
 choose the same; rollout ids in it are unique; the seed of a rollout depends on nothing but run seed, iteration, group and
-sample, so that a retry draws the same. The tasks of iterations 0, 1, 2, … in a row are epochs, each a shuffle of all tasks; no
-task comes twice in an epoch. (An iteration that spans two epochs may therefore hold a task twice.)
+sample, so that a retry draws the same. The tasks of iterations 0, 1, 2, … in a row are epochs, each a shuffle of all tasks, or
+in their own order; no task comes twice in an epoch. An iteration that spans two epochs may therefore hold a task twice; with
+`drop_last` none does, and an epoch ends before a remainder that fills no iteration.
 
     rows a b, group size 2        ->  a/0 a/1 b/0 b/1
     rows a b c, 2 an iteration    ->  c a | b · a | b c      (· begins epoch 1)
@@ -125,7 +126,7 @@ class WeightedTasks(Sequence[TaskRow]):
     """
 
     def __init__(self, tasks: Mapping[str, Sequence[TaskRow]], weights: Mapping[str, float]) -> None:
-        self.tasks = tasks
+        self.tasks, self.weights = tasks, weights
         total, reached = sum(weights.values()), 0.0
         self._bounds: list[float] = []
         for name in tasks:
@@ -147,11 +148,17 @@ class WeightedTasks(Sequence[TaskRow]):
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def sample_tasks(rows: Sequence[TaskRow], seed: int, iteration: int, n: int) -> list[TaskRow]:
+def sample_tasks(
+    rows: Sequence[TaskRow], seed: int, iteration: int, n: int, *, shuffle: bool = True, drop_last: bool = False
+) -> list[TaskRow]:
     """The `n` task rows of an iteration (counted from 0; `n` is the same in all of them).
 
+    Args:
+        shuffle: each epoch in an order of its own; otherwise in the order of the rows.
+        drop_last: an epoch ends before a remainder of fewer than `n` rows.
+
     Raises:
-        ConfigError: there are no rows.
+        ConfigError: there are no rows, or fewer than `n` with `drop_last`.
     """
     if not rows:
         raise ConfigError(
@@ -159,26 +166,49 @@ def sample_tasks(rows: Sequence[TaskRow], seed: int, iteration: int, n: int) -> 
         )
     begin = iteration * n
     if not isinstance(rows, WeightedTasks):
-        return _in_epochs(rows, seed, range(begin, begin + n))
+        length = len(rows) // n * n if drop_last else len(rows)
+        if not length:
+            raise ConfigError(
+                f"rollout.drop_last leaves out what fills no iteration, and the {len(rows)} training tasks do not fill one of "
+                f"{n} (rollout.prompts_per_iteration). Lower that, or set rollout.drop_last to false."
+            )
+        positions = [divmod(position, length) for position in range(begin, begin + n)]
+        return _in_epochs(rows, seed, positions, shuffle)
     names = rows.names(begin + n)
     drawn = {
-        name: iter(_in_epochs(own, seed, range(names[:begin].count(name), names.count(name))))
+        name: iter(
+            _in_epochs(
+                own,
+                seed,
+                [divmod(place, len(own)) for place in range(names[:begin].count(name), names.count(name))],
+                shuffle,
+            )
+        )
         for name, own in rows.tasks.items()
     }
     return [next(drawn[name]) for name in names[begin:]]
 
 
-def _in_epochs(rows: Sequence[TaskRow], seed: int, positions: range) -> list[TaskRow]:
-    """The rows at these positions of epochs in a row, each a shuffle of all rows."""
-    orders: dict[int, list[int]] = {}
-    chosen = []
-    for position in positions:
-        epoch, place = divmod(position, len(rows))
-        if epoch not in orders:
-            orders[epoch] = list(range(len(rows)))
-            random.Random(derive_seed(seed, "task order", epoch)).shuffle(orders[epoch])
-        chosen.append(rows[orders[epoch][place]])
-    return chosen
+def _in_epochs(
+    rows: Sequence[TaskRow], seed: int, positions: Sequence[tuple[int, int]], shuffle: bool
+) -> list[TaskRow]:
+    """The rows at these (epoch, place)s."""
+    orders = {epoch: epoch_order(len(rows), seed, epoch) if shuffle else range(len(rows)) for epoch in dict(positions)}
+    return [rows[orders[epoch][place]] for epoch, place in positions]
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """The places of `count` rows in the order of a shuffled epoch."""
+    order = list(range(count))
+    random.Random(derive_seed(seed, "task order", epoch)).shuffle(order)
+    return order
+
+
+def iterations_of(tasks: int, config: RolloutConfig) -> int:
+    """How many iterations `config.epochs` passes over so many tasks take."""
+    assert config.epochs is not None, "asked only where passes are counted"
+    n = config.prompts_per_iteration
+    return config.epochs * (tasks // n) if config.drop_last else -(-config.epochs * tasks // n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +340,7 @@ def sample_rounds(
     number, found = 0, list[str]()
     while len(found) < config.prompts_per_iteration and number < (1 if policy is None else policy.max_rounds):
         number += 1
-        rows += round_tasks(tasks, seed, iteration, config.prompts_per_iteration, number)
+        rows += round_tasks(tasks, config, seed, iteration, number)
         planned = plan_rollouts(rows, config.group_size, seed, iteration)
         rollouts += roll_out(planned[len(rollouts) :])
         found = groups_with_spread(rollouts)
@@ -331,8 +361,15 @@ def sample_rounds(
     )
 
 
-def round_tasks(tasks: Sequence[TaskRow], seed: int, iteration: int, n: int, number: int) -> list[TaskRow]:
-    """The `n` tasks of round `number` (1, 2, …): the iteration's own in the first, each later one in an order of its own."""
+def round_tasks(
+    tasks: Sequence[TaskRow], config: RolloutConfig, seed: int, iteration: int, number: int
+) -> list[TaskRow]:
+    """The tasks of round `number` (1, 2, …): the iteration's own in the first, each later one in an order of its own."""
     return sample_tasks(
-        tasks, seed if number == 1 else derive_seed(seed, "dynamic sampling round", number), iteration, n
+        tasks,
+        seed if number == 1 else derive_seed(seed, "dynamic sampling round", number),
+        iteration - 1 if config.counts_epochs else iteration,
+        config.prompts_per_iteration,
+        shuffle=config.shuffle,
+        drop_last=config.drop_last,
     )

@@ -1,15 +1,14 @@
-"""What the rollout engine needs of an environment and of the agent that plays it, the check of verdicts, and the ways to fail.
+"""What the rollout engine needs of an environment and of the agent that plays it, and the ways to fail.
 
 Invariants: every environment client names the agent that plays it, so that the engine knows no protocol; a session belongs to
-one rollout, and is closed once, however that rollout ended. A reward that `checked_verdict` returns is a finite number, and its
-components, if there are any, add up to it. What is not, fails the rollout; it never becomes a zero.
+one rollout, and is closed once, however that rollout ended.
 
     tools       ToolEnvironment     seed_session, call_tool …, verify       played by agents.ToolLoop
     gymnasium   EpisodeEnvironment  reset, step …                           played by agents.GymnasiumLoop
     agent       an agent server     POST /run plays the whole rollout       played by an agent of its client
 
 Each failure is a type: its base class says whether a retry can help, its name is the failure code. An error that is none of
-ours when it reaches a rollout's border, and that the taxonomy does not know either, is a defect and gets the code
+ours when it ends a rollout, and that the taxonomy does not know either, is a defect and gets the code
 `unexpected_error`; it is not retried.
 
     EnvironmentTimeout(InfraError)  ->  (FailureKind.INFRA, "environment_timeout", text)
@@ -17,9 +16,7 @@ ours when it reaches a rollout's border, and that the taxonomy does not know eit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from roundhouse.environments.base import GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
@@ -175,7 +172,7 @@ class EnvironmentSession(RolloutSession, Protocol):
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:
-        """Tools that this session has beside those of its row, as they would stand there."""
+        """Tools that this session has in addition to those of its row, in the row's form."""
         ...
 
     @property
@@ -220,7 +217,7 @@ class EnvironmentClient(Protocol):
 
     @property
     def restoration(self) -> Restoration:
-        """How an interrupted rollout can go on."""
+        """How an interrupted rollout can resume."""
         ...
 
     @property
@@ -237,6 +234,29 @@ class EnvironmentClient(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
+
+
+class ClosedOnExit:
+    """An async context manager that closes itself at the end of its block."""
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class ClientWithRows(ClosedOnExit):
+    """What environments have in common whose task rows come from files."""
+
+    def __init__(self, train: Sequence[TaskRow] = (), heldout: Sequence[TaskRow] = ()) -> None:
+        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        return self._tasks[split]
 
 
 class SeedsSessions(Protocol):
@@ -272,7 +292,7 @@ class EpisodeEnvironment(EnvironmentClient, BeginsEpisodes, Protocol):
 
 
 class Snapshotting(Protocol):
-    """What a session offers beside its protocol where the environment's `restoration` is snapshot."""
+    """What a session offers in addition if the environment's `restoration` is snapshot."""
 
     async def snapshot(self) -> Any:
         """The session as a JSON value.
@@ -284,7 +304,7 @@ class Snapshotting(Protocol):
 
 
 class Restorable(Protocol):
-    """What the client offers beside its protocol there."""
+    """What the client offers in addition in that case."""
 
     async def restore_session(self, row: TaskRow, snapshot: Any) -> Any:
         """The session (of either protocol) that a snapshot shows.
@@ -293,39 +313,3 @@ class Restorable(Protocol):
             InfraError, DataError
         """
         ...
-
-
-RELATIVE_TOLERANCE = 1e-5
-"""Of the sum of components against the reward, as NeMo RL has it."""
-
-
-def checked_verdict(verdict: object) -> Verdict:
-    """The verdict with all its numbers as finite floats.
-
-    Raises:
-        VerifierFailed: the verifier returned something else than a verdict.
-        BadReward: reward, a component or a metric is no finite number, or the components do not add up.
-    """
-    if not isinstance(verdict, Verdict):
-        raise VerifierFailed(f"verify returned a {type(verdict).__name__}; it must return a Verdict.")
-    if isinstance(verdict.reward, bool):
-        raise BadReward(f"reward is {verdict.reward}, a truth value; the verifier must return a number such as 1.0.")
-    reward = _finite("reward", verdict.reward)
-    components = _finite_all("reward_components", verdict.reward_components)
-    total = math.fsum(components.values())
-    if components and not math.isclose(total, reward, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-8):
-        raise BadReward(f"reward is {reward}, but its components {components} add up to {total}.")
-    return Verdict(reward, components, _finite_all("metrics", verdict.metrics), bool(verdict.mask))
-
-
-def _finite_all(name: str, numbers: Mapping[str, Any]) -> dict[str, float]:
-    return {str(key): _finite(f"{name}[{key!r}]", number) for key, number in numbers.items()}
-
-
-def _finite(name: str, number: Any) -> float:
-    if not isinstance(number, Real):
-        raise BadReward(f"{name} is {number!r}, a {type(number).__name__}; the verifier must return a number.")
-    value = float(number)
-    if not math.isfinite(value):
-        raise BadReward(f"{name} is {value}; the verifier must return a finite number.")
-    return value

@@ -112,7 +112,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a rollout of which calls were on record went on."""
+    """How a rollout with recorded calls was resumed."""
 
     rollout_id: str
     calls: int
@@ -149,7 +149,7 @@ def journal_table(events: Iterable[RecordedCall | Resumption]) -> pa.Table:
 
 
 def journal_events(table: pa.Table) -> Iterator[RecordedCall | Resumption]:
-    """What a part tells, in its order."""
+    """The events of a part, in their order."""
     for row in table.to_pylist():
         if row["event"] != CALL:
             yield Resumption(row["rollout_id"], row["number"], row["reason"])

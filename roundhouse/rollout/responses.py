@@ -397,7 +397,7 @@ def usage_object(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Token counts as Responses objects have them; null for what the engine does not tell."""
+    """Token counts as Responses objects have them; null for what the engine does not report."""
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},

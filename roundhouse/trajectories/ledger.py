@@ -91,7 +91,7 @@ class Ledger(BaseModel):
     def from_outcomes(
         cls, outcomes: Sequence[Status], failure_codes: Sequence[str], requested: int | None = None
     ) -> Ledger:
-        """The ledger of `outcomes`; `failure_codes` stand beside them and count where the outcome is failed.
+        """The ledger of `outcomes`; `failure_codes` are parallel to them and count where the outcome is failed.
 
         Raises:
             LedgerError: `requested` (by default as many as there are outcomes) is not the number of outcomes.
@@ -191,7 +191,7 @@ def _validated_faults(location: Location, manifest: Manifest) -> Iterator[str]:
     try:
         collected = read_manifest(source).counts
     except StoreError:
-        return  # told as a reference that leads to nothing
+        return  # reported as a reference that leads to nothing
     for name in ("requested", "failed"):
         if collected.get(name, 0) != manifest.counts.get(name, 0):
             yield f"{name}: {collected.get(name, 0)} were collected, {manifest.counts.get(name, 0)} are accounted for"
@@ -220,7 +220,7 @@ def rollout_waste(rollouts: Sequence[Rollout], quarantine: pa.Table) -> dict[str
     wasted = {"failed": 0, "quarantined": 0, "omitted": 0}
     generated = 0
     for rollout in rollouts:
-        tokens = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+        tokens = rollout.generated_tokens
         generated += tokens
         outcome = outcomes.get(rollout.rollout_id)
         if rollout.status is Status.FAILED:

@@ -47,6 +47,23 @@ class FailureKind(StrEnum):
     DATA = "data"
 
 
+class CallStage(StrEnum):
+    """What one model call passes through, in order."""
+
+    REQUEST = "LF1 Request"
+    """The JSON that is sent: messages or Responses items."""
+    INPUT_PROMPT = "LF2 Input Prompt"
+    """The text that the chat template makes of it."""
+    PROMPT_TOKEN_IDS = "LF3 Prompt Token IDs"
+    """That text in tokens."""
+    GENERATION_TOKEN_IDS = "LF4 Generation Token IDs"
+    """What the model draws."""
+    GENERATION = "LF5 Generation"
+    """Those tokens as text."""
+    RESPONSE = "LF6 Response"
+    """That text, parsed into content and tool calls."""
+
+
 @dataclass(slots=True)
 class Turn:
     """One model call."""
@@ -63,7 +80,8 @@ class Turn:
     """`digest_tokens` of the whole prompt as the engine saw it: the proof that the stored parts rebuild it."""
     generation_token_ids: list[int]
     generation_log_probs: list[float]
-    """Natural logarithms under the distribution sampled from (temperature applied), one a generated token."""
+    """Natural logarithms under the distribution sampled from (temperature applied), one a generated token; none where the
+    tokens were written, not sampled."""
     policy_version: int
     """Version of the weights that answered; the oldest of them, where a refit came in between."""
     finish_reason: str
@@ -112,6 +130,11 @@ class Rollout:
     @property
     def rollout_id(self) -> str:
         return f"{self.group_id}/{self.sample}"
+
+    @property
+    def generated_tokens(self) -> int:
+        """Over all its turns."""
+        return sum(len(turn.generation_token_ids) for turn in self.turns)
 
 
 @dataclass(eq=False)

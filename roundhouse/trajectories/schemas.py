@@ -4,7 +4,8 @@ Invariant: storage is linear in tokens. A turn stores only what its prompt adds 
 prompts back, and the stored length and digest prove that they are the ones the engine saw.
 
 In training sequences, the loss mask is 1 exactly on the generated tokens of trained turns, the log-probabilities there are
-those that the engine returned, and 0 everywhere else; a sequence is a run of turns that continue one another.
+those that the engine returned, and 0 everywhere else (everywhere in conversations that were written, not sampled); a sequence
+is one root-to-leaf path of the rollout's tree of turns (`chains_of`).
 
     turn 0: prompt [1, 2], generates [3, 4]     token_ids  1 2 3 4 5 6
     turn 1: adds [5], generates [6]             loss_mask  0 0 1 1 0 1
@@ -18,7 +19,8 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -139,7 +141,7 @@ def turns_table(rollouts: Iterable[Rollout]) -> pa.Table:
 
 
 def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
-    """The records behind the two datasets, in the order of `rollouts`."""
+    """The records of the two datasets, in the order of `rollouts`."""
     by_rollout: dict[str, list[Turn]] = {}
     for row in turns.to_pylist():
         by_rollout.setdefault(row.pop("rollout_id"), []).append(Turn(**row))
@@ -199,7 +201,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
             f"Rollout {rollout.rollout_id} is {rollout.status.value} and has reward {rollout.reward}: a rollout that failed "
             "has none. Whatever set it is in error; it is not written."
         )
-    generated = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+    generated = rollout.generated_tokens
     added = sum(len(turn.prompt_token_ids) for turn in rollout.turns)
     return {
         "rollout_id": rollout.rollout_id,
@@ -261,39 +263,48 @@ def _replaced(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
 
 
 Chain = list[Turn]
-"""Turns that continue one another."""
+"""Turns that continue one another, from a root to a leaf."""
 
 
-def chains_of(turns: Sequence[Turn], on_break: Literal["reject", "truncate", "split"]) -> list[Chain]:
-    """The chains with a trained turn; more than one only under `split`.
+def chains_of(turns: Sequence[Turn]) -> list[Chain]:
+    """The root-to-leaf paths of the tree of turns that have a turn to train on, in order of their turns.
+
+    Invariant: each trained turn is trained in exactly one path, the first that holds it; in the others it is context.
+
+        0 ── 1 ── 3        call 2 is a sub-agent's, call 4 continues call 1 anew
+             └─── 4        paths 0 1 3, (0) (1) 4 and 2: turns in brackets are not trained
+        2
 
     Raises:
-        Refusal: a break under `reject`, a branch under `split`, or no turn is trained.
+        Refusal: no turn is trained.
     """
-    chains: list[Chain] = [[turns[0]]]
-    for turn in turns[1:]:
-        if turn.parent == turn.turn - 1:
-            chains[-1].append(turn)
+    parents = {turn.parent for turn in turns}
+    paths = []
+    for leaf in turns:
+        if leaf.turn in parents:
             continue
-        if on_break == "reject":
-            raise Refusal("not_contiguous", "the prompt does not continue the recorded tokens", turn.turn)
-        if on_break == "truncate":
-            break
-        if turn.parent is not None:
-            raise Refusal("branch", f"turn {turn.turn} branches off turn {turn.parent}", turn.turn)
-        chains.append([turn])
-    trained = [chain for chain in chains if any(turn.trained for turn in chain)]
-    if not trained:
+        path, parent = [leaf.turn], leaf.parent
+        while parent is not None:
+            path.append(parent)
+            parent = turns[parent].parent
+        paths.append(path[::-1])
+    chains, covered = [], set[int]()
+    for path in sorted(paths):
+        chain = [replace(turns[index], trained=False) if index in covered else turns[index] for index in path]
+        covered.update(path)
+        if any(turn.trained for turn in chain):
+            chains.append(chain)
+    if not chains:
         raise Refusal("nothing_trained", "no model call of the rollout is to be trained on")
-    return trained
+    return chains
 
 
 def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table:
-    """One row a chain."""
+    """One row a path."""
     offsets, tokens, mask, log_probs = array("i", [0]), array("i"), bytearray(), array("f")
     rows = []
     for rollout, chains in accepted:
-        generated = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+        generated = rollout.generated_tokens
         for index, chain in enumerate(chains):
             spans = _append(chain, tokens, mask, log_probs)
             offsets.append(len(tokens))
@@ -335,7 +346,7 @@ def _append(chain: Chain, tokens: array[int], mask: bytearray, log_probs: array[
         tokens.extend(turn.generation_token_ids)
         mask.extend(bytes(new) + (b"\1" if turn.trained else b"\0") * generated)
         log_probs.frombytes(bytes(4 * new))
-        if turn.trained:
+        if turn.trained and turn.generation_log_probs:
             log_probs.extend(turn.generation_log_probs)
         else:
             log_probs.frombytes(bytes(4 * generated))
@@ -360,7 +371,7 @@ def misaligned(table: pa.Table, accepted: Sequence[tuple[Rollout, list[Chain]]])
         for turn in chain:
             if turn.trained:
                 wanted[1].extend(turn.generation_token_ids)
-                wanted[2].extend(turn.generation_log_probs)
+                wanted[2].extend(turn.generation_log_probs or [0.0] * len(turn.generation_token_ids))
         wanted[0].append(len(wanted[1]))
     counts = np.diff(np.frombuffer(wanted[0], np.int32))
     columns = {name: table.column(name).combine_chunks() for name in ("token_ids", "loss_mask", "gen_logprobs")}
@@ -398,7 +409,7 @@ shows most, is no evidence."""
 def computed_log_probs(row: pa.ListScalar) -> tuple[np.ndarray, np.ndarray]:
     """A valid row of the column `trainer_logprobs`: [n] float32, 0 where not computed, and [n] bool, where it was.
 
-    Stores of before hold 0 in place of null. They are told by the first token, which nothing predicts: it is null in all
+    Older stores hold 0 in place of null. They are recognised by the first token, which nothing predicts: it is null in all
     others.
     """
     values = row.values

@@ -10,7 +10,7 @@ The proofs, in order; the first that does not hold gives the reason:
     every recorded turn is there                                  `prove_counts`
     stored parts rebuild the prompts (length, digest, order)      `prove_prompts`
     log-probabilities, vocabulary, policy version, limits         `prove_turn`, `prove_measured`
-    each prompt continues its parent (else `on_break` decides)    `schemas.chains_of`
+    each prompt continues a call or forks (else `on_break`)       `token_breaks`, `schemas.chains_of`
     messages are what the tokens say                              a `TextProof`, where one is given
     no copies, no seed twice, one task a group                    `batch_refusals`
     mask and log-probabilities of the finished table              `schemas.misaligned`
@@ -29,12 +29,12 @@ Cost: lists are read by the built-ins that loop in C (`min`, `max`, `sum`); prom
 is kept and the others are refused; whatever else agrees by chance (a certain policy says the same words with the same
 log-probabilities) is legal. So:
 
-* a copy is told by its clock: equal turns, and equal start and duration, which two measurements never share;
+* a duplicate is detected by its timestamps: equal turns, and equal start and duration, which two measurements never share;
 * one seed twice in a group is one draw twice, whatever the texts;
 * members of a group are samples of one task: those whose task row or environment is not that of the most are refused, and
   all of them when there is no most.
 
-Seed 0 stands for "not recorded": the rollout was imported, where rows of one task may carry fields of each rollout. The last
+Seed 0 means "not recorded": the rollout was imported, where rows of one task may carry fields of each rollout. The last
 two rules pass over it.
 """
 
@@ -48,7 +48,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -57,6 +57,7 @@ from roundhouse.config.models import ValidationConfig
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Refusal, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import QUARANTINE, Chain, chains_of, misaligned, sequences_table
+from roundhouse.trajectories.token_breaks import Decode, TokenBreak, token_breaks
 
 Accepted = dict[str, tuple[Rollout, list[Chain]]]
 Refused = dict[str, tuple[Rollout, Refusal]]
@@ -73,6 +74,10 @@ class Validated:
     """How many rollouts were kept from training, by reason."""
     text_proved: int = 0
     """Rollouts whose messages were held against their tokens."""
+    breaks: dict[str, list[TokenBreak]] = field(default_factory=dict)
+    """By rollout id, whatever `on_break` made of them."""
+    forks: dict[str, list[TokenBreak]] = field(default_factory=dict)
+    """By rollout id: calls of a sub-agent, a branch or a compacted history, which nothing is wrong with."""
 
 
 def validate(
@@ -85,6 +90,7 @@ def validate(
     terms: CollectionLimits | None = None,
     recorded: Mapping[str, Recorded] | None = None,
     text: TextProof | None = None,
+    decode: Decode | None = None,
 ) -> Validated:
     """Turn rollouts into training sequences and a quarantine.
 
@@ -96,6 +102,7 @@ def validate(
         terms: more of what is known about the collection; its vocabulary and version are those given here.
         recorded: what the `rollouts` dataset says of the turns of each; where it lacks one, turns are not counted.
         text: without it, no messages are held against tokens.
+        decode: tokens to text, for the report of a break; called only where there is one.
     """
     if terms is None:
         terms = CollectionLimits(vocabulary_size, policy_version)
@@ -105,20 +112,26 @@ def validate(
             batch.prove_unique(rollout)
             prove_failure(rollout)
             if rollout.status.rewarded:
-                chains = _prove(rollout, config, terms, (recorded or {}).get(rollout.rollout_id))
+                _prove(rollout, terms, (recorded or {}).get(rollout.rollout_id))
+                chains = batch.chains_of(rollout, config.on_break, decode)
                 if text is not None:
                     batch.text_proved += text.prove(rollout)
                 batch.accepted[rollout.rollout_id] = (rollout, chains)
     batch.refuse(batch_refusals([rollout for rollout, _ in batch.accepted.values()]))
     batch.leave_out(left_out or {})
-    batch.omit_small_groups(max(config.min_group_size, math.ceil(config.min_group_fraction * (terms.group_size or 0))))
+    if not terms.written:
+        batch.omit_small_groups(
+            max(config.min_group_size, math.ceil(config.min_group_fraction * (terms.group_size or 0)))
+        )
     return batch.validated()
 
 
-def _prove(
-    rollout: Rollout, config: ValidationConfig, terms: CollectionLimits, recorded: Recorded | None
-) -> list[Chain]:
-    """The chains of one rollout, or a Refusal."""
+def _prove(rollout: Rollout, terms: CollectionLimits, recorded: Recorded | None) -> None:
+    """What one rollout can be held against by itself.
+
+    Raises:
+        Refusal: a proof does not hold.
+    """
     if rollout.status is Status.MASKED:
         raise Refusal("masked_by_environment", "the environment asked not to train on this rollout")
     prove_outcome(rollout, terms)
@@ -126,8 +139,8 @@ def _prove(
     prove_prompts(rollout.turns)
     for turn in rollout.turns:
         prove_turn(turn, terms)
-    prove_measured(rollout.turns)
-    return chains_of(rollout.turns, config.on_break)
+    if not terms.written:
+        prove_measured(rollout.turns)
 
 
 class _Batch:
@@ -138,6 +151,8 @@ class _Batch:
         self.accepted: Accepted = {}
         self.refused: Refused = {}
         self.text_proved = 0
+        self.breaks: dict[str, list[TokenBreak]] = {}
+        self.forks: dict[str, list[TokenBreak]] = {}
         self._seen: set[str] = set()
 
     @contextmanager
@@ -153,6 +168,23 @@ class _Batch:
         if rollout.rollout_id in self._seen:
             raise Refusal("duplicate_rollout", f"{rollout.rollout_id} occurs more than once")
         self._seen.add(rollout.rollout_id)
+
+    def chains_of(
+        self, rollout: Rollout, on_break: Literal["reject", "truncate", "split"], decode: Decode | None
+    ) -> list[Chain]:
+        """The paths of a rollout; its forks and breaks are noted whatever becomes of it.
+
+        Raises:
+            Refusal: see `schemas.chains_of`; `not_contiguous` for a break under `reject`.
+        """
+        departures = token_breaks(rollout.turns, decode)
+        for kind, found in ((self.forks, True), (self.breaks, False)):
+            if chosen := [each for each in departures if each.cause.is_fork is found]:
+                kind[rollout.rollout_id] = chosen
+        breaks, turns = self.breaks.get(rollout.rollout_id), rollout.turns
+        if breaks and on_break == "reject":
+            raise Refusal("not_contiguous", str(breaks[0]), breaks[0].turn)
+        return chains_of(turns[: breaks[0].turn] if breaks and on_break == "truncate" else turns)
 
     def refuse(self, refusals: Mapping[str, Refusal]) -> None:
         for name, refusal in refusals.items():
@@ -199,6 +231,8 @@ class _Batch:
             ledger=Ledger.from_outcomes(outcomes, [rollout.failure_code for rollout in self.rollouts]),
             reasons=dict(Counter(refusal.reason for refusal in refusals.values())),
             text_proved=self.text_proved,
+            breaks=self.breaks,
+            forks=self.forks,
         )
 
 
@@ -257,6 +291,8 @@ class CollectionLimits:
     max_new_tokens: int | None = None
     """Tokens of one model call at most. None: not known, as with agents that set their own limits; `max_turns` alike."""
     max_turns: int | None = None
+    written: bool = False
+    """The conversations were written, not sampled: no log-probability is on record, and each is a group of its own."""
 
 
 class TextProof(Protocol):
@@ -328,7 +364,7 @@ def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: CollectionL
 
 
 def prove_prompts(turns: Sequence[Turn]) -> None:
-    """Turns stand in order, and the stored parts rebuild every prompt that the engine saw."""
+    """Turns are in order, and the stored parts rebuild every prompt that the engine saw."""
     ends: list[int] = []
     hashes: list[hashlib._Hash] = []
     for index, turn in enumerate(turns):
@@ -350,13 +386,13 @@ def prove_prompts(turns: Sequence[Turn]) -> None:
 
 
 def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
-    """Tokens and log-probabilities of one model call, and who answered it."""
+    """Tokens and log-probabilities of one model call, and the version that answered it."""
     tokens, log_probs = turn.generation_token_ids, turn.generation_log_probs
     if not tokens:
         raise Refusal("empty_generation", "no token was generated", turn.turn)
-    if len(tokens) != len(log_probs):
+    if len(log_probs) != (0 if terms.written else len(tokens)):
         raise Refusal("log_prob_count", f"{len(tokens)} tokens, {len(log_probs)} log-probabilities", turn.turn)
-    if max(log_probs) > LOG_PROB_SLACK or not math.isfinite(sum(log_probs)):
+    if max(log_probs, default=0.0) > LOG_PROB_SLACK or not math.isfinite(sum(log_probs)):
         place, value = next(
             (place, value) for place, value in enumerate(log_probs) if not -math.inf < value <= LOG_PROB_SLACK
         )
@@ -388,8 +424,8 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
 def prove_measured(turns: Sequence[Turn]) -> None:
     """The log-probabilities are measurements: not one number for every token.
 
-    All exactly 0 means certain everywhere, which has no gradient either, or an engine that did not tell them. Only for rollouts
-    of at least `CERTAIN_TOKENS` generated tokens.
+    All exactly 0 means certain everywhere, which has no gradient either, or an engine that did not report them. Only for
+    rollouts of at least `CERTAIN_TOKENS` generated tokens.
     """
     count = sum(len(turn.generation_log_probs) for turn in turns)
     first = turns[0].generation_log_probs[0]

@@ -1,0 +1,411 @@
+"""Rewards by a rubric: weighted criteria, each a question to a language model or a function.
+
+Invariants: a rollout has a reward exactly when every criterion was scored; what could not be scored fails the rollout with a
+typed cause, and is never a 0. The reward is the weighted mean of scores from 0 to 1; the part of each criterion is a component
+of the same name. A judge is asked once: its answer lies in the store under the digest of all that decides about it (the model,
+its instructions, the question, what was shown), so that the same conversation judged again costs no call, and another model,
+prompt or question never meets the answers of this one.
+
+    criteria  right   weight 3   "Is the town right?"        verdict: yes        1      component 3/4 · 1   = 0.75
+              short   weight 1   rules.py:short              0.5                        component 1/4 · 0.5 = 0.125
+                                                                                        reward              = 0.875
+
+    <store>/judgements/<digest of judge and question>/<digest of what was shown>.json
+
+Answers of the run's own engine are not kept: its weights are others in each iteration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import math
+import re
+import time
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import aiohttp
+import orjson
+
+from roundhouse.activity import run_interruptible
+from roundhouse.config.environments import Criterion, Rubric
+from roundhouse.config.rollout import RetryPolicy
+from roundhouse.config.secrets import read_secret
+from roundhouse.environments.base import Verdict
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.generation.client import JSON_HEADERS
+from roundhouse.import_string import load_function
+from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
+from roundhouse.rollout.collector import retry_delay
+from roundhouse.rollout.protocol import (
+    Agent,
+    BadReward,
+    BadTaskRow,
+    ClosedOnExit,
+    EnvironmentClient,
+    JudgeFailed,
+    VerifierFailed,
+)
+from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.trajectories.records import Rollout, Status, derive_seed
+
+COUNTS = ("judge_calls", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens")
+"""Metrics of a rollout that was judged."""
+OWN = "environment"
+"""Component of the environment's own reward."""
+YES_OR_NO = 'Give your reasons in a few sentences. End with one line: "Verdict: yes" or "Verdict: no".'
+SCORE = 'Give your reasons in a few sentences. End with one line: "Verdict: " and a number from {0:g} to {1:g}.'
+_VERDICT = re.compile(r"verdict[\s:*=\"]{1,6}(yes|no|[-+]?\d+(?:\.\d+)?)(?![\w.]*\w)", re.IGNORECASE)
+PASSING = frozenset({408, 409, 425, 429})
+"""Statuses besides 5xx that may be others the next time."""
+
+
+class JudgeQuota(InfraError):
+    """The judge's endpoint refuses to answer until somebody pays, or a limit of usage has passed."""
+
+
+class JudgeRefused(DataError):
+    """The judge's endpoint refuses the request."""
+
+
+class JudgeUnreadable(DataError):
+    """The judge answered without a verdict that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the judge."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class RubricJudge:
+    """Scores the rollouts of one environment. Used and closed in one event loop."""
+
+    def __init__(self, rubric: Rubric, store: str | None = None) -> None:
+        """
+        Args:
+            store: keeps the judge's answers; None: nothing does.
+
+        Raises:
+            ConfigError: a function cannot be imported, or the variable of the key is not set.
+        """
+        self.rubric, self.judge = rubric, rubric.judge
+        self._functions = {
+            name: load_function(each.function, f"environment.rubric.criteria.{name}.function")
+            for name, each in rubric.criteria.items()
+            if each.function is not None
+        }
+        self._headers = dict(JSON_HEADERS)
+        if self.judge is not None and (variable := self.judge.api_key_variable) is not None:
+            if (key := read_secret(variable)) is None:
+                raise ConfigError(f"environment.rubric.judge.api_key_variable is {variable}, which is not set. Set it.")
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._cache = None if store is None else Location(store) / "judgements"
+        self._gate = asyncio.Semaphore(1 if self.judge is None else self.judge.concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections to the judge."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def score(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None = None) -> None:
+        """Write the rubric's verdict into a rollout that has one of its environment.
+
+        Args:
+            retry: of calls that fail, or whose answer cannot be read.
+            attempt: whose engine judges, where the rubric names no endpoint.
+
+        Raises:
+            JudgeFailed, JudgeQuota, JudgeRefused, JudgeUnreadable: the judge gave no verdict.
+            VerifierFailed, BadReward: a function raised, or its score is none.
+            BadTaskRow: the row lacks a field that the judge is to be shown.
+        """
+        rubric = self.rubric
+        assert rollout.reward is not None, "its environment has judged it"
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = {
+                    name: group.create_task(self._score(name, each, rollout, retry, attempt))
+                    for name, each in rubric.criteria.items()
+                }
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        weights = {name: each.weight for name, each in rubric.criteria.items()}
+        scores = {name: task.result() for name, task in asked.items()}
+        if rubric.own_weight:
+            weights[OWN], scores[OWN] = rubric.own_weight, rollout.reward
+        total = math.fsum(weights.values())
+        components = {name: weight / total * scores[name] for name, weight in weights.items()}
+        verdict = checked_verdict(Verdict(math.fsum(components.values()), components))
+        rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
+
+    async def _score(
+        self, name: str, criterion: Criterion, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None
+    ) -> float:
+        """From 0 to 1."""
+        if criterion.question is None:
+            return await self._computed(name, rollout)
+        shown = self._shown(rollout)
+        key = f"{self._version(criterion)}/{_digest(shown)}.json"
+        if (kept := await self._kept(key)) is not None:
+            _count(rollout, judge_cached=1)
+            return read_verdict(kept, criterion)
+        seed = derive_seed(rollout.seed, "judge", name)
+        for number in range(1, retry.attempts + 1):
+            try:
+                answer = await self._asked(
+                    self._messages(criterion, shown), rollout, attempt, derive_seed(seed, number)
+                )
+                score = read_verdict(answer.text, criterion)
+            except (JudgeFailed, JudgeUnreadable) as error:
+                if number == retry.attempts:
+                    raise
+                if isinstance(error, JudgeFailed):
+                    await asyncio.sleep(retry_delay(retry, number, seed))
+            else:
+                await self._keep(key, answer, criterion)
+                return score
+        raise AssertionError("there is at least one attempt")
+
+    async def _computed(self, name: str, rollout: Rollout) -> float:
+        function, key = self._functions[name], f"environment.rubric.criteria.{name}.function"
+        try:
+            found = (
+                function(rollout.task, rollout.items)
+                if inspect.iscoroutinefunction(function)
+                else await asyncio.to_thread(function, rollout.task, rollout.items)
+            )
+            found = await found if inspect.isawaitable(found) else found
+        except (InfraError, DataError):
+            raise
+        except Exception as error:  # the user's code ends here; its failure becomes an outcome
+            raise VerifierFailed(f"{key} raised {error!r}") from error
+        if not isinstance(found, Real) or not 0 <= float(found) <= 1:
+            raise BadReward(f"{key} returned {found!r}; it must return a number from 0 to 1.")
+        return float(found)
+
+    def _shown(self, rollout: Rollout) -> str:
+        """The evidence: what of the task row the judge may see, and the conversation."""
+        if missing := [name for name in self.rubric.shown if name not in rollout.task]:
+            raise BadTaskRow(f"environment.rubric.shown names {missing[0]}, which the task row has not.")
+        items = [{key: value for key, value in item.items() if key not in ("id", "status")} for item in rollout.items]
+        task = {name: rollout.task[name] for name in self.rubric.shown}
+        return orjson.dumps({"task": task, "conversation": items}).decode()
+
+    def _messages(self, criterion: Criterion, shown: str) -> list[dict[str, Any]]:
+        assert self.judge is not None, "the section was checked"
+        question = f"{shown}\n\nQuestion: {criterion.question}\n\n{_form(criterion)}"
+        return [{"role": "system", "content": self.judge.instructions}, {"role": "user", "content": question}]
+
+    def _version(self, criterion: Criterion) -> str:
+        """Digest of everything but the evidence that decides about an answer."""
+        assert self.judge is not None, "the section was checked"
+        asked = self.judge.model_dump(include={"base_url", "model", "instructions", "temperature", "max_tokens"})
+        return _digest(orjson.dumps([asked, criterion.question, _form(criterion)]).decode())
+
+    async def _kept(self, key: str) -> str | None:
+        if self._cache is None or self.judge is None or self.judge.base_url is None:
+            return None
+        try:
+            text: str = orjson.loads(await asyncio.to_thread(self._cache.read, key))["answer"]
+        except NotFound:
+            return None
+        return text
+
+    async def _keep(self, key: str, answer: Answer, criterion: Criterion) -> None:
+        if self._cache is None or self.judge is None or self.judge.base_url is None:
+            return
+        row = {
+            "answer": answer.text,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "model": self.judge.model,
+            "question": criterion.question,
+            "created": time.time(),
+        }
+        with contextlib.suppress(AlreadyExists):  # another rollout asked the same at the same time
+            await asyncio.to_thread(self._cache.create, key, orjson.dumps(row))
+
+    async def _asked(
+        self, messages: list[dict[str, Any]], rollout: Rollout, attempt: RolloutAttempt | None, seed: int
+    ) -> Answer:
+        """One call, counted whatever came of it."""
+        assert self.judge is not None, "the section was checked"
+        _count(rollout, judge_calls=1)
+        async with self._gate:
+            if self.judge.base_url is not None:
+                answer = await self.post(messages)
+            else:
+                assert attempt is not None, "what has no engine is refused without base_url"
+                assert attempt.engine is not None, "the rollout engine sets it"
+                limit = {"max_new_tokens": self.judge.max_tokens}
+                sampling = attempt.sampling.model_copy(update=limit)
+                completion = await attempt.engine.complete(messages, [], sampling, seed)
+                tokens = len(completion.prompt_token_ids), len(completion.generation_token_ids)
+                answer = Answer(completion.message.get("content") or "", *tokens)
+        _count(rollout, judge_prompt_tokens=answer.prompt_tokens, judge_completion_tokens=answer.completion_tokens)
+        return answer
+
+    async def post(self, messages: list[dict[str, Any]]) -> Answer:
+        """Ask the endpoint.
+
+        Raises:
+            JudgeFailed, JudgeQuota, JudgeRefused, JudgeUnreadable
+        """
+        judge = self.judge
+        assert judge is not None, "the section was checked"
+        assert judge.base_url is not None, "the run's own engine has another way"
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        url = f"{judge.base_url.rstrip('/')}/chat/completions"
+        body = {
+            "model": judge.model,
+            "messages": messages,
+            "temperature": judge.temperature or 0,
+            "max_tokens": judge.max_tokens,
+        }
+        try:
+            limit = aiohttp.ClientTimeout(total=judge.timeout_seconds)
+            async with self._session.post(url, data=orjson.dumps(body), timeout=limit) as reply:
+                status, data = reply.status, await reply.read()
+        except TimeoutError as error:
+            raise JudgeFailed(
+                f"{url} did not answer within environment.rubric.judge.timeout_seconds={judge.timeout_seconds:g}."
+            ) from error
+        except aiohttp.ClientError as error:
+            raise JudgeFailed(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+        if status != 200:
+            raise error_of(status, data, url)
+        return read_answer(data, url)
+
+
+def error_of(status: int, data: bytes, url: str) -> InfraError | DataError:
+    """The typed error of a reply that is not 200."""
+    text = f"{url} answered {status}: {data[:500].decode(errors='replace')}"
+    if status == 402 or (status in (403, 429) and b"quota" in data.lower()):
+        return JudgeQuota(text)
+    return JudgeFailed(text) if status >= 500 or status in PASSING else JudgeRefused(text)
+
+
+def read_answer(data: bytes, url: str) -> Answer:
+    """A chat completion's JSON.
+
+    Raises:
+        JudgeUnreadable: it is none, or holds no text.
+    """
+    try:
+        reply = orjson.loads(data)
+        text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
+        if not isinstance(text, str):
+            raise TypeError(f"content is {text!r}")
+        return Answer(text, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        begins = data[:200].decode(errors="replace")
+        raise JudgeUnreadable(
+            f"{url} answered 200 with no text ({type(error).__name__}: {error}): {begins!r}."
+        ) from error
+
+
+def read_verdict(text: str, criterion: Criterion) -> float:
+    """The score from 0 to 1 of the last verdict in a judge's answer.
+
+    Raises:
+        JudgeUnreadable: there is none, or it is not of the form that was asked for.
+    """
+    found = _VERDICT.findall(text)
+    last = found[-1].lower() if found else ""
+    if criterion.scale is None:
+        if last in ("yes", "no"):
+            return float(last == "yes")
+    elif last and last not in ("yes", "no"):
+        low, high = criterion.scale
+        if low <= float(last) <= high:
+            return (float(last) - low) / (high - low)
+    raise JudgeUnreadable(
+        f"The judge's answer to {criterion.question!r} ends without the verdict that was asked for ({_form(criterion)}): "
+        f"{text[-300:]!r}. Raise environment.rubric.judge.max_tokens if it was cut short."
+    )
+
+
+def _form(criterion: Criterion) -> str:
+    return YES_OR_NO if criterion.scale is None else SCORE.format(*criterion.scale)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _count(rollout: Rollout, **counts: float) -> None:
+    for name, count in counts.items():
+        rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
+
+
+class JudgedAgent:
+    """Plays as the environment's own agent does, then has the rollout scored."""
+
+    def __init__(self, agent: Agent, judge: RubricJudge) -> None:
+        self._agent, self.judge = agent, judge
+
+    async def play(self, attempt: RolloutAttempt, environment: object) -> None:
+        await self._agent.play(attempt, environment)
+        if attempt.rollout.status is not Status.MASKED:
+            await attempt.in_environment(self.judge.score(attempt.rollout, attempt.config.retry, attempt))
+            if attempt.answer is not None:
+                attempt.answer = {**attempt.answer, "reward": attempt.rollout.reward}
+
+
+class JudgedEnvironment(ClosedOnExit):
+    """An environment whose rollouts are rewarded by a rubric; in everything else the environment itself."""
+
+    def __init__(self, environment: EnvironmentClient, judge: RubricJudge) -> None:
+        self._environment, self._judge = environment, judge
+        self.agent = JudgedAgent(environment.agent, judge)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    async def __aenter__(self) -> Any:
+        await self._environment.__aenter__()
+        return self
+
+    async def close(self) -> None:
+        await self._judge.close()
+        await self._environment.close()
+
+
+def refuse_unfit_rubric(rubric: Rubric, key: str, *, ask: bool) -> None:
+    """Refuse a rubric that cannot be used; with `ask`, also one whose endpoint does not answer a simple question.
+
+    Args:
+        key: of the environment's section.
+
+    Raises:
+        ConfigError: it gives no verdict, or the rubric cannot be used.
+    """
+    judge = RubricJudge(rubric)
+    if not ask or rubric.judge is None or rubric.judge.base_url is None:
+        return
+    asked = Criterion(question="Is the conversation empty?")
+
+    async def exchange() -> None:
+        try:
+            read_verdict((await judge.post(judge._messages(asked, '{"conversation": []}'))).text, asked)
+        finally:
+            await judge.close()
+
+    try:
+        run_interruptible(exchange())
+    except (InfraError, DataError) as error:
+        raise ConfigError(
+            f"{key}.rubric.judge.base_url is {rubric.judge.base_url}, which does not judge as {rubric.judge.model}: {error} "
+            "Correct the URL, the model or the key, or give it quota."
+        ) from error
