@@ -170,6 +170,24 @@ class ChatCodec:
         draw = request.draw
         return RenderedPrompt(token_ids, Draw(limit, draw.temperature, draw.top_p, draw.top_k, draw.seed))
 
+    def reply(self, request: ChatRequest) -> list[int]:
+        """The newest message of a conversation, an assistant's, as the tokens that a policy would have generated: what the
+        template writes behind its generation prompt, to the end of the turn.
+
+        Raises:
+            BadRequest: the template refuses the messages, or does not write them so.
+        """
+        messages = template_messages(request.messages, self._empty_content)
+        prompt = self.render(request, messages[:-1], generation_prompt=True)
+        text = self.render(request, messages, generation_prompt=False)
+        end = text.find(self.end_of_turn, len(prompt))
+        if not text.startswith(prompt) or end < 0:
+            raise BadRequest(
+                "The chat template does not write an assistant message as its generation prompt, the text and an end of turn.",
+                "messages",
+            )
+        return self.encode(text[len(prompt) : end + len(self.end_of_turn)])
+
     def _first_prompt(self, request: ChatRequest) -> list[int]:
         key = orjson.dumps([request.messages, request.tools, request.template_arguments])
         cached = self._rendered.get(key)
@@ -211,6 +229,19 @@ class ChatCodec:
         if not self._special.isdisjoint(ids):
             text = self._backend.decode(ids, skip_special_tokens=True)
         return {"role": "assistant", "content": text}, generated.finish_reason
+
+    def written(self, message: Message, tools: ToolCalls) -> str:
+        """An assistant message as the chat template writes it, without what opens and ends its turn.
+
+        Raises:
+            BadRequest: the template refuses it.
+        """
+        asked = ChatRequest([{"role": "user", "content": "?"}], tools, Draw(0), "")
+        messages = template_messages([*asked.messages, message], self._empty_content)
+        opened = self.render(asked, messages[:1], generation_prompt=True)
+        whole = self.render(asked, messages, generation_prompt=False)
+        begins = next((k for k, (a, b) in enumerate(zip(opened, whole, strict=False)) if a != b), len(opened))
+        return whole[begins:].split(self.end_of_turn)[0]
 
     def log_probs(self, generated: Generated) -> dict[str, Any]:
         """An answer's log-probabilities in OpenAI's form, one entry a token."""
@@ -264,7 +295,7 @@ def stop_token_ids(tokenizer: Any, model_dir: str) -> frozenset[int]:
 
 
 def _breaks_on_null(tokenizer: Any) -> bool:
-    """Whether the chat template fails on `content: null` beside a tool call, or writes it as the word None."""
+    """Whether the chat template fails on `content: null` next to a tool call, or writes it as the word None."""
     call = {"id": "call_0", "type": "function", "function": {"name": "a", "arguments": {}}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     try:

@@ -18,19 +18,20 @@ from typing import Any
 import orjson
 
 from roundhouse.generation.chat import ChatCodec, ContinuationBroken
-from roundhouse.generation.protocol import AsgiApp
+from roundhouse.generation.protocol import TOKEN_FIELDS, AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 from roundhouse.http.asgi import BodyLimit, Receive, Send, read_body, reply, reply_error, reply_json
+from roundhouse.trajectories.records import CallStage
 
 logger = logging.getLogger(__name__)
 
 ENGINE_ROUTES = {
-    *(("GET", path) for path in ("/v1/models", "/version", "/load", "/ping", "/tokenizer_info")),
+    *(("GET", path) for path in ("/version", "/load", "/ping", "/tokenizer_info")),
     *(("POST", path) for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/responses", "/v1/messages")),
 }
 """The engine's own routes that are passed on: those that ask. What changes an engine (vLLM's /pause, /sleep, /update_weights,
-/collective_rpc, /v1/load_lora_adapter and the like) is reached by nobody from outside; weights come by the wanted version."""
+/collective_rpc, /v1/load_lora_adapter and the like) cannot be reached from outside; weights come by the wanted version."""
 
 
 class ChatServer:
@@ -43,6 +44,8 @@ class ChatServer:
         self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] = self._only_this
         self._routes: dict[tuple[str, str], Callable[[Receive, Send], Awaitable[None]]] = {
             ("POST", "/v1/chat/completions"): self._chat,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/rh/parsed"): self._parsed,
             ("GET", "/rh/status"): self._status,
             ("GET", "/rh/replicas"): self._replicas,
             ("GET", "/health"): self._health,
@@ -102,6 +105,23 @@ class ChatServer:
             await reply_json(send, 200, token_list(tokens, self.codec.max_model_len))
         return True
 
+    async def _models(self, receive: Receive, send: Send) -> None:
+        limit = self.codec.max_model_len
+        model = {"id": self.model, "object": "model", "owned_by": "roundhouse", "max_model_len": limit}
+        await reply_json(send, 200, {"object": "list", "data": [model]})
+
+    async def _parsed(self, receive: Receive, send: Send) -> None:
+        """An assistant message (`message`, with `tools`) as the chat template writes it, and what is read from that text."""
+        try:
+            body = _json(await read_body(receive))
+            text = self.codec.written(body["message"], body["tools"])
+        except (BadRequest, KeyError, TypeError) as error:
+            await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")
+            return
+        ids = self.codec.encode(text)
+        message, _ = self.codec.message(Generated(ids, [0.0] * len(ids), "stop"), body["tools"])
+        await reply_json(send, 200, {"text": text, "message": message})
+
     async def _chat(self, receive: Receive, send: Send) -> None:
         raw = await read_body(receive)
         try:
@@ -128,6 +148,8 @@ class ChatServer:
             message["prompt_token_ids"] = prompt.token_ids
             message["generation_token_ids"] = generated.token_ids
             message["generation_log_probs"] = generated.log_probs
+            if logger.isEnabledFor(logging.DEBUG):
+                self._log_stages(raw, prompt.token_ids, generated.token_ids, message)
             drawn = len(generated.token_ids)
             versions = generated.versions or []
             spans = (
@@ -149,6 +171,20 @@ class ChatServer:
             }
             await reply_json(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
 
+    def _log_stages(self, request: bytes, prompt: list[int], generated: list[int], message: dict[str, Any]) -> None:
+        """What a call was in each of its stages, for a search of where tokens went astray."""
+        shown = {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
+        said = (
+            request.decode(errors="replace"),
+            self.codec.tokenizer.decode(prompt, skip_special_tokens=False),
+            prompt,
+            generated,
+            self.codec.tokenizer.decode(generated, skip_special_tokens=False),
+            shown,
+        )
+        for stage, what in zip(CallStage, said, strict=True):
+            logger.debug("%s: %s", stage.value, what)
+
     async def _status(self, receive: Receive, send: Send) -> None:
         await reply_json(send, 200, self.policy.status())
 
@@ -165,8 +201,8 @@ class ChatServer:
     async def _ready(self, receive: Receive, send: Send) -> None:
         status = self.policy.status()
         ready = holds_desired_version(status)
-        found = {"ready": ready, "policy_version": status["policy_version"], "desired": status["desired"]}
-        await reply_json(send, 200 if ready else 503, found | {"error": status["error"]})
+        report = {"ready": ready} | {name: status[name] for name in ("policy_version", "desired", "error")}
+        await reply_json(send, 200 if ready else 503, report)
 
     async def _metrics(self, receive: Receive, send: Send) -> None:
         text = metrics_page(self.policy.status()).encode() + await engine_metrics_page(self.policy.engine.openai_app())

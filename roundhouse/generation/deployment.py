@@ -15,19 +15,27 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
-from roundhouse.config.generation import TOKEN_VARIABLE
+from roundhouse.config.generation import SAMPLED_BY_REQUEST, TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import Reservation
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import DeploymentFailed, InfraError
 from roundhouse.generation import serve_app
 from roundhouse.weight_sync.base import load_transport
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport, desired_state
+from roundhouse.weight_sync.replica_state import (
+    RefitOptions,
+    ReplicaReport,
+    application_digest,
+    arguments_of,
+    desired_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +97,13 @@ def ensure_deployed(
         # Serve is on this machine: what no replica could start from need not take the running ones down first.
         serve_app.check_model_directory(model_dir)
     with _Serve(serve) as client:
-        current = client.application()
+        present = client.applications()
+        current = present.get(serve_app.APPLICATION)
         user_config = desired_state(version, weights, options, desired_in(current))
         if weights is None and current is not None:
             user_config = current["deployments"][0]["user_config"]
         application = wanted_application(config, model_dir, user_config, reserved)
-        client.put_application(application, config.start_timeout_seconds)
+        client.put_applications(present | {serve_app.APPLICATION: application}, config.start_timeout_seconds)
         return client.wait(application, config.start_timeout_seconds) if wait else []
 
 
@@ -114,27 +123,33 @@ def refit(
         ServeUnreachable: the dashboard does not answer.
     """
     with _Serve(serve) as client:
-        application = client.application()
+        present = client.applications()
+        application = present.get(serve_app.APPLICATION)
         if application is None:
             raise DeploymentFailed(
                 "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
             )
         user_config = desired_state(version, weights, options, desired_in(application))
         application["deployments"][0] |= {"user_config": user_config, **_pace(config)}
-        client.put_application(application, config.refit_timeout_seconds)
+        client.put_applications(present, config.refit_timeout_seconds)
         return client.wait(application, config.refit_timeout_seconds)
 
 
-def replicas(serve: ServeEndpoint) -> list[ReplicaReport]:
+def replicas_at(client: httpx.Client) -> list[ReplicaReport]:
     """The running replicas, as they describe themselves; empty when none answers."""
-    with _Serve(serve) as client:
-        return client.replicas() or []
+    try:
+        reply = client.get("/rh/replicas")
+        return [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
+    except (httpx.HTTPError, ValueError, KeyError):
+        return []
 
 
 def remove(serve: ServeEndpoint) -> None:
     """Take the policy down. Other applications of the cluster stay."""
     with _Serve(serve) as client:
-        client.put_application(None)
+        present = client.applications()
+        present.pop(serve_app.APPLICATION, None)
+        client.put_applications(present)
 
 
 def desired_in(application: dict[str, Any] | None) -> list[dict[str, Any] | None]:
@@ -148,7 +163,9 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     limits = {"start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"}
     # These come with each desired state.
     refits = {"weight_sync", "inflight_requests", "keep_prefix_cache"}
-    return config.model_dump(mode="json", exclude={"replicas", "sampling", "engine_url", *limits, *refits})
+    # A built-in engine is told with each request how to draw; one of your own is made for it.
+    sampling = {"sampling"} if config.backend in SAMPLED_BY_REQUEST else set()
+    return config.model_dump(mode="json", exclude={"replicas", "engine_url", *sampling, *limits, *refits})
 
 
 def wanted_application(
@@ -160,7 +177,7 @@ def wanted_application(
         "name": serve_app.APPLICATION,
         "route_prefix": "/",
         "import_path": serve_app.IMPORT_PATH,
-        "args": serve_app.arguments_of(engine_arguments(config), model_dir, near),
+        "args": arguments_of(engine_arguments(config), model_dir, near),
         "deployments": [
             {
                 "name": serve_app.DEPLOYMENT,
@@ -170,11 +187,6 @@ def wanted_application(
             },
         ],
     }
-
-
-def digest_of(application: dict[str, Any]) -> str:
-    """What replicas of the application report as theirs."""
-    return serve_app.application_digest(application["args"])
 
 
 def _pace(config: GenerationConfig) -> dict[str, Any]:
@@ -214,49 +226,34 @@ class _Serve:
             raise DeploymentFailed(f"Serve refuses the deployment ({reply.status_code}): {reply.text[-2000:]}")
         return reply.json() if method == "GET" else None
 
-    def application(self) -> dict[str, Any] | None:
-        """The policy's application as it was last wanted."""
-        found = self._call("GET")["applications"].get(serve_app.APPLICATION)
-        config: dict[str, Any] | None = None if found is None else found.get("deployed_app_config")
-        return config
+    def applications(self) -> dict[str, dict[str, Any]]:
+        """The cluster's applications by name, each as it was last wanted."""
+        found = self._call("GET")["applications"]
+        return {name: each["deployed_app_config"] for name, each in found.items() if each.get("deployed_app_config")}
 
-    def put_application(self, application: dict[str, Any] | None, seconds: float = CALL_TIMEOUT_SECONDS) -> None:
-        """Write the wanted state; other applications of the cluster keep theirs.
+    def put_applications(
+        self, applications: Mapping[str, dict[str, Any]], seconds: float = CALL_TIMEOUT_SECONDS
+    ) -> None:
+        """Write the wanted state of all applications of the cluster; one that is left out is taken down.
 
         Args:
             seconds: limit of the answer. Where Serve is not up, its controller and proxies start before it comes, so it has
                 the limit of what is started.
         """
-        details = self._call("GET")
-        kept = [
-            other["deployed_app_config"]
-            for name, other in details["applications"].items()
-            if name != serve_app.APPLICATION and other.get("deployed_app_config")
-        ]
-        wanted = kept if application is None else [*kept, application]
         url = httpx.URL(self._serve.http_url)
         http_options = {"host": url.host, "port": url.port or 80}
-        self._call("PUT", {"http_options": http_options, "applications": wanted}, seconds)
-
-    def replicas(self) -> list[ReplicaReport] | None:
-        try:
-            reply = self._http.get("/rh/replicas")
-            if reply.status_code != 200:
-                return None
-            return [ReplicaReport.parse(status) for status in reply.json()["replicas"]]
-        except (httpx.HTTPError, ValueError):
-            return None
+        self._call("PUT", {"http_options": http_options, "applications": list(applications.values())}, seconds)
 
     def wait(self, application: dict[str, Any], timeout: float) -> list[ReplicaReport]:
         """Until the application's replicas, and no others, hold its `user_config`."""
         deployment = application["deployments"][0]
         count, user_config = deployment["num_replicas"], deployment["user_config"]
-        digest = digest_of(application)
-        deadline, next_look = time.monotonic() + timeout, 0.0
-        found: list[ReplicaReport] | None = None
+        digest = application_digest(application["args"])
+        deadline, next_look = time.monotonic() + timeout, time.monotonic() + SERVE_STATUS_SECONDS
+        found: list[ReplicaReport] = []
         while time.monotonic() < deadline:
-            found = self.replicas()
-            if found is not None and all_there(found, count, digest, user_config):
+            found = replicas_at(self._http)
+            if all_there(found, count, digest, user_config):
                 return found
             if time.monotonic() >= next_look:
                 self._raise_what_serve_says(digest)
@@ -264,7 +261,7 @@ class _Serve:
             time.sleep(POLL_SECONDS)
         raise DeploymentFailed(
             f"Not all {count} replicas answered with version {user_config['policy_version']} within {timeout:g} s. "
-            f"They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found or []]}"
+            f"They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}"
         )
 
     def _raise_what_serve_says(self, digest: str) -> None:
@@ -292,7 +289,7 @@ def is_of_another(said: str, digest: str) -> bool:
 
 
 def last_lines(text: str) -> str:
-    """The end of a traceback: where the cause stands."""
+    """The end of a traceback, which names the cause."""
     lines = [line for line in text.strip().splitlines() if serve_app.FAILED_NOTE not in line]
     return "\n".join(lines[-8:])
 
@@ -317,34 +314,32 @@ def all_there(found: list[ReplicaReport], count: int, digest: str, user_config: 
     return len(there) == count
 
 
-STATUS_SECONDS = 10.0
-"""Time limit of a question that needs no work."""
-
-
 class EngineGone(InfraError):
     """The engine's process does not answer."""
 
 
-class EngineService(Protocol):
+class EngineService(ABC):
     """An engine, wherever it runs."""
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """Base URL of its chat completions."""
-        ...
 
     def replicas(self) -> list[ReplicaReport]:
         """The running replicas in their own words; empty when none answers."""
-        ...
+        with _client(self.url, {}) as client:
+            return replicas_at(client)
 
     def application(self, config: GenerationConfig, model_dir: str) -> str:
         """`application_digest` that replicas of such an engine report; those of another one report another."""
-        ...
+        return application_digest(arguments_of(engine_arguments(config), model_dir, None))
 
+    @abstractmethod
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         """Ask for it, without weights, and do not wait."""
-        ...
 
+    @abstractmethod
     def ensure(
         self,
         config: GenerationConfig,
@@ -359,15 +354,14 @@ class EngineService(Protocol):
             InfraError: it does not answer.
             DeploymentFailed: an engine cannot start, or refuses the weights.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
-        """What has been spent on it by this object, by name; empty where there is nothing to tell."""
-        ...
+        """What this object spent on it, by name; empty if nothing was measured."""
+        return {}
 
 
 @dataclass(frozen=True)
-class RayServeEngine:
+class RayServeEngine(EngineService):
     """The policy's application on a Ray cluster."""
 
     serve: ServeEndpoint
@@ -377,11 +371,8 @@ class RayServeEngine:
     def url(self) -> str:
         return self.serve.http_url
 
-    def replicas(self) -> list[ReplicaReport]:
-        return replicas(self.serve)
-
     def application(self, config: GenerationConfig, model_dir: str) -> str:
-        return digest_of(wanted_application(config, model_dir, {}, self.reserved))
+        return application_digest(wanted_application(config, model_dir, {}, self.reserved)["args"])
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         ensure_deployed(config, model_dir, self.serve, reserved=self.reserved, wait=False)
@@ -398,31 +389,19 @@ class RayServeEngine:
             config, model_dir, self.serve, weights=weights, version=version, options=options, reserved=self.reserved
         )
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
 
 @dataclass(frozen=True)
-class ProcessEngine:
+class ProcessEngine(EngineService):
     """A standalone engine (`roundhouse.generation.standalone`); its token comes from the environment."""
 
-    url: str
+    address: str
 
-    def replicas(self) -> list[ReplicaReport]:
-        try:
-            with _client(self.url, {}) as client:
-                reply = client.get("/rh/replicas", timeout=STATUS_SECONDS)
-            return (
-                [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
-            )
-        except (httpx.HTTPError, ValueError, KeyError):
-            return []
-
-    def application(self, config: GenerationConfig, model_dir: str) -> str:
-        return digest_of(wanted_application(config, model_dir, {}))
+    @property
+    def url(self) -> str:
+        return self.address
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
-        self._apply(config, model_dir, {"policy_version": 0}, STATUS_SECONDS)
+        self._apply(config, model_dir, {"policy_version": 0}, CALL_TIMEOUT_SECONDS)
 
     def ensure(
         self,
@@ -439,9 +418,6 @@ class ProcessEngine:
             if not (there if options.asleep is None else replica.asleep == options.asleep):
                 raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
         return found
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def _apply(
         self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float

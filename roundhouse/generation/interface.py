@@ -4,6 +4,9 @@ Invariant: only tokens go in and come out, right-padded; so training and generat
 built-in backends (vLLM's `LLM` and plain transformers, in this process) load weights as the served engines do.
 `prepare_for_generation` and `finish_generation` may be called any number of times: the second call in a row does nothing.
 
+A backend of your own is a class with three methods, `generate`, `prepare_for_generation` and `finish_generation`. A run uses it
+by `generation.backend: module:Class` (`roundhouse.generation.interface_engine`), a program by `create_backend`.
+
     backend = create_backend(configure_generation_config(config, tokenizer), model_dir)
     backend.prepare_for_generation()
     output = backend.generate({"input_ids": …, "attention_mask": …}, greedy=False)
@@ -12,6 +15,7 @@ built-in backends (vLLM's `LLM` and plain transformers, in this process) load we
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +26,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
+from roundhouse.generation.chat import stop_token_ids
 from roundhouse.generation.protocol import Draw, Generated
+from roundhouse.import_string import load_class
 from roundhouse.weight_sync.cache import node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 
@@ -47,7 +53,7 @@ class GenerationDatumSpec(TypedDict):
     seeds: NotRequired[Sequence[int]]
     """One a row. The same seed, prompt and weights give the same tokens."""
     __extra__: NotRequired[Any]
-    """For a backend's own use."""
+    """For a backend's own use. A run gives `max_new_tokens`, a list of one number a row."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -61,6 +67,8 @@ class GenerationOutputSpec(TypedDict):
     """[B] prompt and generated tokens."""
     logprobs: torch.Tensor
     """[B, T] log-probabilities of the generated tokens under the distribution sampled from; 0 on prompt and padding."""
+    truncated: NotRequired[torch.Tensor]
+    """[B] bool: a limit of tokens ended the row, no end-of-turn token. Left out: rows without one at their end."""
     __extra__: NotRequired[Any]
 
 
@@ -73,37 +81,69 @@ class TokenizedGeneration:
     stop_token_ids: frozenset[int]
 
 
-def configure_generation_config(
-    config: GenerationConfig, tokenizer: Any, stop_token_ids: Sequence[int] = ()
-) -> TokenizedGeneration:
-    """Complete a configuration with the tokenizer's padding and end-of-turn tokens.
+def configure_generation_config(config: GenerationConfig, tokenizer: Any) -> TokenizedGeneration:
+    """Complete a configuration with the tokenizer's padding and end-of-turn tokens: the same ones that end an answer of a run.
 
     Raises:
-        ConfigError: the tokenizer has no end-of-turn token and none is given.
+        ConfigError: neither the tokenizer nor generation_config.json beside it names an end-of-turn token.
     """
-    eos = tokenizer.eos_token_id
-    stops = frozenset({*stop_token_ids, *([] if eos is None else [eos])})
-    if not stops:
-        raise ConfigError("The tokenizer has no end-of-turn token (eos_token). Set it in tokenizer_config.json.")
+    stops = stop_token_ids(tokenizer, tokenizer.name_or_path)
     pad = tokenizer.pad_token_id
     return TokenizedGeneration(config, min(stops) if pad is None else pad, stops)
 
 
 class GenerationInterface(ABC):
-    """A backend. Subclasses answer lists of prompts; the tensors are handled here, once."""
+    """A backend. The last two methods may be called any number of times in a row.
+
+    Args:
+        tokenized: the configuration, with padding and end-of-turn tokens.
+        model_dir: Hugging Face directory of the model.
+    """
 
     def __init__(self, tokenized: TokenizedGeneration, model_dir: str) -> None:
         self.tokenized = tokenized
         self.model_dir = model_dir
 
+    @abstractmethod
     def generate(self, data: GenerationDatumSpec, greedy: bool) -> GenerationOutputSpec:
         """Continue every row of `data`; `greedy` overrides the configured temperature."""
+
+    @abstractmethod
+    def prepare_for_generation(self) -> None:
+        """Load what `generate` needs: the weights of `model_dir`."""
+
+    @abstractmethod
+    def finish_generation(self) -> None:
+        """Give back the memory that `prepare_for_generation` took."""
+
+    def load_weights(self, directory: str) -> None:
+        """Replace the weights by those of a Hugging Face directory, and be ready to generate."""
+        self.finish_generation()
+        self.model_dir = directory
+        self.prepare_for_generation()
+
+
+class ListGeneration(GenerationInterface):
+    """A backend that answers lists of prompts; the tensors are handled here, once."""
+
+    def generate(self, data: GenerationDatumSpec, greedy: bool) -> GenerationOutputSpec:
+        """Continue every row of `data`; `greedy` overrides the configured temperature.
+
+        Raises:
+            ValueError: a row leaves no room to generate in `max_model_len`.
+        """
         sampling = self.tokenized.config.sampling
         prompts = unpad(data["input_ids"], data["attention_mask"])
+        limit = self.tokenized.config.max_model_len
+        if full := [row for row, prompt in enumerate(prompts) if len(prompt) >= limit]:
+            raise ValueError(
+                f"Rows {full} of input_ids leave no room to generate: generation.max_model_len is {limit}, prompt included. "
+                "Raise it, or shorten them."
+            )
         seeds: Sequence[int | None] = data.get("seeds") or [None] * len(prompts)
         draws = [
             Draw(
-                max_tokens=min(sampling.max_new_tokens, self.tokenized.config.max_model_len - len(prompt)),
+                max_tokens=min(sampling.max_new_tokens, limit - len(prompt)),
                 temperature=0.0 if greedy else sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -117,35 +157,25 @@ class GenerationInterface(ABC):
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
         """Continue each prompt; called between `prepare_for_generation` and `finish_generation`."""
 
-    @abstractmethod
-    def prepare_for_generation(self) -> None:
-        """Load what `generate` needs."""
-
-    @abstractmethod
-    def finish_generation(self) -> None:
-        """Give back the memory that `prepare_for_generation` took."""
-
-    @abstractmethod
-    def load_weights(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory."""
-
 
 def create_backend(tokenized: TokenizedGeneration, model_dir: str, name: str | None = None) -> GenerationInterface:
-    """The backend `name` (default: the configured one), built in or of an installed package's entry point.
+    """The backend `name` (default: the configured one): built in, of an installed package's entry point, or `module:Class`.
 
     Raises:
         ConfigError: there is none of this name; the text lists those there are.
     """
     name = name or tokenized.config.backend
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
-    if name not in found:
+    if name not in found and ":" not in name:
         raise ConfigError(
             f"There is no generation backend {name!r}; there are {', '.join(sorted(found))}. Packages add theirs by the "
-            f"entry-point group {ENTRY_POINTS}."
+            f"entry-point group {ENTRY_POINTS}; or name a class, module:Class."
         )
-    from pkgutil import resolve_name
-
-    backend: GenerationInterface = resolve_name(found[name])(tokenized, model_dir)
+    made: Any = load_class(found.get(name, name), GenerationInterface, "generation.backend")
+    if inspect.isabstract(made):
+        missing = ", ".join(sorted(made.__abstractmethods__))
+        raise ConfigError(f"generation.backend is {name}, which does not define {missing}.")
+    backend: GenerationInterface = made(tokenized, model_dir)
     return backend
 
 
@@ -179,21 +209,24 @@ def pad(prompts: Sequence[Sequence[int]], answers: Sequence[Generated], pad_toke
         "generation_lengths": torch.tensor([len(answer.token_ids) for answer in answers]),
         "unpadded_sequence_lengths": torch.tensor(totals),
         "logprobs": logprobs_BT,
+        "truncated": torch.tensor([answer.finish_reason == "length" for answer in answers]),
     }
 
 
-class TransformersGeneration(GenerationInterface):
+class TransformersGeneration(ListGeneration):
     """Hugging Face transformers."""
 
     _model: Any = None
+    _weights = ""
+    """What `load_weights` was given last: it is loaded again after `finish_generation`."""
 
     def prepare_for_generation(self) -> None:
         if self._model is None:
             from roundhouse.generation.transformers_engine import build_model
 
             self._model = build_model(self.model_dir, self.tokenized.config)
-            if any(Path(self.model_dir).glob("*.safetensors")):
-                self.load_weights(self.model_dir)
+            if self._weights or any(Path(self.model_dir).glob("*.safetensors")):
+                self.load_weights(self._weights or self.model_dir)
 
     def finish_generation(self) -> None:
         self._model = None
@@ -201,7 +234,11 @@ class TransformersGeneration(GenerationInterface):
     def load_weights(self, directory: str) -> None:
         from roundhouse.generation.transformers_engine import load_into
 
-        load_into(self._model, _fetched(directory, self.tokenized.config))
+        self._weights = directory
+        if self._model is None:
+            self.prepare_for_generation()
+        else:
+            load_into(self._model, _fetched(directory, self.tokenized.config))
 
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
         from roundhouse.generation.transformers_engine import generate_batch
@@ -209,7 +246,7 @@ class TransformersGeneration(GenerationInterface):
         return generate_batch(self._model, prompts, draws, self.tokenized.stop_token_ids)
 
 
-class VllmGeneration(GenerationInterface):
+class VllmGeneration(ListGeneration):
     """vLLM, offline. The engine stays for the life of the object; `finish_generation` only clears its caches on CPU."""
 
     _llm: Any = None

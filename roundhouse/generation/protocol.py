@@ -111,7 +111,7 @@ class Generated:
     finish_reason: str
     """stop or length."""
     versions: list[tuple[int, int]] | None = None
-    """(policy version, tokens that it drew), in order; None: the engine does not tell, it held one version throughout."""
+    """(policy version, tokens that it drew), in order; None: the engine does not report it, and held one version throughout."""
 
 
 class GenerationAborted(RoundhouseError):

@@ -130,7 +130,7 @@ class ChatRequest:
     only_first_call: bool = False
     """`parallel_tool_calls` is false: of several calls in a reply the message keeps the first, as with vLLM."""
     logprobs: bool = False
-    """The choice tells log-probabilities in OpenAI's form. The message has them either way."""
+    """The choice has log-probabilities in OpenAI's form. The message has them either way."""
     required_prefix: list[int] | None = None
     """Token IDs that the prompt must begin with, up to the newest assistant message; None takes those that it carries."""
 

@@ -9,7 +9,7 @@ replica, also to one that starts later, and each brings itself to it in place; n
     GET  /health                200 when this replica may answer, 503 with the reason when not
     GET  /ready                 200 when it answers with the version that is wanted, 503 while it has another
     GET  /metrics               its version and refits, and the engine's own metrics
-    everything else             the engine's own OpenAI routes: /v1/models, /tokenize, /detokenize, …
+    everything else             the engine's own OpenAI routes: /tokenize, /detokenize, …
 
 A raw ASGI callable, no web framework: at a hundred short answers a second the framework would cost more than the engine.
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -31,6 +30,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import REPLICA_CPUS
 from roundhouse.cpu import parameters_of, threads_for
@@ -43,6 +43,7 @@ from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import MANIFEST, Manifest, model_location, sha256
 from roundhouse.weight_sync.cache import private_directory
 from roundhouse.weight_sync.checkpoint_files import local_path
+from roundhouse.weight_sync.replica_state import application_digest, arguments_of
 from roundhouse.weight_sync.tensor_files import INDEX
 
 if TYPE_CHECKING:
@@ -58,7 +59,19 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
     if config.backend == "transformers":
         from roundhouse.generation.transformers_engine import TransformersEngine
 
-        return TransformersEngine(config, model_dir, served_name, codec)
+        return TransformersEngine(config, model_dir, codec)
+    if config.backend == "trainer":
+        from roundhouse.generation.trainer_engine import TrainerEngine
+
+        return TrainerEngine(config, model_dir, codec)
+    if config.backend == "tinker":
+        from roundhouse.generation.tinker_engine import TinkerEngine
+
+        return TinkerEngine(config, codec)
+    if config.backend != "vllm":
+        from roundhouse.generation.interface_engine import InterfaceEngine
+
+        return InterfaceEngine(config, model_dir, codec)
     from roundhouse.generation.vllm_engine import VllmEngine
 
     return VllmEngine(config, model_dir, served_name, sorted(codec.stop_token_ids))
@@ -66,7 +79,7 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
 
 def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
     """The tool-call parser for `config`: vLLM's by name, or the hermes reading where there is no vLLM."""
-    if config.backend == "transformers":
+    if config.backend != "vllm":
         return parse_hermes
     from roundhouse.generation.vllm_engine import tool_parser
 
@@ -177,8 +190,7 @@ class PolicyReplica:
 
         if self._deployment is None:
             self._deployment = serve.get_deployment_handle(DEPLOYMENT, APPLICATION)
-        found: list[dict[str, Any]] = await self._deployment.broadcast("status").results_async(timeout_s=10)
-        return found
+        return await self._deployment.broadcast("status").results_async(timeout_s=10)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor is done; the application answers HTTP from then on."""
@@ -204,7 +216,9 @@ async def start_policy(
 
     model_dir = str(await asyncio.to_thread(local_model, model_dir))
     check_model_directory(model_dir)
-    if config.gpus_per_replica == 0:  # OpenMP reads it when torch is imported, which is later
+    if (
+        config.gpus_per_replica == 0 and config.backend not in IN_TRAINER
+    ):  # OpenMP reads it when torch is imported, later
         threads = threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     codec = ChatCodec(model_dir, config.max_model_len)
@@ -214,17 +228,6 @@ async def start_policy(
     cache = node_cache(int(config.weights_cache_gib * 2**30))
     policy = ServedPolicy(engine, model_dir, replica_id, application, cache)
     return policy, ChatServer(policy, codec, SERVED_MODEL)
-
-
-def arguments_of(generation: dict[str, Any], model_dir: str, reserved: dict[str, Any] | None) -> dict[str, Any]:
-    """The arguments of `build`; without a reservation, those of before there were any."""
-    arguments = {"generation": generation, "model_dir": model_dir}
-    return arguments if reserved is None else arguments | {"reserved": reserved}
-
-
-def application_digest(arguments: dict[str, Any]) -> str:
-    """Tells replicas of the wanted arguments from those of earlier ones, which Serve replaces one by one."""
-    return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_model_directory(model_dir: str) -> None:

@@ -1,10 +1,10 @@
 """One replica's policy: which weights it answers with, and whether it may answer at all.
 
 Invariant: every answer is labelled, token by token, with the versions whose weights drew them. The gate keeps requests that
-come during a refit until it is over. Those inside are waited for, go on with the new weights, or begin again (`running`).
+come during a refit until it is over. Those inside are waited for, continue with the new weights, or begin again (`running`).
 When the desired weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
 
-    wanted asleep  ──gate, sleep────────────> no weights; 503 with what for, until the next wish wakes it
+    wanted asleep  ──gate, sleep────────────> no weights; 503 with what for, until the next desired state wakes it
     wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
                   ──load, probe───────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
                   ──proved────────────────> ready
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 RETRIES = Backoff(2.0, longest=60.0)
 """Of a refit whose weights were refused."""
 PROBE_TOKENS = 32
-"""Length of the sequence whose log-probabilities every replica tells after a refit."""
+"""Length of the sequence whose log-probabilities every replica reports after a refit."""
 
 _SHAPING_KEYS = (
     "architectures",
@@ -243,7 +243,7 @@ class ServedPolicy:
         return self._desired is not None and self._desired.sampling is not None
 
     async def apply(self, desired: DesiredPolicy) -> None:
-        """Bring the engine to `desired`. Never raises for weights that cannot be had: `status` and 503 tell."""
+        """Bring the engine to `desired`. Never raises for weights that cannot be had: `status` and 503 report that."""
         async with self._changing:
             if self._desired is not None and (desired.request or 0) < (self._desired.request or 0):
                 return
@@ -330,7 +330,7 @@ class ServedPolicy:
 
     @asynccontextmanager
     async def _changed(self, desired: DesiredPolicy) -> AsyncIterator[None]:
-        """Requests are shut out while the block changes the engine's weights to the desired ones, and proved behind it."""
+        """Requests are shut out while the block changes the engine's weights to the desired ones, and proved after it."""
         await self._gate.close(until_empty=desired.running == "drain")
         try:
             if self._asleep is not None:
@@ -414,7 +414,7 @@ class ServedPolicy:
             "asleep": self._asleep,
             "placement_group": self.placement_group,
             "error": self._error,
-            # The error may be of the wish before, while the newest is being fulfilled.
+            # The error may be of the desired state before, while the newest is being applied.
             "failed_request": self._failed_request,
             "poisoned": self._poisoned,
             "refits": self._refits,

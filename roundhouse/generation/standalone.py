@@ -15,27 +15,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
+import functools
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-import uvicorn
+from roundhouse.fast_imports import gc_paused
 
-from roundhouse.config.generation import TOKEN_VARIABLE
-from roundhouse.config.models import GenerationConfig
-from roundhouse.config.secrets import read_secret
-from roundhouse.errors import RoundhouseError
-from roundhouse.generation.chat_server import ChatServer
-from roundhouse.generation.serve_app import application_digest, check_model_directory, start_policy
-from roundhouse.generation.served_policy import ServedPolicy
-from roundhouse.http.asgi import BodyLimit, Receive, SameOrigin, Send, is_loopback, read_body, reply_error, reply_json
-from roundhouse.logs import set_up_logs
-from roundhouse.weight_sync.checkpoint_files import local_path
-from roundhouse.weight_sync.replica_state import DesiredPolicy
+with gc_paused():
+    import orjson
+    import uvicorn
+
+    from roundhouse.config.generation import TOKEN_VARIABLE
+    from roundhouse.config.models import GenerationConfig
+    from roundhouse.config.secrets import read_secret
+    from roundhouse.errors import RoundhouseError
+    from roundhouse.generation.chat_server import ChatServer
+    from roundhouse.generation.serve_app import check_model_directory, start_policy
+    from roundhouse.generation.served_policy import ServedPolicy
+    from roundhouse.http.asgi import (
+        BodyLimit,
+        Receive,
+        SameOrigin,
+        Send,
+        is_loopback,
+        presents,
+        read_body,
+        reply_error,
+        reply_json,
+    )
+    from roundhouse.http.ports import LOOPBACK, HttpThread
+    from roundhouse.logs import set_up_logs
+    from roundhouse.weight_sync.checkpoint_files import local_path
+    from roundhouse.weight_sync.replica_state import DesiredPolicy, application_digest
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +79,7 @@ class StandaloneEngine:
 
     async def _apply(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
-        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if self._token is not None and not presents(given, self._token):
             await reply_error(
                 send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
             )
@@ -105,6 +119,13 @@ class StandaloneEngine:
                     self._policy.engine.shutdown()
                 self._policy, self._server, self._application = policy, server, digest
             await self._policy.apply(wanted)
+
+
+@functools.cache
+def engine_of_this_process() -> str:
+    """Base URL of an engine in a thread of this process, which is started by the first call, for others on this machine."""
+    server = HttpThread(BodyLimit(StandaloneEngine(read_secret(TOKEN_VARIABLE))), LOOPBACK, 0)
+    return f"http://{LOOPBACK}:{server.port}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,8 +12,9 @@ rows (temperature 0) take the most likely token and report its log-probability a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,7 +25,7 @@ import orjson
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.cpu import parameters_of, threads_for
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.fast_imports import gc_paused, lean_transformers
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import token_list
 from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
@@ -33,6 +34,7 @@ from roundhouse.weight_sync.tensor_files import iterate
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ Between = Callable[[], Change | None]
 
 def build_model(model_dir: str, config: GenerationConfig) -> Any:
     """A model of the directory's config.json with arbitrary weights, ready to be loaded."""
-    import torch
+    with gc_paused():
+        import torch
 
     if config.gpus_per_replica == 0:
         torch.set_num_threads(threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads))
@@ -61,6 +64,13 @@ def build_model(model_dir: str, config: GenerationConfig) -> Any:
 
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
     return model.to("cuda") if config.gpus_per_replica > 0 else model
+
+
+def key_value_bytes(shape: PreTrainedConfig, dtype: str) -> int:
+    """Of a token: 2 · layers · key-value heads · head dimension · bytes of the type."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    dimension = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * heads * dimension * (4 if dtype == "float32" else 2)
 
 
 def give_back_memory() -> None:
@@ -230,20 +240,21 @@ def generators(draws: Sequence[Draw]) -> list[torch.Generator]:
 
 BATCH = 64
 """Requests answered together at most; `engine_args: {max_num_seqs: 1}` answers each alone, bit for bit the same each time."""
+Waiting = tuple[list[int], Draw, "asyncio.Future[Generated]"]
 
 
 class TransformersEngine:
     """`Engine` over `AutoModelForCausalLM`, in a thread of its own."""
 
-    def __init__(self, config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> None:
+    def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:
         self.config = config
         self.max_model_len = config.max_model_len
         self._batch = int(config.engine_args.get("max_num_seqs", BATCH))
         self._model_dir = model_dir
         self._codec = codec
-        self._app = OpenAIRoutes(codec, served_name)
+        self._app = OpenAIRoutes(codec)
         self._model: Any = None
-        self._waiting: asyncio.Queue[tuple[list[int], Draw, asyncio.Future[Generated]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
         self._loop: asyncio.Task[None] | None = None
         self._version = 0
@@ -272,7 +283,11 @@ class TransformersEngine:
         await self._between(load)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        scores: list[float] = await self._between(lambda: score_tokens(self._model, token_ids))
+        def score() -> list[float]:
+            with self._computing() as model:
+                return score_tokens(model, token_ids)
+
+        scores: list[float] = await self._between(score)
         return scores
 
     async def sleep(self) -> None:
@@ -328,21 +343,34 @@ class TransformersEngine:
     async def _run(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
+    @contextmanager
+    def _computing(self) -> Iterator[Any]:
+        """The model, ready to generate and to score."""
+        yield self._model
+
+    def _have_room(self, batch: Sequence[Waiting]) -> bool:
+        """Whether these requests may be answered together; one by itself always is."""
+        return len(batch) <= self._batch
+
     async def _serve(self) -> None:
+        following: list[Waiting] = []
         while True:
-            batch = [await self._waiting.get()]
-            while len(batch) < self._batch and not self._waiting.empty():
-                batch.append(self._waiting.get_nowait())
+            batch = following or [await self._waiting.get()]
+            following = []
+            while not following and not self._waiting.empty():
+                item = self._waiting.get_nowait()
+                (batch if self._have_room([*batch, item]) else following).append(item)
             batch = [item for item in batch if not item[2].done()]
             if batch:
                 await self._answer(batch)
 
-    async def _answer(self, batch: list[tuple[list[int], Draw, asyncio.Future[Generated]]]) -> None:
+    async def _answer(self, batch: list[Waiting]) -> None:
         prompts, draws = [item[0] for item in batch], [item[1] for item in batch]
 
         def answered() -> list[Generated]:
             between, stops = self._do_what_was_asked, self._codec.stop_token_ids
-            return generate_batch(self._model, prompts, draws, stops, between, lambda: self._version)
+            with self._computing() as model:
+                return generate_batch(model, prompts, draws, stops, between, lambda: self._version)
 
         try:
             answers = await self._run(answered)
@@ -362,23 +390,13 @@ class TransformersEngine:
 
 
 class OpenAIRoutes:
-    """/v1/models, /detokenize, and /tokenize of plain text; conversations are tokenised by the chat server."""
+    """/detokenize, and /tokenize of plain text; conversations are tokenised by the chat server."""
 
-    def __init__(self, codec: ChatCodec, model: str) -> None:
+    def __init__(self, codec: ChatCodec) -> None:
         self.codec = codec
-        self.model = model
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         route = (scope["method"], scope["path"])
-        if route == ("GET", "/v1/models"):
-            model = {
-                "id": self.model,
-                "object": "model",
-                "owned_by": "roundhouse",
-                "max_model_len": self.codec.max_model_len,
-            }
-            await reply_json(send, 200, {"object": "list", "data": [model]})
-            return
         if route not in (("POST", "/tokenize"), ("POST", "/detokenize")):
             await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
             return

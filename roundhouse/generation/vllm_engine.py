@@ -176,7 +176,7 @@ class VllmEngine:
         return self._engine
 
     async def start(self, serve: bool = True) -> None:
-        """Without `serve`, there is no OpenAI application beside it."""
+        """Without `serve`, there is no OpenAI application."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -1,0 +1,169 @@
+"""A `GenerationInterface` as the engine of a run: `generation.backend: module:Class`, three methods are enough.
+
+Invariant: calls of the backend come one after another, from one thread. Requests that wait together and are drawn alike make
+one batch; what a row draws beyond its own limit is cut off and counts as truncated, so it need not know the limit of a request.
+
+    waiting requests ── drawn alike ──> generate(batch, greedy) ──> rows, cut at their end of turn or limit
+    new weights      ──────────────> load_weights(directory)      (finish, prepare, where the class has no better way)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from roundhouse.config.generation import InflightRequests
+from roundhouse.config.models import GenerationConfig
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.interface import GenerationInterface, configure_generation_config, create_backend
+from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, WeightsRefused
+from roundhouse.generation.requests import BadRequest
+
+BATCH = 64
+"""Requests answered together at most."""
+PROBE_TOKENS = 31
+_Waiting = tuple[list[int], Draw, "asyncio.Future[Generated]"]
+
+
+class InterfaceEngine:
+    """`Engine` over a backend of your own."""
+
+    def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:
+        self.max_model_len = config.max_model_len
+        self._sampling = config.sampling
+        self._stops = codec.stop_token_ids
+        self._make: Callable[[], GenerationInterface] = lambda: create_backend(
+            configure_generation_config(config, codec.tokenizer), model_dir
+        )
+        self._backend: GenerationInterface | None = None
+        self._version = 0
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._backend = await self._run(self._make)
+        self._loop = asyncio.create_task(self._serve())
+
+    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        """See `Engine.generate`.
+
+        Raises:
+            BadRequest: it asks for another distribution than `generation.sampling`, which a backend is made with, or greedy.
+        """
+        asked = (draw.temperature, draw.top_p, draw.top_k)
+        own = (self._sampling.temperature, self._sampling.top_p, self._sampling.top_k)
+        if draw.temperature != 0 and asked != own:
+            raise BadRequest(
+                f"temperature, top_p and top_k are {asked}; this engine draws with generation.sampling, {own}, or greedily "
+                "(temperature 0).",
+                "temperature",
+            )
+        future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        await self._waiting.put((list(prompt_token_ids), draw, future))
+        return await future
+
+    async def load_weights(
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """See `Engine.load_weights`. A batch that runs is waited for, whatever `running` says.
+
+        Raises:
+            WeightsRefused: the directory is not there.
+        """
+        if not directory:
+            raise WeightsRefused("There is no directory of weights.")
+
+        def load() -> None:
+            self._made().load_weights(directory)
+            self._version = version
+
+        await self._run(load)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """A measurement of the weights: of the three methods none scores given tokens, so the log-probabilities of a greedy
+        continuation stand for them."""
+        prompts = [list(token_ids)[: max(1, self.max_model_len - PROBE_TOKENS)]]
+        limit = min(PROBE_TOKENS, self.max_model_len - len(prompts[0]))
+        [found] = await self._run(self._answers, prompts, [Draw(limit, temperature=0.0, seed=0)])
+        return found.log_probs
+
+    async def sleep(self) -> None:
+        await self._run(lambda: self._made().finish_generation())
+
+    async def wake(self) -> None:
+        """`load_weights` follows, and prepares."""
+
+    async def check_health(self) -> None:
+        if self._loop is None or self._loop.done():
+            raise EnginePoisoned("The engine's loop has ended.")
+
+    def openai_app(self) -> AsgiApp | None:
+        return None
+
+    def shutdown(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+        if self._backend is not None:
+            self._thread.submit(self._backend.finish_generation)
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def _made(self) -> GenerationInterface:
+        assert self._backend is not None, "start() came before"
+        return self._backend
+
+    async def _serve(self) -> None:
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < BATCH and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            for greedy in (False, True):
+                alike = [each for each in batch if (each[1].temperature == 0) == greedy and not each[2].done()]
+                if alike:
+                    await self._answer(alike)
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        try:
+            answers = await self._run(self._answers, [each[0] for each in batch], [each[1] for each in batch])
+        except Exception as error:  # noqa: BLE001 (border of a batch: each request gets the cause)
+            for *_, future in batch:
+                if not future.done():
+                    future.set_exception(EnginePoisoned(f"The backend failed: {type(error).__name__}: {error}"))
+            return
+        for (*_, future), answer in zip(batch, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+
+    def _answers(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
+        import torch
+
+        backend = self._made()
+        longest = max(map(len, prompts))
+        pad = backend.tokenized.pad_token_id
+        input_ids_BS = torch.tensor([prompt + [pad] * (longest - len(prompt)) for prompt in prompts])
+        mask_BS = torch.tensor([[1] * len(prompt) + [0] * (longest - len(prompt)) for prompt in prompts])
+        output = backend.generate(
+            {
+                "input_ids": input_ids_BS,
+                "attention_mask": mask_BS,
+                "seeds": [draw.seed or 0 for draw in draws],
+                "__extra__": {"max_new_tokens": [draw.max_tokens for draw in draws]},
+            },
+            greedy=draws[0].temperature == 0,
+        )
+        found = []
+        for row, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
+            end = min(int(output["unpadded_sequence_lengths"][row]), len(prompt) + draw.max_tokens)
+            ids = output["output_ids"][row, len(prompt) : end].tolist()
+            log_probs = output["logprobs"][row, len(prompt) : end].tolist()
+            if not ids or not math.isfinite(sum(log_probs)):
+                raise EnginePoisoned(f"row {row}: {len(ids)} tokens with log-probabilities {log_probs[:8]}")
+            finish = "stop" if ids[-1] in self._stops else "length"
+            found.append(Generated(ids, log_probs, finish, [(self._version, len(ids))]))
+        return found
