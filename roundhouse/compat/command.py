@@ -2,7 +2,7 @@
 
 Invariants: a program knows nothing of Roundhouse but a base URL, a key and two files; every call that it makes within its
 rollout's limits becomes a turn with the tokens that were drawn, in whichever dialect it is made; whatever ends the rollout (its
-result, a time limit, a kill of the collector) leaves no process of it behind. A program that fails has no reward.
+result, a time limit, a kill of the collector) leaves no process of it. A program that fails has no reward.
 
     OPENAI_BASE_URL, OPENAI_API_KEY         Chat Completions and Responses
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   Messages
@@ -35,13 +35,13 @@ import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from roundhouse.compat.nemo_gym.clients.agent import rollout_name
-from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.compat.nemo_gym.model_server.app import build_app
 from roundhouse.compat.nemo_gym.servers.endpoints import path_prefix
 from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit
 from roundhouse.config.environments import CommandEnvironment
 from roundhouse.config.gym_servers import ModelServerConfig
-from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
+from roundhouse.environments.base import Restoration, TaskRow, Verdict
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.protocol import ContextOverflow, EngineRejected
 from roundhouse.generation.requests import BadRequest, read_request
@@ -49,8 +49,8 @@ from roundhouse.http.asgi import reply
 from roundhouse.http.ports import HttpThread
 from roundhouse.import_string import load_function
 from roundhouse.infra.children import Child, Children
-from roundhouse.rollout.agents import RolloutAttempt
-from roundhouse.rollout.protocol import BadTaskRow, NoTrainableTokens, VerifierFailed, checked_verdict
+from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
+from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens, VerifierFailed
 from roundhouse.trajectories.records import Status
 
 MODEL = "policy"
@@ -96,7 +96,7 @@ class CommandOutcome:
 Verifier = Callable[[TaskRow, CommandOutcome], Any]
 
 
-class CommandClient:
+class CommandClient(ClientWithRows):
     """The environment of a configuration."""
 
     restoration: Restoration = "none"
@@ -108,6 +108,7 @@ class CommandClient:
         Raises:
             ConfigError: there is no such program, verifier or variable.
         """
+        super().__init__(train, heldout)
         program = shutil.which(config.command[0])
         if program is None:
             raise ConfigError(f"environment.command begins with {config.command[0]!r}, which is no program on PATH.")
@@ -120,7 +121,6 @@ class CommandClient:
         self.agent = CommandAgent(self)
         self.plays: dict[str, Play] = {}
         """Rollouts in flight, by their name in the base URL."""
-        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
         self._opened: tuple[Path, Children, HttpThread] | None = None
 
     @classmethod
@@ -130,17 +130,7 @@ class CommandClient:
         Raises:
             ConfigError: as the class, or a file cannot be read.
         """
-        train, heldout = (
-            read_task_rows(uri, key) if uri else []
-            for uri, key in (
-                (config.train_tasks, "environment.train_tasks"),
-                (config.heldout_tasks, "environment.heldout_tasks"),
-            )
-        )
-        return cls(config, train, heldout)
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._tasks[split]
+        return cls(config, *read_split_rows(config))
 
     def opened(self) -> tuple[Path, Children, HttpThread]:
         """Directory, processes and model server of all rollouts; the first rollout makes them."""
@@ -166,12 +156,6 @@ class CommandClient:
         await children.close()
         await asyncio.to_thread(server.close)
         shutil.rmtree(directory, ignore_errors=True)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class Play:
@@ -234,7 +218,7 @@ class Policies:
         return None, await self._plays[session].complete(body)
 
     async def tokenize(self, engine: Any, body: dict[str, Any]) -> list[int]:
-        raise NotImplementedError("token IDs are kept here, and not told to the program")
+        raise EngineRejected("token IDs are recorded with the rollout and not reported to its program")
 
     def health(self) -> list[dict[str, Any]]:
         return [{"state": "in", "in_flight": len(self._plays)}]
@@ -247,7 +231,7 @@ class Policies:
 
 
 class KeyCheck:
-    """Lets a program reach its own rollout, and nobody another one."""
+    """Lets a program reach its own rollout, and no other."""
 
     def __init__(self, app: ASGIApp, plays: dict[str, Play]) -> None:
         self._app = app
@@ -283,7 +267,7 @@ class CommandAgent:
             (directory / "task.json").write_bytes(orjson.dumps(rollout.task))
             url = f"http://127.0.0.1:{server.port}/{path_prefix(name, capture=False)}"
             child = self._started(children, name, directory, url, play.key)
-            while (code := child.process.poll()) is None:  # noqa: ASYNC110 - nothing tells of a process's end
+            while (code := child.process.poll()) is None:  # noqa: ASYNC110 - there is no event for a process's end
                 await asyncio.sleep(LOOK_SECONDS)
             await self._judge(attempt, play, code, child, directory)
         finally:

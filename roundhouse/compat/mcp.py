@@ -18,7 +18,7 @@ passes unchanged.
     bare("mcp__weather__get", None)      == "get"
     bare("mcp__weather__get", "news")    == "mcp__weather__get"
 
-Tools of MCP servers (Model Context Protocol, streamable HTTP) beside those of an environment.
+Tools of MCP servers (Model Context Protocol, streamable HTTP) in addition to those of an environment.
 
 Invariant: the policy sees an MCP tool as `mcp__<server>__<tool>`, and so does the record; the environment's verifier sees the
 bare name. There are two sources of such tools:
@@ -33,7 +33,7 @@ bare name. There are two sources of such tools:
 
 The tools of an environment over MCP (streamable HTTP, stateless), each call in the session of the rollout it belongs to.
 
-Invariant: which session a call works on is told by its token alone, which only this process can sign; a call whose token is
+Invariant: a call's token alone decides which session it works on, which only this process can sign; a call whose token is
 missing, altered or of another process reaches no session. Names with this server's prefix are taken off before a verdict, so
 that a rollout is judged alike over MCP and over plain routes.
 
@@ -86,6 +86,7 @@ from roundhouse.environments.base import NOT_FOUND, Restoration, Split, TaskRow,
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.rollout.agents import ToolLoop
 from roundhouse.rollout.protocol import (
+    ClosedOnExit,
     EnvironmentSession,
     EnvironmentUnavailable,
     EnvironmentUnreachable,
@@ -198,7 +199,12 @@ class McpConnection:
             async with http:
                 transport = streamable_http_client(self.url, http_client=http)
                 async with Client(transport, read_timeout_seconds=OPEN_SECONDS) as client:
-                    await self._list(client)
+                    cursor: str | None = None
+                    for _ in range(PAGES):
+                        page = await client.list_tools(cursor=cursor)
+                        self._tools |= {full(self.server, tool.name): tool for tool in page.tools}
+                        if (cursor := page.next_cursor) is None:
+                            break
                     self._client = client
                     opened.set_result(None)
                     await self._end.wait()
@@ -207,15 +213,6 @@ class McpConnection:
                 log.warning("The connection to %s broke: %r", self.url, _cause(error))
             else:
                 opened.set_exception(error)
-
-    async def _list(self, client: Client) -> None:
-        cursor: str | None = None
-        for _ in range(PAGES):
-            page = await client.list_tools(cursor=cursor)
-            self._tools |= {full(self.server, tool.name): tool for tool in page.tools}
-            cursor = page.next_cursor
-            if cursor is None:
-                return
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -234,7 +231,7 @@ def _certificates() -> ssl.SSLContext:
 TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 """Signed: the rollout's session, in requests to /mcp."""
 FAILURE = {"failure": "infra"}
-"""In a JSON-RPC error of ours: the rollout cannot go on, and another attempt may help. Foreign servers never say it."""
+"""In a JSON-RPC error of ours: the rollout cannot continue, and another attempt may help. Foreign servers never say it."""
 _PREFIX = "mcp__"
 
 
@@ -267,14 +264,14 @@ def _bare_item(item: Any, server: str | None) -> Any:
     return {**item, "name": bare(item["name"], server)}
 
 
-class McpEnvironment:
+class McpEnvironment(ClosedOnExit):
     """An environment whose policy may call the tools of MCP servers as well."""
 
     restoration: Restoration = "none"
     """The servers are shared by all rollouts, so that a call cannot be repeated for one."""
 
     def __init__(self, environment: ToolEnvironment, servers: Mapping[str, str]) -> None:
-        """`servers`: URLs of their MCP endpoints, by the name that stands in the tools' names."""
+        """`servers`: URLs of their MCP endpoints, by the name that is part of the tools' names."""
         self.name = environment.name
         self._environment = environment
         self._servers = servers
@@ -320,12 +317,9 @@ class McpEnvironment:
             await self._connections.pop().close()
         await self._environment.close()
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
 
 class _McpSession:
-    """A session of the environment, with MCP tools beside its own."""
+    """A session of the environment, with MCP tools in addition to its own."""
 
     def __init__(self, inner: EnvironmentSession, connections: Sequence[McpConnection]) -> None:
         self._inner = inner
@@ -408,7 +402,7 @@ class McpEndpoint:
     """The MCP side of one environment server."""
 
     def __init__(self, name: str, tools: Sequence[Tool], call: CallTool, request_seconds: float) -> None:
-        """`name`: the instance's, which stands in the tools' full names."""
+        """`name`: the instance's, which is part of the tools' full names."""
         self._name = name
         self._tools = [
             McpTool(name=each.name, description=each.description, input_schema=each.parameters) for each in tools
@@ -435,7 +429,7 @@ class McpEndpoint:
         await self._manager.handle_request(scope, receive, send)
 
     def offer(self, session_id: str) -> dict[str, Any]:
-        """What /seed_session tells the client of a session, under `mcp`."""
+        """What /seed_session returns to the client, under `mcp`."""
         return {
             "server_name": self._name,
             "url_path": PATH,

@@ -1,8 +1,9 @@
-"""NeMo Gym's servers as a run's own: started with its engine behind them, and an environment over their agents.
+"""NeMo Gym's servers as a run's own: started with its engine as their model, and an environment over their agents.
 
 Invariant: the servers live in one process tree below the flow's, and end with it; what makes rollouts finds them at the head
 server that `HEAD_VARIABLE` names, in this process and those that it starts. Every row is played by the agent that it names; a
-row of an unknown agent, and a configuration with a problem, are refused before any server is started.
+row of an unknown agent, and a configuration with a problem, are refused before any server is started. A rollout that failed
+while a server was away ends when all are up again, so that its next attempt finds them.
 
     with owned_servers(config.environment, "http://127.0.0.1:8000", Path(".roundhouse/gym/run")):
         async with open_environment(config.environment) as environment: …
@@ -15,22 +16,24 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
 from roundhouse.compat.nemo_gym.config.resolve import PORT_RANGE, Resolution, free_port, resolve
 from roundhouse.compat.nemo_gym.config.sources import SearchRoots
-from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
-from roundhouse.compat.nemo_gym.servers.start import GymServers, StartOptions
+from roundhouse.compat.nemo_gym.servers.head import ask_statuses
+from roundhouse.compat.nemo_gym.servers.start import LOOK_SECONDS, GymServers, StartOptions
 from roundhouse.config.environments import NemoGymEnvironment
-from roundhouse.environments.base import Restoration, Split, TaskRow
+from roundhouse.environments.base import Restoration, TaskRow
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.rollout.agents import RolloutAttempt
-from roundhouse.rollout.protocol import EnvironmentUnavailable
+from roundhouse.rollout.protocol import ClientWithRows, EnvironmentUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ HEAD_VARIABLE = "ROUNDHOUSE_GYM_HEAD"
 
 
 def resolved(config: NemoGymEnvironment, engine_url: str, **options: Any) -> Resolution:
-    """The configuration of the servers, with the run's engine behind their model servers.
+    """The configuration of the servers, with the run's engine as the model of their model servers.
 
     Raises:
         ConfigError: with all problems.
@@ -161,18 +164,25 @@ def agents_of(config: NemoGymEnvironment) -> tuple[str, ...]:
     return agents
 
 
-class NemoGymClient:
+class NemoGymClient(ClientWithRows):
     """The agents of the run's own servers as one environment."""
 
     name = "nemo_gym"
     restoration: Restoration = "none"
 
     def __init__(
-        self, agents: Sequence[str], agent: str | None, train: Sequence[TaskRow], heldout: Sequence[TaskRow]
+        self,
+        agents: Sequence[str],
+        agent: str | None,
+        train: Sequence[TaskRow],
+        heldout: Sequence[TaskRow],
+        *,
+        start_seconds: float,
     ) -> None:
         """
         Args:
             agent: plays rows that name none.
+            start_seconds: how long a server that has ended may take until it is up again.
 
         Raises:
             ConfigError: a row names an agent that there is not, or none where there are several.
@@ -187,8 +197,10 @@ class NemoGymClient:
                         f"environment.{key}: row {number} names the agent {named!r} (agent_ref.name), but the agents of "
                         f"environment.config_paths are {', '.join(agents)}. Correct the row, or add the agent's configuration."
                     )
-        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
+        super().__init__(train, heldout)
         self._clients: dict[str, RemoteAgentClient] = {}
+        self._start_seconds = start_seconds
+        self._waiting = asyncio.Lock()
         self.agent = NemoGymAgent(self)
 
     @classmethod
@@ -198,12 +210,8 @@ class NemoGymClient:
         Raises:
             ConfigError: as the class, or the configuration or a file has a problem.
         """
-        files = {"environment.train_tasks": config.train_tasks, "environment.heldout_tasks": config.heldout_tasks}
-        train, heldout = (read_task_rows(uri, key) if uri else [] for key, uri in files.items())
-        return cls(agents_of(config), config.agent, train, heldout)
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._tasks[split]
+        rows = read_split_rows(config)
+        return cls(agents_of(config), config.agent, *rows, start_seconds=config.start_timeout_seconds)
 
     def agent_of(self, row: TaskRow) -> str | None:
         """The agent that plays a row."""
@@ -220,7 +228,7 @@ class NemoGymClient:
         if agent not in self._clients:
             if (head := os.environ.get(HEAD_VARIABLE)) is None:
                 raise EnvironmentUnavailable(
-                    "environment.kind is nemo_gym, but its servers are not started here: a training run does that. Start them "
+                    "environment.kind is nemo_gym, but its servers are not started here: a run does that itself. Start them "
                     f"by `roundhouse gym start`, and set {HEAD_VARIABLE} to the head server's URL."
                 )
             own = {split: [row for row in rows if self.agent_of(row) == agent] for split, rows in self._tasks.items()}
@@ -229,15 +237,22 @@ class NemoGymClient:
             )
         return self._clients[agent]
 
+    async def until_all_answer(self) -> None:
+        """Wait for servers that have ended and are being started again. Returns at once where none has.
+
+        Raises:
+            InfraError: the head server does not answer.
+        """
+        async with self._waiting:  # one rollout asks for all that wait
+            deadline = time.monotonic() + self._start_seconds
+            while time.monotonic() < deadline:
+                if all(one["status"] == "success" for one in await ask_statuses(os.environ[HEAD_VARIABLE])):
+                    return
+                await asyncio.sleep(LOOK_SECONDS)
+
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class NemoGymAgent:
@@ -250,4 +265,10 @@ class NemoGymAgent:
         name = self._client.agent_of(attempt.rollout.task)
         assert name is not None, "rows without an agent were refused"
         attempt.rollout.environment = name
-        await self._client.client_of(name).agent.play(attempt, environment)
+        client = self._client.client_of(name)
+        try:
+            await client.agent.play(attempt, environment)
+        except InfraError:
+            with suppress(InfraError):
+                await self._client.until_all_answer()
+            raise

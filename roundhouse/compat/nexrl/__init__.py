@@ -24,15 +24,25 @@ from roundhouse.compat.nexrl.built_in import (
     TraceRolloutWorker,
 )
 from roundhouse.compat.nexrl.client import BaseDataLoader, FileDataLoader, MockDataLoader
+from roundhouse.compat.nexrl.nexau import BaseNexAURolloutWorker, DefaultNexAURolloutWorker, NexAURolloutWorker
 from roundhouse.compat.nexrl.pool import Batch, TrajectoryPool, read_trajectories
+from roundhouse.compat.nexrl.resources import (
+    NexRLRole,
+    RayActorWrapper,
+    RayResourceManager,
+    execute,
+    execute_async,
+)
 
 __all__ = [
     "AgentEvaluationTarget",
     "AgentRolloutWorker",
     "BaseDataLoader",
     "BaseEvaluationTarget",
+    "BaseNexAURolloutWorker",
     "BaseRolloutWorker",
     "Batch",
+    "DefaultNexAURolloutWorker",
     "EvaluationRunResult",
     "Evaluator",
     "FileDataLoader",
@@ -40,11 +50,17 @@ __all__ = [
     "MockDataLoader",
     "MockRolloutWorker",
     "NexAUEvaluationTarget",
+    "NexAURolloutWorker",
+    "NexRLRole",
+    "RayActorWrapper",
+    "RayResourceManager",
     "RolloutLimit",
     "SimpleRolloutWorker",
     "StepResult",
     "TraceRolloutWorker",
     "Tracer",
     "TrajectoryPool",
+    "execute",
+    "execute_async",
     "read_trajectories",
 ]

@@ -27,7 +27,7 @@ What `step` returns is the outcome:
 
 Evaluators: from a data item and what the agent answered to a reward.
 
-Invariants: a reward lies in [0, 1] and every metric is a finite number, or there is no result; an evaluator that raises fails
+Invariants: a reward is in [0, 1] and every metric is a finite number, or there is no result; an evaluator that raises fails
 the rollout, which then has no reward.
 
     class Exact(Evaluator):
@@ -56,6 +56,7 @@ from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
 from roundhouse.rollout.agents import RolloutAttempt
+from roundhouse.rollout.collector import retry_delay
 from roundhouse.rollout.conversation import TurnChain
 from roundhouse.rollout.plan import sampling_overrides
 from roundhouse.rollout.protocol import VerifierFailed
@@ -70,14 +71,15 @@ class RolloutLimit(Exception):
 class LlmClient:
     """The policy, as one rollout's worker sees it."""
 
-    def __init__(self, attempt: RolloutAttempt) -> None:
+    def __init__(self, attempt: RolloutAttempt, max_retries: int = 0) -> None:
+        """`max_retries`: how often a call that failed for the engine's sake is made again."""
         self._attempt = attempt
+        self._max_retries = max_retries
         self.policy_version = attempt.policy_version
-        """Version that answers, where the collector was told."""
+        """Version that answers, if the collector knows it."""
         self._chain = TurnChain()
         self._replies: dict[bytes, Completion] = {}
         """By the conversation that each ended."""
-        self._newest: list[Message] = []
         self._stored_tokens = 0
         self._input_tokens = 0
         self._given: int | None = None
@@ -102,7 +104,7 @@ class LlmClient:
             InfraError, DataError: the engine failed or refused.
         """
         answer = await self.generate([{"role": "user", "content": prompt}], **asked)
-        return {"prompt": prompt, "response": answer["response"], "finish_reason": answer["finish_reason"]}
+        return {**asked, "prompt": prompt, "response": answer["response"], "finish_reason": answer["finish_reason"]}
 
     async def generate(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **asked: Any
@@ -114,6 +116,7 @@ class LlmClient:
         """
         completion = await self.ask(messages, tools, **asked)
         return {
+            **asked,
             "messages": [dict(message) for message in messages],
             "response": completion.message.get("content") or "",
             "tool_calls": completion.message.get("tool_calls") or [],
@@ -158,12 +161,10 @@ class LlmClient:
             finish_reason=completion.finish_reason,
             latency_seconds=completion.latency_seconds,
         )
-        self._replies[_key([*messages, completion.message])] = completion
         self._stored_tokens += len(turn.prompt_token_ids) + len(turn.generation_token_ids)
         self._input_tokens += len(completion.prompt_token_ids)
-        # What this call adds to the newest conversation; all of it where it is another one
-        known = len(self._newest)
-        added = messages[known:] if known and _key(messages[:known]) == _key(self._newest) else messages
+        # What this call adds to the conversation that it continues; all of it where it continues none
+        added = messages[self._continued(messages)[0] :]
         item_id = f"msg_{self._attempt.rollout.seed:08x}_{len(self._chain.turns) - 1}"
         for place, message in enumerate(added):
             if message["role"] == "assistant":
@@ -177,7 +178,7 @@ class LlmClient:
             self._given = len(self.items)
         self.items.extend(assistant_items(completion.message, item_id))
         self._attempt.call_ends.append(len(self.items) - self._given - 1)
-        self._newest = [*messages, completion.message]
+        self._replies[_key([*messages, completion.message])] = completion
         self.infos.append(
             {
                 "turn": turn.turn,
@@ -220,7 +221,7 @@ class LlmClient:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
         begun = time.perf_counter()
         try:
-            return await attempt.policy.complete(messages, tools, sampling, derive_seed(attempt.rollout.seed, calls))
+            return await self._answered(messages, tools, sampling, derive_seed(attempt.rollout.seed, calls))
         except ContextOverflow as error:
             if not calls:
                 raise
@@ -228,16 +229,33 @@ class LlmClient:
         finally:
             attempt.rollout.generation_seconds += time.perf_counter() - begun
 
+    async def _answered(
+        self, messages: list[Message], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        """The engine's answer. A call waits while the engine takes new weights; one that fails is made again."""
+        for failed in range(1, self._max_retries + 1):
+            try:
+                return await self._attempt.policy.complete(messages, tools, sampling, seed)
+            except InfraError:
+                await asyncio.sleep(retry_delay(self._attempt.config.retry, failed, seed))
+        return await self._attempt.policy.complete(messages, tools, sampling, seed)
+
     def _with_tokens(self, messages: list[Message]) -> list[Message]:
         """The messages, the newest reply of ours among them with its tokens, if everything before it is as it was."""
-        for index in range(len(messages) - 1, -1, -1):
-            if messages[index].get("role") != "assistant":
+        known, reply = self._continued(messages)
+        if reply is None:
+            return messages
+        fields = {name: getattr(reply, name) for name in TOKEN_FIELDS}
+        return [*messages[: known - 1], {**messages[known - 1], **fields}, *messages[known:]]
+
+    def _continued(self, messages: list[Message]) -> tuple[int, Completion | None]:
+        """How many of the messages, the newest reply of ours the last of them, are a conversation on record; and that reply."""
+        for end in range(len(messages), 0, -1):
+            if messages[end - 1].get("role") != "assistant":
                 continue
-            known = self._replies.get(_key(messages[: index + 1]))
-            if known is not None:
-                fields = {name: getattr(known, name) for name in TOKEN_FIELDS}
-                return [*messages[:index], {**messages[index], **fields}, *messages[index + 1 :]]
-        return messages
+            if (reply := self._replies.get(_key(messages[:end]))) is not None:
+                return end, reply
+        return 0, None
 
 
 def _key(messages: Sequence[Message]) -> bytes:
@@ -253,7 +271,7 @@ QUERY_FIELDS = ("prompt", "query", "question")
 
 
 class StepResult(StrEnum):
-    """What a worker says of a task. None, beside these, says that there never was a trajectory."""
+    """What a worker says of a task. None, in addition, says that there never was a trajectory."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -290,6 +308,29 @@ class BaseRolloutWorker(ABC):
         self.is_truncated = False
         self.trained_on = True
         """False masks the rollout: it keeps its reward and is not trained on."""
+        self.is_validate = False
+        """The rollout is of an evaluation, and is not trained on."""
+        self.dataloader: Sequence[dict[str, Any]] = ()
+        self.validate_dataloader: Sequence[dict[str, Any]] = ()
+
+    @property
+    def _llm_client(self) -> LlmClient:
+        """The name that NexRL's recipes know."""
+        return self.llm
+
+    def set_module_references(
+        self, *, dataloader: Sequence[dict[str, Any]], validate_dataloader: Sequence[dict[str, Any]]
+    ) -> None:
+        """Called before `step`: the items of both splits, to look at. Which is played is the run's plan."""
+        self.dataloader, self.validate_dataloader = dataloader, validate_dataloader
+
+    def begin_validate(self) -> None:
+        """Called before the `step` of an evaluation."""
+        self.is_validate = True
+
+    def end_validate(self) -> None:
+        """Called after it."""
+        self.is_validate = False
 
     async def step(self, task: dict[str, Any]) -> str | None:
         """Play the task: a data item with `group_id`, `run_id` and `task_id`."""
@@ -396,7 +437,7 @@ class EvaluationRunResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """Scalars to report, by name."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """Anything more; it reaches whoever asked for the rollout, and is not stored."""
+    """Anything more; it is returned to the caller of the rollout, and not stored."""
 
     def __post_init__(self) -> None:
         if not _finite(self.reward) or not 0 <= self.reward <= 1:

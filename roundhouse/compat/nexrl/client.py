@@ -3,7 +3,8 @@
 Invariant: every rollout has a worker object of its own; what it returns, raises or leaves is one of the typed outcomes; the
 default loss mask trains on all its model calls.
 
-Data loaders: items in an order, with room for some to be put back.
+Data loaders: items in an order, with room for some to be put back. A run takes the items of its loader once, as its tasks, and
+draws them by epochs (`roundhouse.rollout.plan`).
 
 Invariants: `len` is the number of items still to come; an item is given out once, unless it is added again; `reset` brings back
 the loader as it was made, whatever was added since. A file's order is the file's, or with `shuffle` a function of the seed.
@@ -17,7 +18,6 @@ from __future__ import annotations
 import csv
 import inspect
 import io
-import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,18 +40,19 @@ from roundhouse.compat.nexrl.base import (
 )
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.secrets import resolved
-from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict, task_row
-from roundhouse.environments.generated import TaskList
+from roundhouse.environments.base import Restoration, Split, TaskList, TaskRow, Verdict, task_row
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.import_string import add_import_path, load_class
-from roundhouse.rollout.agents import RolloutAttempt
-from roundhouse.rollout.protocol import BadTaskRow, checked_verdict
+from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
+from roundhouse.rollout.plan import epoch_order
+from roundhouse.rollout.protocol import BadTaskRow, ClosedOnExit
 from roundhouse.trajectories.records import Status
 
 WORKERS = {
     "mock": "roundhouse.compat.nexrl.built_in:MockRolloutWorker",
     "simple": "roundhouse.compat.nexrl.built_in:SimpleRolloutWorker",
     "agent": "roundhouse.compat.nexrl.built_in:AgentRolloutWorker",
+    "nexau": "roundhouse.compat.nexrl.nexau:NexAURolloutWorker",
 }
 """Workers that come with Roundhouse, by type."""
 
@@ -60,13 +61,15 @@ _NO_CALLS: Any = None
 MakeWorker = Callable[[LlmClient], BaseRolloutWorker]
 
 
-class WorkerClient:
+class WorkerClient(ClosedOnExit):
     """An environment whose rollouts are played by workers."""
 
-    def __init__(self, make: MakeWorker, name: str, train: Sequence[Item], heldout: Sequence[Item] = ()) -> None:
+    def __init__(
+        self, make: MakeWorker, name: str, train: Sequence[Item], heldout: Sequence[Item] = (), *, max_retries: int = 0
+    ) -> None:
         """`make` is called once a rollout."""
         self.name = name
-        self.agent = WorkerAgent(make)
+        self.agent = WorkerAgent(make, train, heldout, max_retries)
         self.restoration = self.agent.restoration
         self._items: dict[Split, Sequence[Item]] = {"train": train, "heldout": heldout}
 
@@ -78,28 +81,22 @@ class WorkerClient:
             ConfigError: a class or a file cannot be found, or the parameters do not fit.
         """
         make = worker_maker(config)
-        train = read_items(config.train_data, "environment.train_data")
-        heldout = read_items(config.heldout_data, "environment.heldout_data") if config.heldout_data else []
-        return cls(make, config.worker.rpartition(":")[2], train, heldout)
+        train = items_of(config, config.train_data, "environment.train_data", is_validate=False)
+        heldout: Sequence[Item] = ()
+        if config.heldout_data is not None:
+            heldout = items_of(config, config.heldout_data, "environment.heldout_data", is_validate=True)
+        return cls(make, config.worker.rpartition(":")[2], train, heldout, max_retries=config.max_retries)
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return TaskList(self._items[split], self.agent.row)
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class WorkerAgent:
     """Plays a rollout by a worker."""
 
-    def __init__(self, make: MakeWorker) -> None:
+    def __init__(self, make: MakeWorker, train: Sequence[Item], heldout: Sequence[Item], max_retries: int) -> None:
         self._make = make
+        self._train, self._heldout, self._max_retries = train, heldout, max_retries
         self._formatter = make(_NO_CALLS)
         self.restoration: Restoration = self._formatter.restoration
 
@@ -117,9 +114,15 @@ class WorkerAgent:
         if not isinstance(rollout.task.get("item"), dict):
             raise BadTaskRow("The task row has no `item`, which is what workers play.")
         task = {**rollout.task["item"], "group_id": rollout.group_id, "run_id": rollout.sample}
-        llm = LlmClient(attempt)
+        llm = LlmClient(attempt, self._max_retries)
         worker = self._make(llm)
-        final = await _stepped(worker, task)
+        worker.set_module_references(dataloader=self._train, validate_dataloader=self._heldout)
+        if attempt.on_policy:
+            final = await _stepped(worker, task)
+        else:
+            worker.begin_validate()
+            final = await _stepped(worker, task)
+            worker.end_validate()
         name = type(worker).__name__
         if final is None:
             raise NoTrajectory(f"{name} returned None: it failed before there was a trajectory.")
@@ -217,6 +220,33 @@ def worker_maker(config: WorkerEnvironment) -> MakeWorker:
     return make
 
 
+def items_of(config: WorkerEnvironment, data: str, key: str, *, is_validate: bool) -> list[Item]:
+    """The items that the configured loader gives, in its order, each with `task_id` and `group_id`.
+
+    Raises:
+        ConfigError: the loader cannot be found or made, or gives no items.
+        DataError: a line of the file cannot be read.
+    """
+    if config.data_loader == "file":
+        return _drained(FileDataLoader(data, is_validate=is_validate, key=key))
+    if config.data_loader == "mock":
+        if not data.isdecimal():
+            raise ConfigError(f"{key} is {data!r}, but environment.data_loader is mock: give the number of its items.")
+        loader: BaseDataLoader = MockDataLoader(int(data), is_validate)
+    else:
+        bases = [config.workspace] if config.workspace else []
+        found: Any = load_class(config.data_loader, BaseDataLoader, "environment.data_loader", bases)
+        loader = _made(lambda: found(data, is_validate=is_validate), "environment.data_loader", config.data_loader)
+    return named_items(_drained(loader), f"environment.data_loader is {config.data_loader!r}, and {key}", data)
+
+
+def _drained(loader: BaseDataLoader) -> list[Item]:
+    items = []
+    while (item := loader.get_next_item()) is not None:
+        items.append(item)
+    return items
+
+
 def _made(make: Callable[[], Any], key: str, target: str) -> Any:
     try:
         return make()
@@ -310,10 +340,8 @@ class FileDataLoader(BaseDataLoader):
         super().__init__(is_validate)
 
     def load(self) -> list[Item]:
-        rows = list(self._rows)
-        if self._shuffle:
-            random.Random(self._seed).shuffle(rows)
-        return [{**row, "run_id": run} for row in rows for run in range(self._repeat_n)]
+        places = epoch_order(len(self._rows), self._seed, 0) if self._shuffle else range(len(self._rows))
+        return [{**self._rows[place], "run_id": run} for place in places for run in range(self._repeat_n)]
 
 
 def read_items(uri: str, key: str) -> list[Item]:
@@ -333,6 +361,15 @@ def read_items(uri: str, key: str) -> list[Item]:
         raise DataError(f"{key} is {uri!r}: {error}") from error
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
         raise ConfigError(f"{key} is {uri!r}, which cannot be read: {error}") from error
+    return named_items(rows, key, uri)
+
+
+def named_items(rows: Sequence[Any], key: str, uri: str) -> list[Item]:
+    """The rows with `task_id` and `group_id`: their own, or their number.
+
+    Raises:
+        ConfigError: there is none, one is no object, or two have the same `task_id`.
+    """
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{key} is {uri!r}, which holds no rows, or rows that are no objects.")
     named = [
@@ -372,9 +409,8 @@ def _table(raw: bytes) -> list[Any]:
     return rows
 
 
-def _parquet(raw: bytes) -> list[Any]:
-    rows: list[Any] = pq.read_table(io.BytesIO(raw)).to_pylist()
-    return rows
-
-
-_READERS = {"jsonl": _lines, "csv": _table, "parquet": _parquet}
+_READERS: dict[str, Callable[[bytes], list[Any]]] = {
+    "jsonl": _lines,
+    "csv": _table,
+    "parquet": lambda raw: pq.read_table(io.BytesIO(raw)).to_pylist(),
+}

@@ -2,7 +2,7 @@
 
 Invariants: a trajectory is handed out at most once, oldest first; a group is handed out whole; models (`model_tag`) share
 nothing; while the weights of a model are exchanged, what is put for it is answered "re-rollout" and not kept. A run of
-Roundhouse has its own record of groups (`rollout.group_size`, `asynchrony`); this is for loops beside it.
+Roundhouse has its own record of groups (`rollout.group_size`, `asynchrony`); this is for loops of your own.
 
     pool = TrajectoryPool(key_list=["task_id"], group_size=8, batch_size=64)
     pool.put_trajectory({"task_id": "7*4+1", "tokens": […], "loss_mask": […], "reward": 1.0})      # "success"

@@ -13,8 +13,8 @@ rollout's id (agents which do not).
 
 The task row as it is sent to an agent server's /run; pure.
 
-Invariant: the agent is told to draw as the run does (`generation.sampling`), with the rollout's own seed; the row's own output
-limit stands where it is tighter. `_ng_rollout_id` is new with every attempt, so that model calls which a server records under
+Invariant: the agent is given the run's sampling (`generation.sampling`), with the rollout's own seed; the row's own output
+limit applies if it is tighter. `_ng_rollout_id` is new with every attempt, so that model calls which a server records under
 it are those of this attempt and no other.
 
     {"task_id": "a/1", "responses_create_params": {"input": "hi"}}
@@ -23,7 +23,7 @@ it are those of this attempt and no other.
 
 What an agent server answers to /run, read as a rollout; pure.
 
-Invariant: an answer with a failure mark has no reward, whatever number stands in it; tokens are those that the items carry,
+Invariant: an answer with a failure mark has no reward, whatever number it has; tokens are those that the items carry,
 never made from text; numbers of the answer that the row did not hold are the rollout's metrics.
 
     _ng_failure_terminal                       -> AgentGaveUp (data)
@@ -46,13 +46,13 @@ import orjson
 
 from roundhouse.compat.nemo_gym.clients.connection import Connection, json_object, look_up
 from roundhouse.compat.nemo_gym.clients.resources import verdict_from_reply
-from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.config.models import AgentEnvironment
 from roundhouse.config.secrets import read_secret
-from roundhouse.environments.base import Restoration, Split, TaskRow, Verdict
+from roundhouse.environments.base import Restoration, TaskRow, Verdict
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import TOKEN_FIELDS
-from roundhouse.rollout.agents import RolloutAttempt
+from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.conversation import ChainedCalls, TurnChain, chain_calls
 from roundhouse.rollout.plan import sampling_overrides
 from roundhouse.rollout.protocol import (
@@ -63,11 +63,11 @@ from roundhouse.rollout.protocol import (
     AgentUnavailable,
     BadAgentAnswer,
     BadTaskRow,
+    ClientWithRows,
     EnvironmentUnavailable,
     EnvironmentUnreachable,
     JudgeFailed,
     NoTrainableTokens,
-    checked_verdict,
     detail_of,
 )
 from roundhouse.trajectories.records import Status, Turn, derive_seed
@@ -75,7 +75,7 @@ from roundhouse.trajectories.records import Status, Turn, derive_seed
 CAPTURES_SECONDS = 60.0
 
 
-class RemoteAgentClient:
+class RemoteAgentClient(ClientWithRows):
     """Rollouts played by an agent server."""
 
     restoration: Restoration = "none"
@@ -100,6 +100,7 @@ class RemoteAgentClient:
         """
         if url is None and (head_server is None or agent is None):
             raise ConfigError("environment.url is unset: give it, or head_server and agent.")
+        super().__init__(train, heldout)
         self.agent_name = agent
         self.captures = model_server is not None
         self.name = agent or ("" if url is None else Connection(url).authority)
@@ -111,7 +112,6 @@ class RemoteAgentClient:
         self._models_token = model_server_token
         self._left: list[Connection] = []
         self._looking = asyncio.Lock()
-        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
         self._indexes: dict[str, int] | None = None
 
     @classmethod
@@ -121,8 +121,7 @@ class RemoteAgentClient:
         Raises:
             ConfigError: a file cannot be read, or a row is for another agent.
         """
-        heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
-        train = read_task_rows(config.train_tasks, "environment.train_tasks") if config.train_tasks else []
+        train, heldout = read_split_rows(config)
         try:
             refuse_other_agents([*train, *heldout], config.agent)
         except BadTaskRow as error:
@@ -137,9 +136,6 @@ class RemoteAgentClient:
             train=train,
             heldout=heldout,
         )
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._tasks[split]
 
     def task_index(self, row: TaskRow, group_id: str) -> int:
         """The row's place in its file, for the agent's records; of a row from elsewhere, a number of its own."""
@@ -203,12 +199,6 @@ class RemoteAgentClient:
             if connection is not None:
                 await connection.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
 
 def _token(variable: str | None, file: str | None) -> str | None:
     return None if variable is None and file is None else read_secret(variable or "", file)
@@ -253,7 +243,7 @@ class RunClient(Protocol):
 
 
 class RemoteAgent:
-    """The agent of environments that live behind an agent server."""
+    """The agent of environments behind an agent server."""
 
     def __init__(self, client: RunClient) -> None:
         self._client = client
@@ -367,7 +357,7 @@ def refuse_other_agents(rows: Iterable[TaskRow], agent: str | None) -> None:
 
 
 def rollout_name(group_id: str, sample: int) -> str:
-    """A name that can stand in a path, unlike any other: letters, digits, dots, dashes, underscores, a letter first."""
+    """A unique name that can be part of a path: letters, digits, dots, dashes, underscores, a letter first."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", group_id)[:_LONGEST_NAME]
     return f"r-{readable}-{sample}-{uuid.uuid4().hex[:12]}"
 
@@ -377,7 +367,7 @@ _CARRIED = frozenset({*TOKEN_FIELDS, "routed_experts"})
 
 @dataclass(frozen=True, slots=True)
 class RunAnswer:
-    """A rollout as its agent tells it."""
+    """A rollout as its agent returns it."""
 
     verdict: Verdict
     response: dict[str, Any]
@@ -422,7 +412,11 @@ def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
     return RunAnswer(
         verdict,
         response,
-        [_bare(item) for item in [*items, *output] if isinstance(item, dict)],
+        [
+            {"type": "message", **{key: value for key, value in item.items() if key not in _CARRIED}}
+            for item in [*items, *output]
+            if isinstance(item, dict)
+        ],
         _finish(reply, response, output),
     )
 
@@ -457,10 +451,6 @@ def turns_from_items(response: Mapping[str, Any], policy_version: int) -> list[T
         except (TypeError, OverflowError) as error:
             raise BadAgentAnswer(f"prompt_token_ids holds something else than token IDs: {error}") from error
     return chain.turns
-
-
-def _bare(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "message", **{key: value for key, value in item.items() if key not in _CARRIED}}
 
 
 def _finish(reply: Mapping[str, Any], response: Mapping[str, Any], output: list[dict[str, Any]]) -> str:

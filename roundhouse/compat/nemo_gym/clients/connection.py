@@ -2,9 +2,9 @@
 
 Invariant: a call ends within its time limit, with a status and a body or with a typed infrastructure failure; it is sent once,
 since a request whose answer was lost may have had its effect. Cookies are the caller's: merged from every answer, sent back as
-they came, read by nobody.
+they came, unread.
 
-Where a server is, by its instance name, as the head server tells it.
+Where a server is, by its instance name, as the head server reports it.
 
 Invariant: only the entry's host and port are resolved; nothing else of the configuration, which may hold secrets, is read.
 
@@ -38,7 +38,7 @@ from roundhouse.rollout.protocol import (
 )
 
 CONNECT_SECONDS = 60.0
-"""Generous: where thousands of rollouts wake up together on a busy machine, a connection that stands is noticed late."""
+"""Generous: where thousands of rollouts wake up together on a busy machine, an established connection is noticed late."""
 REQUEST_SECONDS = 600.0
 """Guard of last resort for one request; the limits of a rollout and of its tool calls are tighter."""
 KEEP_ALIVE_SECONDS = 2.0
@@ -132,7 +132,7 @@ class Connection:
 
 
 def json_object(text: str, where: str, failure: Callable[[str], Exception]) -> dict[str, Any]:
-    """The JSON object that an answer's `text` holds. `where` is who answered.
+    """The JSON object that an answer's `text` holds. `where` names the server.
 
     Raises:
         failure: it holds none.

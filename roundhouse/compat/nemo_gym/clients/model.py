@@ -9,7 +9,7 @@ connection, and at most `ATTEMPTS` times.
     policy = server.rollout(row["responses_create_params"])       one per rollout
     completion = await policy.complete(messages, tools, sampling, seed)
 
-A server that tells no tokens gives completions without tokens: they can be judged, and not trained on.
+A server that returns no tokens gives completions without tokens: they can be judged, but not trained on.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RolloutPolicy:
             if status not in BUSY and status < 500:
                 return status, text
             last = f"{self._connection.url}/{self._path} answered {status}: {text[:2000]}"
-            # 502 is how a model server passes an engine's failure on; 503 and 504 are that nobody answers it.
+            # 502 is how a model server passes an engine's failure on; 503 and 504 mean that no engine answers it.
             kind = EngineUnreachable if status in BUSY and status != 502 else EngineFailed
             if status not in BUSY:  # a defect there; asking again would cost the same
                 break
@@ -198,7 +198,7 @@ def read_responses(reply: dict[str, Any], latency: float) -> Completion:
 
     Raises:
         ContextOverflow: as above.
-        EngineRejected: the output holds something else beside the policy's reply.
+        EngineRejected: the output holds something else than the policy's reply.
     """
     messages = chat_messages(reply["output"])
     if [message["role"] for message in messages] not in ([], ["assistant"]):

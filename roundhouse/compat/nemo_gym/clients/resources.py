@@ -21,15 +21,16 @@ from typing import Any, Self
 import orjson
 
 from roundhouse.compat.nemo_gym.clients.connection import BUSY, REQUEST_SECONDS, Connection, Cookies, json_object
-from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.config.models import RemoteEnvironment
-from roundhouse.environments.base import NOT_FOUND, RESERVED, GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
+from roundhouse.environments.base import NOT_FOUND, RESERVED, GymStep, Restoration, TaskRow, ToolResult, Verdict
 from roundhouse.errors import DataError, InfraError
 from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
 from roundhouse.rollout.protocol import (
     SESSION_CLOSED,
     SESSION_HEADER,
     SESSION_LAST_USE,
+    ClientWithRows,
     EnvironmentSession,
     EnvironmentTimeout,
     EnvironmentUnavailable,
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
-class RemoteClient:
+class RemoteClient(ClientWithRows):
     """What the clients of all servers share: a connection, a name, task rows."""
 
     def __init__(
@@ -61,18 +62,17 @@ class RemoteClient:
         session_mcp: bool = True,
         restoration: Restoration = "none",
     ) -> None:
+        super().__init__(train, heldout)
         self.connection = Connection(url, request_seconds)
         self.name = name or self.connection.authority
         self.close_route = None if close_route is None else close_route.strip("/")
         self.session_mcp = session_mcp
         self.restoration = restoration
-        self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
 
     @classmethod
     def from_config(cls, config: RemoteEnvironment) -> Self:
         """The client of a configuration, its task rows read from their files."""
-        heldout = read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else []
-        train = read_task_rows(config.train_tasks, "environment.train_tasks") if config.train_tasks else []
+        train, heldout = read_split_rows(config)
         return cls(
             config.url,
             train=train,
@@ -86,17 +86,8 @@ class RemoteClient:
     def url(self) -> str:
         return self.connection.url
 
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return self._tasks[split]
-
     async def close(self) -> None:
         await self.connection.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class RemoteEnvironmentClient(RemoteClient):
@@ -118,11 +109,11 @@ class RemoteEnvironmentClient(RemoteClient):
         try:
             return await with_offered(session, row, self.url, offer)
         except BaseException:
-            await session.give_up()  # nobody will get to see it
+            await session.give_up()  # it is not handed to the caller
             raise
 
     def join_session(self, row: TaskRow, cookies: Cookies) -> EnvironmentSession:
-        """A session that somebody else began, by its `cookies`; these are brought up to date in place."""
+        """A session that another client began, by its `cookies`; these are brought up to date in place."""
         return _RemoteSession(self.connection, row, self.close_route, cookies)
 
 
@@ -150,7 +141,7 @@ class RemoteSession:
         return text
 
     async def give_up(self) -> None:
-        """Close, where that is offered; a failure is told in the log."""
+        """Close, if that is offered; a failure is logged."""
         if self.needs_close:
             try:
                 await self.close()
@@ -239,7 +230,7 @@ def refuse_failure_mark(reply: dict[str, Any]) -> None:
     """Raise where an answer of 200 says that there is no verdict.
 
     Raises:
-        JudgeFailed, VerifierFailed: the reward of 0 beside the mark is none.
+        JudgeFailed, VerifierFailed: the reward of 0 next to the mark is not a reward.
     """
     failure = reply.get("_ng_failure_class")
     if failure is not None:

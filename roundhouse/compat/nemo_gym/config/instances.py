@@ -1,6 +1,6 @@
 """The servers that a configuration names.
 
-Invariant: a top-level entry is a server, or it looks like one and the reasons why it is none are told, or it is an ordinary
+Invariant: a top-level entry is a server, or it looks like one and the reasons why it is not are reported, or it is an ordinary
 value; nothing that looks like a server is passed over in silence.
 
     weather:                                  the instance's name
@@ -14,7 +14,7 @@ Three kinds of server:
     external  has `url` and no entrypoint: runs elsewhere; it is checked and never started
     own       its implementation is one of `roundhouse_environment`, `roundhouse_agent`, `roundhouse_model`
 
-The inference engines behind the model servers of a configuration.
+The inference engines of the model servers of a configuration.
 
 Invariant: each engine is named once, with the field that names it, since it may be a judge's and not the policy's. A model
 server answers as soon as it has started, whatever is behind it; so these are asked as well.
@@ -64,7 +64,7 @@ Domain = Literal[
 
 
 class ServerFields(BaseModel):
-    """What is common to all servers; a server's own fields are kept beside it."""
+    """What is common to all servers; a server's own fields are kept as extras."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -101,7 +101,7 @@ class Instance:
 
     @property
     def path(self) -> tuple[str, str, str]:
-        """Where its fields stand in the configuration."""
+        """Path of its fields in the configuration."""
         return self.name, self.type, self.implementation
 
     def references(self) -> dict[str, InstanceReference]:
@@ -144,7 +144,7 @@ def unresolved_references(instances: Iterable[Instance]) -> list[str]:
     problems = []
     for instance in instances:
         for field, reference in instance.references().items():
-            if reference in there or reference.name == "???":  # an unset name is told as such
+            if reference in there or reference.name == "???":  # an unset name is reported as such
                 continue
             names = sorted(one.name for one in there if one.type == reference.type)
             near = difflib.get_close_matches(reference.name, names, n=3)

@@ -1,4 +1,4 @@
-"""Many sources, one tree: plain containers in which interpolations and directives stand as they were written.
+"""Many sources, one tree: plain containers in which interpolations and directives are kept as written.
 
 Invariant: nothing is filled in or applied here but the order of precedence; see `sources` for the files' part of it.
 
@@ -131,7 +131,7 @@ def unset_values(node: Any, where: str = "") -> list[str]:
 
 
 def merge_dummy_models(tree: Tree) -> None:
-    """A stand-in `dummy_model` beside a real model gives it the fields that the real one does not set."""
+    """A placeholder `dummy_model` next to a real model supplies the fields that the real one does not set."""
     for entry in tree.values():
         models = entry.get("responses_api_models") if isinstance(entry, dict) else None
         if not isinstance(models, dict) or "dummy_model" not in models or len(models) < 2:

@@ -1,6 +1,6 @@
 """A NeMo Gym configuration, resolved: files, `env.yaml` and command line merged, directives applied, servers found and placed.
 
-Invariant: everything that is wrong is told at once, as a list of problems in words; a `Resolution` without problems can be
+Invariant: everything that is wrong is reported at once, as a list of problems in words; a `Resolution` without problems can be
 started. Interpolations stay as they were written in its configuration, so that children fill them in themselves; only what
 decides about servers is read with its interpolations filled.
 
@@ -20,7 +20,7 @@ Where each server of a configuration listens.
 
 Invariant: no two servers that we start get the same port, and none gets one that is disallowed or explicitly another's. A
 port that the configuration names is kept; the others are free ones of the range, tried by binding. Between this moment and
-the server's own bind somebody else may take one: such a server ends at its start, which is noticed there.
+the server's own bind another process may take one: such a server ends at its start, which is noticed there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Resolution:
         return OmegaConf.to_yaml(self.config())
 
     def masked_yaml(self) -> str:
-        """For people and for those who ask the head server."""
+        """For people and for clients of the head server."""
         return OmegaConf.to_yaml(OmegaConf.create(masked(self.tree)))
 
     def fields(self, instance: Instance) -> Tree:
@@ -237,7 +237,7 @@ _REPLACED: dict[str, tuple[str, dict[str, Any]]] = {
     "gymnasium_agent": ("responses_api_agents", {"protocol": "gymnasium", "max_steps": 10}),
     "vllm_model": ("responses_api_models", {}),
 }
-"""From an implementation to its type and to what it does that ours has to be told."""
+"""From an implementation to its type and to the fields that make ours behave like it."""
 
 
 def use_own_servers(tree: dict[str, Any]) -> list[str]:
@@ -271,7 +271,7 @@ def default_host(settings: Mapping[str, Any]) -> str:
 def assign(
     instances: Iterable[Instance], host: str, port_range: tuple[int, int], taken: Collection[int] = ()
 ) -> dict[str, Address]:
-    """Host and port of every server, by its name. `taken` are ports that nobody may get.
+    """Host and port of every server, by its name. `taken` are ports that must not be given out.
 
     Raises:
         ConfigError: two servers name the same port, or the range has no free port left.

@@ -58,9 +58,9 @@ class Summary:
     failures: dict[str, int] = field(default_factory=dict)
     """Failed rows by failure class."""
     not_run: int = 0
-    """Rows that reached nobody, or whose agent asked not to keep them."""
+    """Rows that reached no agent, or whose agent asked not to keep them."""
     outage: str = ""
-    """Why rows reached nobody."""
+    """Why rows reached no agent."""
     reward_sum: float = 0.0
 
     @property
@@ -126,7 +126,7 @@ async def collect(
     """Run what is left, inside `source`'s context, and write the aggregate metrics of all rollouts.
 
     Raises:
-        InfraError: nobody could be reached for any row.
+        InfraError: no agent could be reached for any row.
     """
     given_up = left.terminal + left.exhausted
     summary = Summary(files, planned=len(left.rows) + left.done + given_up, earlier=left.done, given_up=given_up)
@@ -190,7 +190,7 @@ def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary:
 
 def _judged(result: Row) -> Row:
     """The result, marked as a failure if it says of itself neither what it is worth nor that it failed. The reason of any
-    failure stands in one field, wherever the agent has it."""
+    failure is in one field, wherever the agent has it."""
     if FAILURE in result:
         return result if DETAIL in result else result | {DETAIL: detail_of(result) or "The agent gives no reason."}
     if result.get("_ng_no_persist") or isinstance(result.get("reward"), int | float):

@@ -63,7 +63,7 @@ class Remnant:
     from_task: list[str] = field(default_factory=list)
     """Fields to take from the task."""
     given: int | None = None
-    """How many of the record's items are the task's input; None if the output stands in the row."""
+    """How many of the record's items are the task's input; None if the output is in the row."""
     turn_items: list[int] = field(default_factory=list)
     """For each turn, the place in the output of the item with its tokens."""
     log_probs: dict[str, list[float]] = field(default_factory=dict)
@@ -251,7 +251,7 @@ def _floats(fields: Any) -> dict[str, float]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, types included: of 1, 1.0 and true none may stand for another."""
+    """Equal, types included: 1, 1.0 and true are three values."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import fsspec
 import orjson
@@ -164,7 +164,7 @@ def _start_of_tail(file: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CollectionFiles:
-    """The files beside a rollouts file."""
+    """The files that accompany a rollouts file."""
 
     rollouts: Path
 
@@ -195,6 +195,16 @@ class CollectionFiles:
 PARAMS = "responses_create_params"
 
 
+class HasTaskFiles(Protocol):
+    """The configuration of an environment whose task rows stand in files."""
+
+    @property
+    def train_tasks(self) -> str | None: ...
+
+    @property
+    def heldout_tasks(self) -> str | None: ...
+
+
 def read_task_rows(uri: str, key: str) -> list[TaskRow]:
     """The rows of a file, local or of any fsspec scheme. A row without `task_id` gets `line-<number>`.
 
@@ -222,6 +232,16 @@ def read_task_rows(uri: str, key: str) -> list[TaskRow]:
     if not rows:
         raise ConfigError(f"{key} is {uri!r}, which holds no task rows: one JSON object a line is needed.")
     return rows
+
+
+def read_split_rows(config: HasTaskFiles) -> tuple[list[TaskRow], list[TaskRow]]:
+    """The rows of a configuration's `train_tasks` and of its `heldout_tasks`; none of a file that it does not name.
+
+    Raises:
+        ConfigError: as `read_task_rows`.
+    """
+    train = read_task_rows(config.train_tasks, "environment.train_tasks") if config.train_tasks else []
+    return train, (read_task_rows(config.heldout_tasks, "environment.heldout_tasks") if config.heldout_tasks else [])
 
 
 def parsed_row(line: bytes, where: str, *, needs_input: bool = True) -> TaskRow:

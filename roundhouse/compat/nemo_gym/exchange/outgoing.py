@@ -1,7 +1,7 @@
 """A rollout record as a row of NeMo Gym's rollouts JSONL or failures sidecar; pure functions.
 
-Invariant: `incoming.rollout_of(row)` of a row made here equals the record. What NeMo Gym's fields hold stands in them (token
-fields on the last item of each model call, with whole prompts); the rest stands under `_roundhouse`. The task's own fields
+Invariant: `incoming.rollout_of(row)` of a row made here equals the record. What NeMo Gym's fields can hold is in them (token
+fields on the last item of each model call, with whole prompts); the rest is under `_roundhouse`. The task's own fields
 stay at the top of the row, as a verifier's answer echoes them; which of them a result field covers is noted there, too.
 
     task {"q": 1, "reward": "a field of the task"} + result {"reward": 0.5}
@@ -9,8 +9,8 @@ stay at the top of the row, as a verifier's answer echoes them; which of them a 
 
 Which items of a rollout belong to which model call; pure functions.
 
-Invariant: a call's token fields stand on the last item of its output and cover all of it. Items carry no call number, so the
-calls are told apart by what an engine's reply looks like (reasoning, then text, then tool calls) and by what stands between
+Invariant: a call's token fields are on the last item of its output and cover all of it. Items carry no call number, so the
+calls are separated by the form of an engine's reply (reasoning, then text, then tool calls) and by the items between
 two replies (a tool's output, a user's message). Where that does not give as many replies as there were calls, the calls that
 are left over have no item.
 
@@ -53,14 +53,14 @@ TURN_SCALARS = tuple(field.name for field in fields(Turn) if field.name not in _
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a rollout stands in a collection."""
+    """Position of a rollout in a collection."""
 
     task_index: int
     rollout_index: int
     agent: str
     """Instance name for rows whose task names no agent."""
     after: int = 0
-    """Of a rollout without a reward, how many with one stand before it: two files do not tell their common order."""
+    """Of a rollout without a reward, how many with one precede it: two files do not have their common order."""
 
 
 def addresses(rollouts: Sequence[Rollout], agent: str | None = None) -> list[Address]:
@@ -107,7 +107,7 @@ def result_row(rollout: Rollout, address: Address) -> Row:
         created_at=rollout.started_at,
         finish_reason="length" if rollout.status is Status.TRUNCATED else "stop",
         input_tokens=sum(turn.prompt_length for turn in rollout.turns),
-        output_tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
+        output_tokens=rollout.generated_tokens,
         params=params if isinstance(params, dict) else {},
     )
     # An import reads the items of the record back

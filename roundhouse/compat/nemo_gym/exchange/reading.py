@@ -3,7 +3,7 @@
 Invariants: each (task, rollout) makes one record: of its row in the rollouts file, otherwise of its newest failure. Every line
 comes back equal from an export: by the record alone where that is proven here, by record and remnant, or by the line itself.
 
-What an imported dataset keeps of the files it came from, beside its rollouts and turns.
+What an imported dataset keeps of the files it came from, in addition to its rollouts and turns.
 
 Invariant: with it, an export gives back the imported files, line for line. A dataset that Roundhouse collected has none, nor
 has one whose import could prove that the export's own rule gives the same lines.
@@ -85,7 +85,7 @@ class _Line:
     number: int
     key: Key
     row: Row | None
-    """None as soon as the record and `remnant` or `address` stand for it: token arrays are not held twice."""
+    """None as soon as the record and `remnant` or `address` replace it: token arrays are not held twice."""
     own: bool
     rollout: Rollout | None = None
     """The record, if this line makes it."""
@@ -227,7 +227,7 @@ ORIGINALS = pa.schema(
         ("line", pa.int32()),
         ("rollout_id", pa.string()),
         ("remnant", pa.string()),  # JSON; null where the row is the record's task (materialized inputs)
-        ("row", pa.string()),  # JSON: the whole row, where no record stands for it
+        ("row", pa.string()),  # JSON: the whole row, if no record replaces it
     ]
 )
 
@@ -261,7 +261,7 @@ def originals_table(originals: Sequence[Original]) -> pa.Table:
 
 
 def originals_from_table(table: pa.Table) -> list[Original]:
-    """The lines behind the dataset, as they were written."""
+    """The lines that the dataset was read from, as they were written."""
     return [
         Original(
             file=row["file"],
@@ -353,7 +353,7 @@ def export_rollouts(
 def write_collection(
     rollouts: Sequence[Rollout], originals: Sequence[Original], files: CollectionFiles, agent: str | None = None
 ) -> Exported:
-    """Write records, and what their import kept beside them, as the files of a collection."""
+    """Write records, and what their import kept with them, as the files of a collection."""
     places = addresses(rollouts, agent)
     lines = _original_lines(rollouts, places, originals) if originals else _own_lines(rollouts, places)
     light_rows: list[Row] = []

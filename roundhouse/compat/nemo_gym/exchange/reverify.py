@@ -1,7 +1,7 @@
 """Stored rollouts judged anew: each row's recorded response to the verifier of today, the policy is not asked.
 
 Invariants: a row is posted to /verify as its agent would post it (the materialized input with the recorded response), and what
-comes back stands in the output as a collection's row does, a failure in its sidecar; the rollouts that are read do not change.
+comes back is written to the output like a collection's row, a failure to its sidecar; the rollouts that are read do not change.
 A verifier that judges by its session's state cannot judge a stored rollout: a server that does not say that it is stateless
 (`GET /reverify_mode`) is refused, or with `force` its output is called `unsafe_…`.
 

@@ -68,7 +68,7 @@ def aggregate_metrics(
     compute_metrics: ComputeMetrics | None = None,
     key_metrics: KeyMetrics | None = None,
 ) -> Metrics:
-    """Statistics over all rollouts and over each task's. Rows without `_ng_task_index` are told apart by `task_id`."""
+    """Statistics over all rollouts and over each task's. Rows without `_ng_task_index` are distinguished by `task_id`."""
     if not verify_responses:
         return {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
     tasks = rollouts_by_task(verify_responses)
@@ -98,7 +98,7 @@ def group_metrics(rollouts: Sequence[VerifiedRow], expected: int, sample: Verifi
 
     Args:
         expected: how many rollouts of the task were asked for.
-        sample: the task's row; where nobody knows it, the rollouts' agent stands there.
+        sample: the task's row; if it is unknown, the rollouts' agent.
     """
     first = rollouts[0]
     identity = {name: first[name] for name in (TASK, "task_id") if name in first}
@@ -200,7 +200,7 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
     """The profile of `rollouts` (their conversations are not looked at) against the rows that asked for them.
 
     Raises:
-        DataError: a rollout has no row, stands twice, or is missing while `allow_partial` is False.
+        DataError: a rollout has no row, occurs twice, or is missing while `allow_partial` is False.
     """
     wanted = _by_key(inputs, "the materialized inputs")
     found = _by_key(rollouts, "the rollouts")
@@ -211,10 +211,11 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
         )
     expected = expected_by_task(wanted.values())
     ordered = [found[key] for key in sorted(found)]
-    tasks = [
-        group_metrics(own, expected[own[0][TASK]], _sample(wanted[own[0][TASK], own[0][ROLLOUT]]))
-        for own in rollouts_by_task(ordered)
-    ]
+    tasks = []
+    for own in rollouts_by_task(ordered):
+        asked = wanted[own[0][TASK], own[0][ROLLOUT]]
+        sample = {name: value for name, value in asked.items() if name not in (TASK, ROLLOUT)}
+        tasks.append(group_metrics(own, expected[own[0][TASK]], sample))
     agents: dict[str, list[Row]] = {}
     for row in ordered:
         agents.setdefault(wanted[key_of(row)]["agent_ref"]["name"], []).append(row)
@@ -223,16 +224,12 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
 
 
 def write_profile(files: CollectionFiles, inputs: Path | None = None, *, allow_partial: bool = False) -> Profile:
-    """Profile a collection and write the result beside it; `inputs` are its materialized inputs, if they lie elsewhere."""
+    """Profile a collection and write the result next to it; `inputs` are its materialized inputs, if they are elsewhere."""
     rollouts = (light(row) for _, row in iter_rows(files.rollouts))
     found = profile(read_rows(inputs or files.materialized_inputs), rollouts, allow_partial=allow_partial)
     write_rows(files.reward_profile, found.tasks)
     files.agent_metrics.write_bytes(orjson.dumps(found.agents))
     return found
-
-
-def _sample(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in (TASK, ROLLOUT)}
 
 
 def _by_key(rows: Iterable[Row], where: str) -> dict[Key, Row]:
@@ -315,7 +312,7 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:
-    """The score of the most frequent answer; the mean of those that tie, 0 if nobody answered."""
+    """The score of the most frequent answer; the mean of those that tie, 0 without any answer."""
     given = [(a, s) for a, s in zip(answers, scores, strict=True) if a is not None and s is not None]
     if not given:
         return 0.0

@@ -59,7 +59,7 @@ from roundhouse.trajectories.records import FailureKind, derive_seed
 log = logging.getLogger(__name__)
 
 SMALLEST_OUTAGE = 4
-"""Rows in a row that find nobody, at any concurrency, before the others are not tried."""
+"""Consecutive rows that reach no agent, at any concurrency, after which the others are not tried."""
 
 
 class NotReached(InfraError):
@@ -73,7 +73,7 @@ class RolloutSource(Protocol):
         """Play a row (of the materialized inputs); the answer of `/run`.
 
         Raises:
-            NotReached: nobody took the row.
+            NotReached: no agent took the row.
             InfraError, DataError: it failed; another attempt may help, or will not.
         """
         ...
@@ -254,7 +254,7 @@ class RowServers:
     """Raised for an answer that is no JSON object."""
 
     def __init__(self, urls: Mapping[str, str], seconds: float = RUN_SECONDS, *, key: str = "--agent-url") -> None:
-        """`key` is the option that holds the URLs, for errors. The name `*` stands for every agent."""
+        """`key` is the option that holds the URLs, for errors. The name `*` means every agent."""
         self._connections = {name: Connection(url, seconds, key=key) for name, url in urls.items()}
 
     async def run(self, row: Row) -> Row:
@@ -345,7 +345,7 @@ class OwnPolicy:
 
     @property
     def agent(self) -> str:
-        """The name under which its rows and metrics stand."""
+        """The name of its rows and metrics."""
         return self._environment.name
 
     def tasks(self, split: Split) -> Sequence[Row]:

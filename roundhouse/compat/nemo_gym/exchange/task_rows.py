@@ -1,7 +1,7 @@
 """From task rows to one row a rollout: the materialized inputs of a collection. Pure, but for reading the file.
 
 Invariants: two rows of one collection differ in (`_ng_task_index`, `_ng_rollout_index`); lines with the same text are one task,
-unless they carry an index; nothing of a row is changed but what was asked for. All lines at fault are told together.
+unless they carry an index; nothing of a row is changed but what was asked for. All lines at fault are reported together.
 
     a b c, 2 repeats  ->  a/0 a/1 b/0 b/1 c/0 c/1
 
@@ -10,12 +10,12 @@ Prompt configurations: templates that make a row's conversation out of its field
 Invariant: a row has its own input or a template makes it, never both; a placeholder that names no field of the row is refused
 with the line.
 
-    {system: "Be brief.", user: "{question} Options: {options[0]}"}      {{ and }} stand for braces
+    {system: "Be brief.", user: "{question} Options: {options[0]}"}      {{ and }} give braces
 
 The datasets of a configuration's agents, collated: one file of task rows a type.
 
-Invariant: a file is written only if every row of its datasets is a task row; each row names its agent, and stands as often as
-its dataset's `num_repeats` says, beside itself (abc -> aabbcc). Metrics that were written before and differ are not replaced
+Invariant: a file is written only if every row of its datasets is a task row; each row names its agent, and is repeated as often
+as its dataset's `num_repeats` says, consecutively (abc -> aabbcc). Metrics that were written before and differ are not replaced
 unless that is asked for: they mean that the data changed.
 
     out/train.jsonl  out/train_metrics.json  out/validation.jsonl  out/validation_metrics.json
@@ -51,7 +51,7 @@ from roundhouse.config.yaml_text import load_yaml
 from roundhouse.errors import ConfigError, DataError
 
 DEFAULT = "_default"
-"""Name in a table of repeats that stands for every other agent."""
+"""Name in a table of repeats that means every other agent."""
 MOST_SHOWN = 10
 """Lines at fault that are quoted in an error."""
 

@@ -1,13 +1,13 @@
 """From an engine's reply to an answer in any dialect; pure functions.
 
-Invariant: the token IDs of an answer are those that the engine told, never made up: where two places of a reply tell them,
-they are equal, and a reply that tells a part is refused. An answer without tokens has generated nothing (the prompt did not
+Invariant: the token IDs of an answer are those that the engine returned, never made up: if two places of a reply have them,
+they are equal, and a reply that has only a part is refused. An answer without tokens has generated nothing (the prompt did not
 fit) or was not asked for them.
 
 Token IDs are taken from the first of these that is there:
     1. the message: prompt_token_ids, generation_token_ids, generation_log_probs
     2. the reply's prompt_token_ids and the choice's token_ids, with the choice's log-probabilities
-    3. the choice's log-probabilities, whose tokens read `token_id:<n>`; the prompt is then for /tokenize to tell
+    3. the choice's log-probabilities, whose tokens read `token_id:<n>`; the prompt then comes from /tokenize
 
 Anthropic's Messages dialect, to a Responses body and back; pure functions.
 
@@ -39,13 +39,13 @@ class AnswerTokens:
     """Token IDs of one call."""
 
     prompt: list[int] | None
-    """None where only /tokenize can tell."""
+    """None if only /tokenize has it."""
     generation: list[int]
     log_probs: list[float]
     routed_experts: Any = None
 
     def fields(self) -> dict[str, Any]:
-        """As they stand on a message or an item."""
+        """In the form of a message or an item."""
         tokens = dict(zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True))
         return tokens if self.routed_experts is None else {**tokens, "routed_experts": self.routed_experts}
 
@@ -69,7 +69,7 @@ class ModelAnswer:
 
 
 def empty_answer(model: str, finish_reason: str) -> ModelAnswer:
-    """What stands for a call that no engine answered: the prompt does not fit (`length`) or is not asked (`content_filter`)."""
+    """Stands for a call that no engine answered: the prompt does not fit (`length`) or is not asked (`content_filter`)."""
     return ModelAnswer({"role": "assistant", "content": None}, finish_reason, model)
 
 
@@ -77,7 +77,7 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
     """The engine's chat completion as an answer.
 
     Raises:
-        BadReply: it is none, its token IDs are partial or contradict each other, or it tells reasoning apart although the
+        BadReply: it is none, its token IDs are partial or contradict each other, or it separates reasoning although the
             configuration says that it does not.
     """
     try:
@@ -174,7 +174,7 @@ def _must_agree(one: Any, other: Any, what: str) -> None:
 
 
 def as_response(answer: ModelAnswer, asked: Body, config: ModelServerConfig) -> Body:
-    """The Responses object; its token fields stand on the last item of the output."""
+    """The Responses object; its token fields are on the last item of the output."""
     output = assistant_items(answer.message, f"msg_{uuid.uuid4().hex}", reasoning=config.uses_reasoning_parser)
     if answer.tokens is not None and config.return_token_id_information:
         output = with_token_fields(output, answer.tokens.fields())
@@ -207,7 +207,7 @@ _ECHOED = tuple(key for key in RESPONSES_FIELDS if key not in ("input", "include
 
 
 def as_chat_completion(answer: ModelAnswer, config: ModelServerConfig) -> Body:
-    """The chat completion; its token fields stand in the message."""
+    """The chat completion; its token fields are in the message."""
     message = answer.message
     if answer.tokens is not None and config.return_token_id_information:
         message = {**message, **answer.tokens.fields()}
@@ -277,7 +277,7 @@ def _tool(tool: Body) -> Body:
 
 
 def _items(message: Body) -> list[Body]:
-    """One message as items: texts and images that stand together are one message item, each other block is one."""
+    """One message as items: adjacent texts and images are one message item, each other block is one."""
     role, content = message["role"], message.get("content") or ""
     if isinstance(content, str):
         return [{"type": "message", "role": role, "content": content}]
@@ -359,7 +359,7 @@ def _blocks(item: Body) -> list[Body]:
     if item["type"] == "reasoning":
         return [{"type": "thinking", "thinking": part["text"], "signature": ""} for part in item["summary"]]
     if item["type"] == "function_call":
-        # The arguments as the object that this dialect wants; what is none stands under `invalid_arguments`, for the
+        # The arguments as the object that this dialect wants; anything else is put under `invalid_arguments`, for the
         # agent's tool to refuse in its own words
         arguments = item["arguments"]
         try:

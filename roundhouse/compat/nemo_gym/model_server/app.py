@@ -16,13 +16,12 @@ A raw ASGI callable, no web framework: with an instant engine the framework woul
 
 Bodies, replies and errors of the model server as ASGI messages.
 
-Invariant: every error has a body that a client of its dialect can read, and a status that tells whether asking again may help:
+Invariant: every error has a body that a client of its dialect can read, and a status that says whether a retry may help:
 422 and 400 will not, 502, 503 and 504 may.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -56,7 +55,17 @@ from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.errors import InfraError
 from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
 from roundhouse.generation.requests import Body, InvalidRequest, check_chat, check_responses, invalid
-from roundhouse.http.asgi import JSON, BodyLimit, ClientGone, host_name, is_loopback, read_body, reply, while_connected
+from roundhouse.http.asgi import (
+    JSON,
+    BodyLimit,
+    ClientGone,
+    host_name,
+    is_loopback,
+    presents,
+    read_body,
+    reply,
+    while_connected,
+)
 from roundhouse.http.sessions import StickySession
 
 log = logging.getLogger(__name__)
@@ -75,7 +84,7 @@ def build_app(
 
     Args:
         instance_name: part of the cookie's name, which must differ between the servers of a rollout.
-        engines: who answers; None: the engines of the configuration.
+        engines: clients of the engines; None: those of the configuration.
     """
     cookie = f"{ModelServer.__name__}___{instance_name}"
     app: ASGIApp = ModelServer(config, EngineClient(config) if engines is None else engines)
@@ -140,7 +149,7 @@ class ModelServer:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One model call, its border: every error becomes a reply."""
+        """One model call; here every error becomes a reply."""
         mark: RolloutMark = scope[KEY]
         session: str = (
             mark.rollout or scope["session"]["session_id"]
@@ -238,8 +247,7 @@ class ModelServer:
             allowed = (caller == "" or is_loopback(caller)) and is_loopback(host) and not PROXY_HEADERS & headers.keys()
         else:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            wanted = f"Bearer {self._config.capture_token.get_secret_value()}".encode()
-            allowed = hmac.compare_digest(given, wanted)
+            allowed = presents(given, self._config.capture_token.get_secret_value())
         if not allowed:
             return 403, {
                 "detail": "Captures answer to their bearer token, or on this machine only where none is configured."
@@ -281,7 +289,7 @@ async def read_json(receive: Receive) -> Any:
 
 
 def error_reply(error: Exception) -> tuple[int, Any]:
-    """Status and JSON body of an error. A defect of ours is told as NeMo Gym does: 500, the exception as a JSON string."""
+    """Status and JSON body of an error. A defect of ours is reported as NeMo Gym does: 500, the exception as a JSON string."""
     if isinstance(error, InvalidRequest):
         return 422, {"detail": error.problems}
     if isinstance(error, EngineUnreachable):

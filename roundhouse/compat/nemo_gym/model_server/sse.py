@@ -75,7 +75,7 @@ def responses_failure(text: str, code: str = "server_error") -> bytes:
 
 
 def chat_chunks(completion: Event, *, include_usage: bool) -> bytes:
-    """Chunks of role, content and tool calls, the finish reason, on wish the usage, then `[DONE]`. No token IDs."""
+    """Chunks of role, content and tool calls, the finish reason, on request the usage, then `[DONE]`. No token IDs."""
     shared = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks = [
         {**shared, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": finish}]}
@@ -184,7 +184,7 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
 
 
 def with_namespaces(response: Body, namespaces: Namespaces) -> Body:
-    """The response, its calls of namespaced tools told as such."""
+    """The response, with its calls of namespaced tools marked as such."""
     if not namespaces:
         return response
     return {**response, "output": [_split_call(item, namespaces) for item in response["output"]]}

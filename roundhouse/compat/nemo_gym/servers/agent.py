@@ -1,4 +1,4 @@
-"""The agent server: our agent loop behind NeMo Gym's routes, against a resources server and a model server reached by URL.
+"""The agent server: our agent loop under NeMo Gym's routes, against a resources server and a model server reached by URL.
 
 Invariants: /run answers 200 for every row, whatever happens to it (`run_answers`); a session that was begun is given back;
 every answer sends the session cookie again; every call that this server makes has a time limit.
@@ -17,13 +17,13 @@ parameters, response and items that NeMo Gym's rows have; what is unset is null.
 
     {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "_ng_failure_detail": "…"}
 
-`_ng_failure_terminal: true` stands beside them where trying again cannot help. The reward of 0.0 is a field that the wire
+`_ng_failure_terminal: true` is added if a retry cannot help. The reward of 0.0 is a field that the wire
 wants; no collector counts it: such rows go to its failures file.
 
 An environment whose verifier is not asked (`skip_verification`).
 
 Invariant: tools and sessions are the environment's own; the reward is the configured one, and the answer says
-`verification_skipped`, so that nobody takes it for a verdict.
+`verification_skipped`, so that it is not taken for a verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -62,6 +62,7 @@ from roundhouse.rollout.protocol import (
     FAILURE,
     TERMINAL,
     BadTaskRow,
+    ClosedOnExit,
     EnvironmentClient,
     EnvironmentSession,
     ToolEnvironment,
@@ -288,7 +289,7 @@ def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool
     return answered | {TERMINAL: True} if terminal else answered
 
 
-class UnverifiedEnvironment:
+class UnverifiedEnvironment(ClosedOnExit):
     """A tool environment with a fixed reward."""
 
     def __init__(self, environment: ToolEnvironment, reward: float) -> None:
@@ -309,12 +310,6 @@ class UnverifiedEnvironment:
 
     async def close(self) -> None:
         await self._environment.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class _UnverifiedSession:

@@ -7,7 +7,7 @@ can read. A foreign server is started as NeMo Gym does it: in its own directory,
     [<.venv>/bin/python, app.py]                NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH, NEMO_GYM_EXTRA_ROOTS, PYTHONPATH
 
 Virtual environments are made with uv: a step that fails ends the installation with its output; an environment that was left
-half-made is completed and not used, since a file beside it says so until every step went well.
+half-made is completed and not used, since a file next to it says so until every step succeeded.
 
     uv venv --allow-existing --python <version> <venv>
     uv pip install --python <venv>/bin/python [--override overrides.txt] -r requirements.txt | -e .   <head_server_deps>
@@ -115,7 +115,7 @@ def _foreign(
 
 
 def venv_of(directory: Path, venv_root: object) -> Path:
-    """Where a foreign server's virtual environment is: beside it, or under `uv_venv_dir`."""
+    """Where a foreign server's virtual environment is: next to it, or under `uv_venv_dir`."""
     if isinstance(venv_root, str) and venv_root and Path(venv_root).resolve() != directory.parent.parent.resolve():
         return Path(venv_root).resolve() / directory.parent.name / directory.name / ".venv"
     return directory / ".venv"

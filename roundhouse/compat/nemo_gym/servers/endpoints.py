@@ -1,7 +1,7 @@
-"""What the routes of all our environment servers share: bodies in, answers out, and the border where exceptions end.
+"""What the routes of all our environment servers share: bodies in, answers out, and exceptions as answers.
 
 Invariant: a handler that raises answers 500 with the exception as a JSON string, and 503 with `X-Roundhouse-Failure: infra`
-where it is an `InfraError`; the time of a request is bounded, since nobody else ends a tool that hangs after its caller left.
+where it is an `InfraError`; the time of a request is bounded, since nothing else ends a tool that hangs after its caller left.
 
 The rollout that a call belongs to, read off its path.
 
@@ -88,7 +88,7 @@ def guarded(endpoint: Endpoint, seconds: float) -> Endpoint:
         except InfraError as error:
             result = raised(error)
             return Response(result.text, 503, {FAILURE_HEADER: "infra"}, "application/json")
-        except Exception as error:  # the request's border: the contract answers with the exception's text
+        except Exception as error:  # ends the request: the contract answers with the exception's text
             log.exception("%s raised", request.url.path)
             return answer(raised(error))
 
@@ -184,7 +184,7 @@ def rollout_id(row: Mapping[str, Any]) -> str | None:
     """The rollout's name; None when the row has nothing to name it by.
 
     Raises:
-        BadTaskRow: `_ng_rollout_id` cannot stand in a path, or `_ng_attempt_index` is no number.
+        BadTaskRow: `_ng_rollout_id` cannot be part of a path, or `_ng_attempt_index` is no number.
     """
     name = row.get("_ng_rollout_id")
     if name is None:

@@ -1,7 +1,7 @@
-"""The head server: who asks it learns which servers there are and where.
+"""The head server: it reports which servers there are and where.
 
 Invariant: secrets leave it only for a caller that presents the configured bearer token; without a configured token they never
-leave it. What it says is what runs: it is told of a server's end by whoever watches the servers.
+leave it. What it reports is what runs: the watcher of the servers reports a server's end to it.
 
     GET /                          {"status":"ok"}
     GET /global_config_dict_yaml   a JSON string that holds YAML
@@ -17,7 +17,6 @@ not have a route at `/`.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from roundhouse.compat.nemo_gym.clients.connection import Connection
 from roundhouse.compat.nemo_gym.config.resolve import Resolution
 from roundhouse.compat.nemo_gym.servers.endpoints import json_answer
 from roundhouse.errors import InfraError
+from roundhouse.http.asgi import presents
 
 ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"]
 
@@ -83,11 +83,6 @@ def build_app(
     return app
 
 
-def presents(authorization: str, token: str) -> bool:
-    """Is it `Bearer <token>`? Compared in constant time."""
-    return hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
-
-
 HEAD_SECONDS = 5.0
 SERVER_SECONDS = 2.0
 
@@ -99,10 +94,11 @@ def server_statuses(head_url: str) -> list[dict[str, Any]]:
         ConfigError: `head_url` is none.
         InfraError: no head server answers there.
     """
-    return asyncio.run(_statuses(head_url))
+    return asyncio.run(ask_statuses(head_url))
 
 
-async def _statuses(head_url: str) -> list[dict[str, Any]]:
+async def ask_statuses(head_url: str) -> list[dict[str, Any]]:
+    """As `server_statuses`, from within an event loop."""
     head = Connection(head_url, HEAD_SECONDS, key="--head")
     try:
         status, text = await head.get("server_instances")

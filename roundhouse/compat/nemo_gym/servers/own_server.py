@@ -25,21 +25,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
-from starlette.types import ASGIApp
+from roundhouse.fast_imports import gc_paused
 
-from roundhouse.compat.nemo_gym.config.instances import SERVER_TYPES, Instance, ServerType
-from roundhouse.compat.nemo_gym.config.merging import filled
-from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, own_fields
-from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.http.asgi import SameOrigin
+with gc_paused():
+    import uvicorn
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from pydantic import BaseModel, ValidationError
+    from starlette.types import ASGIApp
+
+    from roundhouse.compat.nemo_gym.config.instances import SERVER_TYPES, Instance, ServerType
+    from roundhouse.compat.nemo_gym.config.merging import filled
+    from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, own_fields
+    from roundhouse.errors import ConfigError, RoundhouseError
+    from roundhouse.http.asgi import SameOrigin
 
 KEEP_ALIVE_SECONDS = 30
 """As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
@@ -94,7 +97,8 @@ def own_server(environ: Mapping[str, str]) -> OwnServer:
         raise ConfigError(f"{CONFIG_DICT} holds no mapping.")
     name = environ[CONFIG_PATH]
     server_type, fields = instance_fields(config, name)
-    return OwnServer(name, str(fields["host"]), int(fields["port"]), _BUILDERS[server_type](config, name, fields))
+    own = _validated(_models()[server_type], name, fields)
+    return OwnServer(name, str(fields["host"]), int(fields["port"]), _app(config, name, own))
 
 
 def instance_fields(config: DictConfig, name: str) -> tuple[ServerType, dict[str, Any]]:
@@ -149,7 +153,7 @@ _THEIR_CAPTURE = frozenset(
 
 
 def capture_problems(block: Any, instances: Sequence[Instance]) -> list[str]:
-    """What of the configuration's `token_id_capture` nobody would follow. Our model server keeps its records in memory, and a
+    """What of the configuration's `token_id_capture` would have no effect. Our model server keeps its records in memory, and a
     run reads them there; where records go, and what is made of them, is said to NeMo Gym's model server and collector."""
     if block is None:
         return []
@@ -188,41 +192,28 @@ def _validated(model: type[BaseModel], name: str, fields: dict[str, Any]) -> Any
         raise ConfigError(f"{name}: {'; '.join(problems)}.") from error
 
 
-def _environment_app(config: DictConfig, name: str, fields: dict[str, Any]) -> ASGIApp:
-    from roundhouse.compat.nemo_gym.servers.resources import build_app
-    from roundhouse.environments import load_any
+def _app(config: DictConfig, name: str, own: Any) -> ASGIApp:
+    """The application of a server's validated fields. Each imports what its own kind needs."""
+    if isinstance(own, EnvironmentServerConfig):
+        from roundhouse.compat.nemo_gym.servers.resources import build_app
+        from roundhouse.environments import load_to_serve
 
-    own: EnvironmentServerConfig = _validated(EnvironmentServerConfig, name, fields)
-    return build_app(load_any(own.environment), name, expose_tools_over_mcp=own.expose_tools_over_mcp)
+        return build_app(load_to_serve(own.environment), name, expose_tools_over_mcp=own.expose_tools_over_mcp)
+    if isinstance(own, AgentServerConfig):
+        from roundhouse.compat.nemo_gym.servers.agent import build_app as build_agent
 
+        capture = filled(config).value.get("token_id_capture") or {}
+        return build_agent(
+            own,
+            name,
+            server_url(config, own.resources_server.name),
+            server_url(config, own.model_server.name),
+            names_calls=bool(config.get("observability_enabled")),
+            captures=bool(capture.get("enabled")) and (own.token_id_capture or bool(capture.get("all_agents"))),
+        )
+    from roundhouse.compat.nemo_gym.model_server import build_app as build_model_server
 
-def _agent_app(config: DictConfig, name: str, fields: dict[str, Any]) -> ASGIApp:
-    from roundhouse.compat.nemo_gym.servers.agent import build_app
-
-    own: AgentServerConfig = _validated(AgentServerConfig, name, fields)
-    capture = filled(config).value.get("token_id_capture") or {}
-    captures = bool(capture.get("enabled")) and (own.token_id_capture or bool(capture.get("all_agents")))
-    return build_app(
-        own,
-        name,
-        server_url(config, own.resources_server.name),
-        server_url(config, own.model_server.name),
-        names_calls=bool(config.get("observability_enabled")),
-        captures=captures,
-    )
-
-
-def _model_app(config: DictConfig, name: str, fields: dict[str, Any]) -> ASGIApp:
-    from roundhouse.compat.nemo_gym.model_server import build_app
-
-    return build_app(_validated(_models()["responses_api_models"], name, fields), name)
-
-
-_BUILDERS: dict[ServerType, Callable[[DictConfig, str, dict[str, Any]], ASGIApp]] = {
-    "resources_servers": _environment_app,
-    "responses_api_agents": _agent_app,
-    "responses_api_models": _model_app,
-}
+    return build_model_server(own, name)
 
 
 if __name__ == "__main__":

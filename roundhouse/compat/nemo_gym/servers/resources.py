@@ -53,7 +53,7 @@ from roundhouse.compat.nemo_gym.servers.endpoints import (
     object_body,
     with_sessions,
 )
-from roundhouse.environments import environment_config, load_any
+from roundhouse.environments import environment_config, load_to_serve
 from roundhouse.environments.base import (
     NOT_FOUND,
     RESERVED,
@@ -148,20 +148,32 @@ def _mcp_endpoint(environment: Environment, server: _ResourcesServer, name: str 
     return server.mcp
 
 
-class _ResourcesServer:
-    """The routes."""
+class _Routes:
+    """The routes of both protocols."""
+
+    def __init__(self, environment: Environment | GymnasiumEnvironment, sessions: SessionStore) -> None:
+        self._compute_metrics = environment.compute_metrics
+        self._sessions = sessions
+
+    async def alive(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def aggregate(self, request: Request) -> Response:
+        body = await object_body(request, "verify_responses")
+        return json_answer(aggregate_metrics(body["verify_responses"], self._compute_metrics))
+
+
+class _ResourcesServer(_Routes):
+    """Those of tools and a verifier."""
 
     def __init__(self, environment: Environment, sessions: SessionStore) -> None:
+        super().__init__(environment, sessions)
         self._environment = environment
         self._toolbox = Toolbox(environment)
-        self._sessions = sessions
         self._stateless = type(environment).seed_session is Environment.seed_session
         self.offers_close = not self._stateless and "close" not in self._toolbox
         """A tool named close has the route."""
         self.mcp: McpEndpoint | None = None
-
-    async def alive(self) -> dict[str, str]:
-        return {"status": "ok"}
 
     async def reverify_mode(self) -> str:
         return "stateless" if self._stateless else "unsupported"
@@ -214,13 +226,9 @@ class _ResourcesServer:
         self._sessions.close(request.session["session_id"])
         return json_answer({})
 
-    async def aggregate(self, request: Request) -> Response:
-        body = await object_body(request, "verify_responses")
-        return json_answer(aggregate_metrics(body["verify_responses"], self._environment.compute_metrics))
-
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as it stands in an answer to /verify."""
+    """A verdict in the form of an answer to /verify."""
     fields: dict[str, Any] = {"reward": verdict.reward}
     if verdict.reward_components:
         fields["reward_components"] = verdict.reward_components
@@ -249,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     options = parser.parse_args(arguments)
     try:
-        environment = load_any(environment_config(options.environment, options.parameters))
+        environment = load_to_serve(environment_config(options.environment, options.parameters))
         app = build_app(environment, options.name, expose_tools_over_mcp=options.mcp)
         registry = set_up_observability()
     except RoundhouseError as error:
@@ -267,12 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-
-
-if __name__ == "__main__":
-    # not the `main` of this copy of the module: the other servers import the one of this name
-
-    main()
 
 
 CAPABILITIES = {"supports_explicit_close": True, "supports_step_idempotency": True}
@@ -311,15 +313,12 @@ def build_gymnasium_app(
     return app
 
 
-class _GymnasiumServer:
-    """The routes."""
+class _GymnasiumServer(_Routes):
+    """Those of episodes."""
 
     def __init__(self, environment: GymnasiumEnvironment, sessions: SessionStore) -> None:
+        super().__init__(environment, sessions)
         self._environment = environment
-        self._sessions = sessions
-
-    async def alive(self) -> dict[str, str]:
-        return {"status": "ok"}
 
     async def reset(self, request: Request) -> Response:
         row = await object_body(request, "responses_create_params")
@@ -360,6 +359,6 @@ class _GymnasiumServer:
         self._sessions.close(request.session["session_id"])
         return json_answer({})
 
-    async def aggregate(self, request: Request) -> Response:
-        body = await object_body(request, "verify_responses")
-        return json_answer(aggregate_metrics(body["verify_responses"], self._environment.compute_metrics))
+
+if __name__ == "__main__":
+    main()

@@ -95,17 +95,18 @@ class GymServers:
     @property
     def head_url(self) -> str:
         host, _ = self._resolution.head_address()
-        return f"http://{_reachable(host)}:{self._head.port if self._head else 0}"
+        reachable = LOOPBACK if host in ("0.0.0.0", "::", "") else host
+        return f"http://{reachable}:{self._head.port if self._head else 0}"
 
     def running(self) -> list[RunningServer]:
-        """What /server_instances tells."""
+        """The answer of /server_instances."""
         return [self._running_server(instance) for instance in self._resolution.instances]
 
     async def start(self) -> None:
         """Start everything; return when every server has answered once.
 
         Raises:
-            InfraError: a port is taken, a process cannot be started or ended, or the time is over: names who is at fault.
+            InfraError: a port is taken, a process cannot be started or ended, or the time is over: names the server at fault.
         """
         for command in self._commands.values():
             _, own_port = self._resolution.address(command.instance)
@@ -207,7 +208,7 @@ class GymServers:
         self._raise_ended()
 
     async def _until_engines_answer(self) -> None:
-        """Wait for the engines behind the model servers; those that stay silent are reported, and may come later."""
+        """Wait for the engines of the model servers; those that stay silent are reported, and may come later."""
         seconds = float(self._resolution.tree["model_endpoint_readiness_timeout_seconds"])
         silent = model_endpoints(self._resolution.instances) if seconds > 0 else {}
         deadline, announced = time.monotonic() + seconds, False
@@ -263,10 +264,6 @@ class GymServers:
 
 def _named(endpoints: Mapping[str, str]) -> str:
     return ", ".join(f"{url} ({name})" for url, name in endpoints.items())
-
-
-def _reachable(host: str) -> str:
-    return LOOPBACK if host in ("0.0.0.0", "::", "") else host
 
 
 def run(

@@ -1,0 +1,315 @@
+"""NexAU's agents, played from their own configuration file: `environment.worker: nexau`.
+
+Invariant: a key of the file does what it does in NexAU, or is refused by its name; nothing of it is passed over. The package
+nexau is not needed: model calls go to the run's policy, through the worker's client, so that each becomes a turn with its
+tokens; `observation` of the evaluation target is the trace, a tree of spans as NexAU's in-memory tracer dumps it.
+
+    type: agent
+    name: research
+    max_iterations: 10                          model calls of a rollout
+    max_context_tokens: 20000                   tokens of the conversation: the rollout ends truncated when it is as long
+    system_prompt: "Date: {{date}}. …"          its fields are those of the data item
+    system_prompt_type: string                  or file, or jinja: a path from the agent's file
+    tool_call_mode: openai
+    llm_config: {temperature: 0.7, max_tokens: 8192}
+    tools:
+      - {name: web_search, yaml_path: ./tools/WebSearch.yaml, binding: "web_tool:web_search"}
+
+`model`, `base_url` and `api_key` of `llm_config` are those of the agent in production; in a run the policy answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import jsonschema
+import orjson
+import yaml
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from roundhouse.compat.nexrl.base import BaseRolloutWorker, Evaluator, LlmClient, RolloutLimit, WorkerFailed
+from roundhouse.compat.nexrl.built_in import Span
+from roundhouse.environments.base import invalid_arguments, raised
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.import_string import add_import_path, find_file, load_function
+from roundhouse.rollout.responses import tool_message
+
+
+class _FilePart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
+
+
+class AgentLlm(_FilePart):
+    """`llm_config`."""
+
+    model: str | None = None
+    base_url: str | None = None
+    api_key: str | None = None
+    """These three are replaced by the run's policy."""
+    temperature: float | None = None
+    top_p: float | None = None
+    """In training those of `generation.sampling`, or the rollout fails."""
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Lowers the limit of a model call."""
+    api_type: Literal["openai_chat_completion"] = "openai_chat_completion"
+    logprobs: Literal[True] = True
+    extra_body: AgentExtraBody | None = None
+
+
+class AgentExtraBody(_FilePart):
+    """What NexRL's recipes ask of a server so that it can be trained on; the policy always answers so."""
+
+    train_mode: Literal[True] = True
+    include_stop_str_in_output: Literal[True] = True
+    skip_special_tokens: Literal[False] = False
+    return_tokens_as_token_ids: Literal[True] = True
+
+
+class AgentTool(_FilePart):
+    """One of `tools`."""
+
+    name: str
+    yaml_path: str
+    """From the agent's file."""
+    binding: str
+    """`module:function`, looked for in the workspace too."""
+    extra_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that the model does not give."""
+
+
+class AgentTracer(_FilePart):
+    """One of `tracers`."""
+
+    import_: Annotated[Literal["nexau.archs.tracer.adapters.in_memory:InMemoryTracer"], Field(alias="import")]
+
+
+class AgentFile(_FilePart):
+    """The agent's file."""
+
+    type: Literal["agent"] = "agent"
+    name: str = "agent"
+    description: str = ""
+    max_iterations: Annotated[int, Field(gt=0)] = 100
+    max_context_tokens: Annotated[int, Field(gt=0)] = 128_000
+    system_prompt: str | None = None
+    system_prompt_type: Literal["string", "file", "jinja"] = "string"
+    tool_call_mode: Literal["openai"] = "openai"
+    llm_config: AgentLlm = AgentLlm()
+    tools: tuple[AgentTool, ...] = ()
+    stop_tools: tuple[str, ...] = ()
+    """A call of one of these ends the rollout; its result is the answer."""
+    tracers: tuple[AgentTracer, ...] = ()
+
+
+class ToolFile(_FilePart):
+    """A tool's file."""
+
+    type: Literal["tool"] = "tool"
+    name: str
+    description: str
+    skill_description: str | None = None
+    """For NexAU's skills, which are not played."""
+    input_schema: dict[str, Any]
+
+
+class BoundTool:
+    """A tool of the agent: what the model is shown, and the function that it calls."""
+
+    def __init__(self, tool: AgentTool, directory: Path, key: str) -> None:
+        described = _read(ToolFile, directory / tool.yaml_path, f"{key}.yaml_path")
+        self.function: Callable[..., Any] = load_function(tool.binding, f"{key}.binding")
+        self.extra = tool.extra_kwargs
+        shown = {"name": tool.name, "description": described.description, "parameters": described.input_schema}
+        self.schema = {"type": "function", "function": shown}
+        try:
+            jsonschema.Draft7Validator.check_schema(described.input_schema)
+            wanted = dict.fromkeys(described.input_schema.get("required", ()))
+            inspect.signature(self.function).bind(**(wanted | self.extra))
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"{directory / tool.yaml_path}: input_schema: {error.message}.") from error
+        except TypeError as error:
+            raise ConfigError(
+                f"{key}.binding is {tool.binding!r}, which cannot be called with what input_schema requires and extra_kwargs "
+                f"give: {error}. NexAU's own arguments (agent_state, global_storage) are not given."
+            ) from error
+        self._validator = jsonschema.Draft7Validator(described.input_schema)
+
+    async def call(self, text: str) -> str:
+        """The result of a call with these arguments (JSON), as the model is shown it.
+
+        Raises:
+            InfraError: the function reports that its infrastructure failed.
+        """
+        try:
+            arguments = orjson.loads(text or "{}")
+        except orjson.JSONDecodeError as error:
+            return invalid_arguments(error).text
+        if (wrong := next(self._validator.iter_errors(arguments), None)) is not None:
+            return json.dumps({"error": f"Invalid parameters: {wrong.message}"})
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                value = await self.function(**(arguments | self.extra))
+            else:
+                value = await asyncio.to_thread(self.function, **(arguments | self.extra))
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except InfraError:
+            raise
+        except Exception as error:  # noqa: BLE001 (a tool's failure is an observation for the policy)
+            return raised(error).text
+
+
+FilePart = TypeVar("FilePart", bound=_FilePart)
+
+
+class NexAUAgent:
+    """An agent's file with its tools, read once for all rollouts."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = _read(AgentFile, path, "nexau_agent_config_path")
+        self.tools = {
+            tool.name: BoundTool(tool, path.parent, f"{path}: tools.{number}")
+            for number, tool in enumerate(self.file.tools)
+        }
+        if unknown := set(self.file.stop_tools) - self.tools.keys():
+            raise ConfigError(f"{path}: stop_tools names {', '.join(sorted(unknown))}, which tools has not.")
+        text = self.file.system_prompt
+        if text is not None and self.file.system_prompt_type != "string":
+            text = find_file(text, f"{path}: system_prompt", [path.parent]).read_text()
+        self._prompt = None if text is None else SandboxedEnvironment(undefined=StrictUndefined).from_string(text)
+
+    def first_messages(self, query: str, task: dict[str, Any]) -> list[dict[str, Any]]:
+        """The system prompt, its fields filled in from the data item, and the query.
+
+        Raises:
+            WorkerFailed: the item lacks a field of the prompt.
+        """
+        try:
+            system = [] if self._prompt is None else [{"role": "system", "content": self._prompt.render(task)}]
+        except TemplateError as error:
+            raise WorkerFailed(f"The system prompt of {self.file.name} cannot be filled in: {error}.") from error
+        return [*system, {"role": "user", "content": query}]
+
+
+@functools.cache
+def read_agent(path: Path) -> NexAUAgent:
+    """The agent of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, names a tool that cannot be called, or has a key that is not played.
+    """
+    return NexAUAgent(path)
+
+
+def _read(kind: type[FilePart], path: Path, key: str) -> FilePart:
+    try:
+        return kind.model_validate(yaml.safe_load(path.read_text()))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}.") from error
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+        unknown = [".".join(map(str, each["loc"])) for each in wrong if each["type"] == "extra_forbidden"]
+        if unknown:
+            raise ConfigError(
+                f"{path} has {', '.join(unknown)}, which is not played here. Leave it out, or run the agent with NexAU in a "
+                "subclass of TraceRolloutWorker."
+            ) from error
+        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong)
+        raise ConfigError(f"{path}: {told}.") from error
+
+
+class NexAURolloutWorker(BaseRolloutWorker):
+    """Plays the agent of a NexAU file; another format of queries or loss mask is a subclass.
+
+    Args:
+        nexau_agent_config_path: the agent's file: absolute, or relative to the workspace, NEXRL_PATH or the working directory.
+        nexau_agent_workspace: directory from which the agent's tools are imported; unset: that of the file.
+        task_name: stands in the trace.
+    """
+
+    def __init__(
+        self,
+        llm: LlmClient,
+        evaluator: Evaluator | None = None,
+        *,
+        nexau_agent_config_path: str,
+        nexau_agent_workspace: str | None = None,
+        task_name: str = "",
+    ) -> None:
+        super().__init__(llm, evaluator)
+        bases = [] if nexau_agent_workspace is None else [nexau_agent_workspace]
+        path = find_file(nexau_agent_config_path, "environment.parameters.nexau_agent_config_path", bases)
+        add_import_path(nexau_agent_workspace or path.parent)
+        self.agent, self.task_name = read_agent(path), task_name
+        self.spans: list[Span] = []
+
+    async def run_agent(self, task: dict[str, Any]) -> str | None:
+        agent, query = self.agent.file, self.format_task_query(task)
+        messages = self.agent.first_messages(query, task)
+        answer, limit = "", ""
+        while not limit:
+            if len(self.llm.infos) == agent.max_iterations:
+                limit = "max_turns"
+                break
+            try:
+                message = await self._asked(messages)
+            except RolloutLimit as reached:
+                limit = str(reached)
+                break
+            answer = message.get("content") or ""
+            calls = message.get("tool_calls") or []
+            stopped = [await self._called(call, messages) for call in calls]
+            if final := [result for result in stopped if result is not None]:
+                return await self._finished(task, final[0])
+            if self.llm.limit or not calls:
+                return await self._finished(task, answer)
+            used = self.llm.infos[-1]["prompt_tokens"] + self.llm.infos[-1]["response_tokens"]
+            limit = "max_tokens" if used >= agent.max_context_tokens else ""
+        self.llm.limit = limit
+        return await self._finished(task, answer)
+
+    async def _asked(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The policy's next message, which is added to the conversation."""
+        config, tools = self.agent.file.llm_config, [tool.schema for tool in self.agent.tools.values()]
+        sampling: dict[str, Any] = {
+            "max_tokens": config.max_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+        }
+        completion = await self.llm.ask(messages, tools, **sampling)
+        outputs = {
+            "message": completion.message,
+            "finish_reason": completion.finish_reason,
+            "nexrl_train": {
+                "prompt_tokens": completion.prompt_token_ids,
+                "response_tokens": completion.generation_token_ids,
+                "response_logprobs": completion.generation_log_probs,
+            },
+        }
+        self.spans.append({"type": "LLM", "inputs": {"messages": [*messages], "tools": tools}, "outputs": outputs})
+        messages.append(completion.message)
+        return completion.message
+
+    async def _called(self, call: dict[str, Any], messages: list[dict[str, Any]]) -> str | None:
+        """Answer a call in the conversation; the result of a call that ends the rollout."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        tool = self.agent.tools.get(name)
+        result = f"Tool '{name}' not found" if tool is None else await tool.call(arguments)
+        self.spans.append({"type": "TOOL", "name": name, "inputs": arguments, "outputs": result})
+        messages.append(tool_message(call["id"], result))
+        return result if name in self.agent.file.stop_tools else None
+
+    async def _finished(self, task: dict[str, Any], answer: str) -> str:
+        root = {"type": "AGENT", "name": self.agent.file.name, "task_name": self.task_name, "children": self.spans}
+        return await self.put_trajectory(task, answer, observation=[root])
+
+
+BaseNexAURolloutWorker = DefaultNexAURolloutWorker = NexAURolloutWorker
+"""The names that NexRL's recipes know."""
