@@ -1,1 +1,1 @@
-"""Collecting while training: who may begin, who trains on what, who gets which weights."""
+"""Collection of rollouts: by one process or in shards, before training or concurrently with it."""

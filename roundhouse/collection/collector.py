@@ -1,15 +1,14 @@
-"""How a stage collects rollouts of one policy version: in this process, or in shards by several workers; and the metrics.
+"""How a stage collects rollouts of one policy version in this process, the parts that it writes meanwhile, and the metrics.
 
 Invariant: when `collect` returns, each rollout that was asked for is in the store with its turns, and `commit` makes exactly
-these the stage's datasets, once each, whoever collected them.
+these the stage's datasets, once each, from any worker.
 
-Each worker collects its shard of the plan as one process would all of it. A shard that has left its report is not collected
-again, by this attempt or a later one, unless rollouts of it failed; one that was lost resumes with what it had written. When
-`collect` returns or raises, no worker is left at work.
+    rollouts-a0002-00003.parquet, turns-…    finished rollouts with their turns; the manifest names those of the last attempt
+    journal-a0002-00001.parquet              finished model calls of unfinished rollouts; in no manifest, deleted after it
+    rollouts-a0002-s0001of0004-01-00003…     the same of shard 1 of 4 (`roundhouse.collection.shards`), journal-… too
 
-    plan ── split ──┬── s0001of0003  report there ─────────────────┐
-                    ├── s0002of0003  worker ── lost ── worker ── report ── adopt files, add ledgers ── one manifest
-                    └── s0003of0003  worker ── report ─────────────┘
+A rollout in the store has its turns there, since they are written first; what happened longer than `FLUSH_SECONDS` ago is in
+the store; a part that is damaged, or not listed yet, is left out, and what it held is made anew under the same seeds.
 
 Denominators of the metrics: `reward/*` over rewarded rollouts (failed ones have none); `rollout/*` over rollouts that made at
 least one model call; rates over all requested ones.
@@ -17,42 +16,44 @@ least one model call; rates over all requested ones.
 
 from __future__ import annotations
 
-import contextvars
+import asyncio
+import io
 import logging
 import math
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from roundhouse.activity import announce
-from roundhouse.collection.parts import Parts
-from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
-from roundhouse.collection.shards import Shard, shares, split
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from roundhouse.activity import announce, run_interruptible
+from roundhouse.collection.shards import Shard
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.config.rollout import InProcessCollection
-from roundhouse.errors import InfraError, TooFewRollouts
+from roundhouse.errors import StoreError, TooFewRollouts
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.health.watchdog import Interrupted, run_interruptible
-from roundhouse.launch.base import Launcher, Program, Stopped
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
+from roundhouse.rollout.collector import TurnJournal, collect
 from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.replay import JOURNAL
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.store.stage import Attempt, Stage, read_part
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from roundhouse.collection.sharded_collector import ShardedCollector
 
 Progress = Callable[[int, int], None]
 """Called with (finished, planned)."""
-
-
-LOOK_SECONDS = 0.2
-"""How often progress is reported, and an interruption noticed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Collected:
     """Wall time in which rollouts ran: engine, environment and agent loop together."""
 
     def metrics(self) -> dict[str, float]:
-        generated = sum(len(turn.generation_token_ids) for rollout in self.rollouts for turn in rollout.turns)
+        generated = sum(rollout.generated_tokens for rollout in self.rollouts)
         rates = {"rollout/tokens_per_second": generated / self.window_seconds} if self.window_seconds > 0 else {}
         return rollout_metrics(self.rollouts) | {"time/rollouts": self.window_seconds} | rates
 
@@ -74,7 +75,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Reward, lengths and outcome rates."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     started = [rollout for rollout in rollouts if rollout.turns]
-    generated = [sum(len(turn.generation_token_ids) for turn in rollout.turns) for rollout in started]
+    generated = [rollout.generated_tokens for rollout in started]
     total = [rollout.turns[-1].prompt_length + len(rollout.turns[-1].generation_token_ids) for rollout in started]
     metrics: dict[str, float] = {}
     if rewards:
@@ -155,59 +156,46 @@ class InProcessCollector:
         progress: Progress | None = None,
         *,
         on_policy: bool = True,
+        engine_version: int | None = None,
     ) -> Collected:
-        """Collect what is missing of `specs`; again for another round. `on_policy` as for `rollout.collector.collect`."""
-        return collect_into(self._parts, specs, self._config, sampling, engine_url, progress, on_policy=on_policy)
+        """Collect what is missing of `specs`, so that all of them are in the parts of the newest attempt; again for another
+        round. `on_policy` as for `rollout.collector.collect`. `engine_version` is the one that the engine holds, where it is
+        not that of the parts."""
+        parts = self._parts
+        kept = parts.keep(specs)
+        missing = [spec for spec in specs if spec.rollout_id not in kept]
+        finished = len(kept)
 
+        def on_rollout(rollout: Rollout) -> None:
+            nonlocal finished
+            finished += 1
+            parts.add(rollout)
+            announce("rollout", tokens=rollout.generated_tokens, reward=rollout.reward)
+            if progress is not None:
+                progress(finished, len(specs))
 
-def collect_into(
-    parts: Parts,
-    specs: Sequence[RolloutSpec],
-    config: RunConfig,
-    sampling: Sampling,
-    engine_url: str,
-    progress: Progress | None = None,
-    *,
-    on_policy: bool = True,
-    engine_version: int | None = None,
-) -> Collected:
-    """Collect what is missing of `specs`, so that all of them are in the parts of the newest attempt; `on_policy` as for
-    `rollout.collector.collect`. `engine_version` is the one that the engine holds, where it is not that of the parts."""
-    kept = parts.keep(specs)
-    missing = [spec for spec in specs if spec.rollout_id not in kept]
-    finished = len(kept)
+        async def work() -> list[Rollout]:
+            environment = open_environment(self._config.environment, self._config.store)
+            async with HttpPolicyClient(engine_url, self._config.generation) as policy, environment, parts.flushing():
+                return await collect(
+                    missing,
+                    policy,
+                    environment,
+                    self._config.rollout,
+                    sampling,
+                    on_rollout,
+                    on_policy=on_policy,
+                    policy_version=parts.policy_version if engine_version is None else engine_version,
+                    journal=parts.journal,
+                )
 
-    def on_rollout(rollout: Rollout) -> None:
-        nonlocal finished
-        finished += 1
-        parts.add(rollout)
-        tokens = sum(len(turn.generation_token_ids) for turn in rollout.turns)
-        announce("rollout", tokens=tokens, reward=rollout.reward)
-        if progress is not None:
-            progress(finished, len(specs))
-
-    async def work() -> list[Rollout]:
-        environment = open_environment(config.environment)
-        async with HttpPolicyClient(engine_url, config.generation) as policy, environment, parts.flushing():
-            return await collect(
-                missing,
-                policy,
-                environment,
-                config.rollout,
-                sampling,
-                on_rollout,
-                on_policy=on_policy,
-                policy_version=parts.policy_version if engine_version is None else engine_version,
-                journal=parts.journal,
-            )
-
-    started = time.monotonic()
-    try:
-        fresh = {rollout.rollout_id: rollout for rollout in run_interruptible(work())}
-    finally:  # also when it was ended from outside
-        parts.flush()
-    window = time.monotonic() - started
-    return Collected([kept.get(spec.rollout_id) or fresh[spec.rollout_id] for spec in specs], window)
+        started = time.monotonic()
+        try:
+            fresh = {rollout.rollout_id: rollout for rollout in run_interruptible(work())}
+        finally:  # also when it was ended from outside
+            parts.flush()
+        window = time.monotonic() - started
+        return Collected([kept.get(spec.rollout_id) or fresh[spec.rollout_id] for spec in specs], window)
 
 
 def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:
@@ -226,117 +214,181 @@ def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, eng
     )
 
 
-class ShardedCollector:
-    """The same by the workers of `rollout.distribution`."""
-
-    def __init__(self, run: Run, stage: Stage, policy_version: int) -> None:
-        self._run = run
-        self._sharded = ShardedAttempt(run, stage, policy_version)
-        self._rounds = 0
-        self.metrics, self.commit = self._sharded.metrics, self._sharded.commit
-
-    def collect(
-        self,
-        specs: Sequence[RolloutSpec],
-        sampling: Sampling,
-        engine_url: str,
-        progress: Progress | None = None,
-        *,
-        on_policy: bool = True,
-    ) -> Collected:
-        self._rounds += 1
-        sharded = self._sharded
-        shards = split(specs, sharded.distribution.shards)
-        concurrency = self._run.config.rollout.concurrency
-        limits = [None] * len(shards) if concurrency is None else shares(concurrency, len(shards))
-        tasks = [
-            sharded.task(shard, sampling, engine_url, limit, on_policy=on_policy, round_number=self._rounds)
-            for shard, limit in zip(shards, limits, strict=True)
-        ]
-        before = [sharded.left_before(shard, task) for shard, task in zip(shards, tasks, strict=True)]
-        found = {outcome.label: outcome for outcome in before if outcome is not None}
-        missing = [(shard, task) for shard, task in zip(shards, tasks, strict=True) if shard.label not in found]
-        if missing:
-            kept = sum(len(outcome.rollouts) for outcome in found.values())
-            with sharded.open_launcher([task for _, task in missing]) as launcher:
-                work = _Round(sharded, launcher, kept, len(specs), progress)
-                found |= {outcome.label: outcome for outcome in work.carry_out(missing)}
-            sharded.spend(launcher.metrics())
-        outcomes = [found[shard.label] for shard in shards]
-        sharded.take(outcomes)
-        seconds = max((outcome.report.seconds for outcome in outcomes if outcome.fresh), default=0.0)
-        return Collected([rollout for outcome in outcomes for rollout in outcome.rollouts], seconds)
-
-
-class _Round:
-    """The tasks of one round, each in a thread that waits for its worker."""
-
-    def __init__(
-        self, sharded: ShardedAttempt, launcher: Launcher, before: int, planned: int, progress: Progress | None
-    ) -> None:
-        self._sharded = sharded
-        self._launcher = launcher
-        self._before = before
-        self._planned = planned
-        self._progress = progress
-        self._finished: dict[str, int] = {}
-        self._reported = 0
-        self._stopped = threading.Event()
-
-    def carry_out(self, tasks: Sequence[tuple[Shard, Program]]) -> list[ShardOutcome]:
-        """The outcomes, in order; the first error ends the other workers, and what they had finished stays."""
-        # not a `with`: it would wait for ever for a thread that hangs. The interpreter's end waits for them, though.
-        pool = ThreadPoolExecutor(len(tasks), thread_name_prefix="shard")
-        futures = [pool.submit(contextvars.copy_context().run, self._collect, shard, task) for shard, task in tasks]
-        pool.shutdown(wait=False)
-        try:
-            while (left := wait(futures, LOOK_SECONDS, FIRST_EXCEPTION).not_done) and not any(map(_error, futures)):
-                self._report_progress()
-            if not left:
-                self._report_progress()
-                return [future.result() for future in futures]
-        finally:
-            self._stopped.set()
-            self._until_ended(futures)
-        errors = [error for future in futures if (error := _error(future)) is not None]
-        # Not that of a worker that was ended, and rather one that repeating cannot help.
-        raise min(errors, key=lambda error: (isinstance(error, Stopped), isinstance(error, InfraError)))
-
-    def _collect(self, shard: Shard, task: Program) -> ShardOutcome:
-        """Have one worker after another work on a shard, until it is whole or may not be tried again."""
-        while True:
-            try:
-                outcome = self._sharded.work(self._launcher, shard, task, self._stopped, self._finished)
-                self._finished[shard.label] = len(outcome.rollouts)  # what it said last may not have been heard
-                return outcome
-            except InfraError as error:
-                if not self._sharded.may_repeat(task, error, self._stopped):
-                    raise
-
-    def _report_progress(self) -> None:
-        finished = sum(list(self._finished.values()))
-        if self._progress is not None and finished != self._reported:
-            self._reported = finished
-            self._progress(self._before + finished, self._planned)
-
-    def _until_ended(self, futures: Sequence[Future[ShardOutcome]]) -> None:
-        """Wait for the workers to end, so that no Job or process outlives the stage. To interrupt it again changes nothing."""
-        deadline = time.monotonic() + self._launcher.ending_seconds
-        while time.monotonic() < deadline:
-            try:
-                if not wait(futures, LOOK_SECONDS).not_done:
-                    return
-            except Interrupted:
-                continue
-        log.error("%d workers have not ended in time.", sum(not future.done() for future in futures))
-
-
-def _error(future: Future[ShardOutcome]) -> BaseException | None:
-    return future.exception() if future.done() else None
-
-
 def open_collector(run: Run, stage: Stage, policy_version: int) -> InProcessCollector | ShardedCollector:
     """A new attempt at a stage, by the collector that `rollout.distribution` names."""
     if isinstance(run.config.rollout.distribution, InProcessCollection):
         return InProcessCollector(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
+    from roundhouse.collection.sharded_collector import ShardedCollector
+
     return ShardedCollector(run, stage, policy_version)
+
+
+log = logging.getLogger(__name__)
+
+
+FLUSH_SECONDS = 5.0
+"""Finished rollouts and model calls wait at most this long in memory: what a crash can cost."""
+
+
+SHORTEST_SECONDS = 0.01
+"""Between two looks at what waits, however short the time above."""
+
+
+class Parts:
+    """Of the stage of `attempt`, which writes the next ones. Those of earlier attempts are read here, once."""
+
+    def __init__(
+        self, attempt: Attempt, policy_version: int, oldest_version: int | None = None, shard: Shard | None = None
+    ) -> None:
+        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on. With
+        `shard`, only its rollouts are looked for among earlier parts."""
+        self.attempt = attempt
+        self.policy_version = policy_version
+        self.journal = TurnJournal(policy_version, oldest_version)
+        """Records the model calls of rollouts in flight, and knows those that earlier attempts finished."""
+        self._location = attempt.stage.location
+        self._earlier: dict[str, Rollout] = {}
+        self._journal_names: list[str] = []
+        self._own_journal: list[str] = []
+        self._waiting: list[Rollout] = []
+        self._flushed_at = time.monotonic()
+        names = [name for name in self._location.names() if name.endswith(".parquet")]
+        if shard is not None:
+            names = [name for name in names if shard.may_be_in(name)]
+        spent = set()
+        for name in _of("rollouts", names):
+            rollouts = read_part(self._location, name, ROLLOUTS)
+            turns = read_part(self._location, "turns-" + name.removeprefix("rollouts-"), TURNS)
+            if rollouts is None or turns is None:  # either cannot be trusted
+                continue
+            for rollout in rollouts_from_tables(rollouts, turns):
+                if shard is not None and rollout.rollout_id not in shard.rollout_ids:
+                    continue
+                if oldest_version is not None and any(turn.policy_version < oldest_version for turn in rollout.turns):
+                    continue
+                if rollout.status is not Status.FAILED:
+                    self._earlier[rollout.rollout_id] = rollout
+                elif rollout.failure_kind is FailureKind.DATA:
+                    spent.add(rollout.rollout_id)
+        self._journal_names = _of("journal", names)
+        for name in self._journal_names:
+            if (part := read_part(self._location, name, JOURNAL)) is not None:
+                if shard is not None:
+                    own = pa.array(sorted(shard.rollout_ids), pa.string())
+                    part = part.filter(pc.is_in(part["rollout_id"], value_set=own))
+                self.journal.read(part, leave_out=spent | self._earlier.keys())
+
+    def keep(self, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
+        """Take over those rollouts of `specs` that an earlier attempt finished; by id. Failed ones are to be tried again."""
+        ids = [spec.rollout_id for spec in specs]
+        kept = {id: self._earlier.pop(id) for id in ids if id in self._earlier}
+        self._waiting.extend(kept.values())
+        return kept
+
+    def add(self, rollout: Rollout) -> None:
+        """A rollout has its outcome."""
+        self.journal.finished(rollout)
+        self._waiting.append(rollout)
+        if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write down what happened since the last time."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.attempt.write_table("turns", turns_table(waiting))
+            self.attempt.write_table("rollouts", rollouts_table(waiting))
+        if (calls := self.journal.take()) is not None:
+            name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
+            self._own_journal.append(name)
+            self._location.write(name, journal_parquet(calls))
+        self._flushed_at = time.monotonic()
+
+    def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
+        """The files of all these rollouts, which are what this attempt was for: as one part, where there were several. Its own
+        journal goes with them, unless another attempt could use what it says."""
+        written = self.attempt.files
+        spent = [] if any(r.failure_kind is FailureKind.INFRA for r in rollouts) else self._own_journal
+        if len(written) > len(("turns", "rollouts")):
+            spent = [*spent, *(entry.path for entry in written)]
+            tables = (("turns", turns_table(rollouts)), ("rollouts", rollouts_table(rollouts)))
+            written = [self.attempt.write_table(dataset, table) for dataset, table in tables]
+        self._delete(spent)
+        return written
+
+    def charge(self, cpu_seconds: float) -> None:
+        self.attempt.charge(cpu_seconds)
+
+    def metrics(self) -> dict[str, float]:
+        return self.journal.resumptions.metrics()
+
+    def commit(
+        self,
+        *,
+        inputs: dict[str, Reference],
+        counts: dict[str, int],
+        metrics: dict[str, float],
+        details: dict[str, Any],
+    ) -> Reference:
+        """Make the stage complete; its details say how interrupted rollouts were resumed. Ends the journal's use."""
+        recorded = details | {"resumptions": self.journal.resumptions.details()}
+        reference = self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=recorded)
+        self._delete([*self._journal_names, *self._own_journal])
+        return reference
+
+    def _delete(self, names: Iterable[str]) -> None:
+        try:
+            for name in names:
+                self._location.delete(name)
+        except StoreError as error:  # nothing depends on it, and `roundhouse store gc` finds the rest
+            log.warning("Parts that have served stay: %s", error)
+
+    @asynccontextmanager
+    async def flushing(self) -> AsyncIterator[None]:
+        """Flush every `FLUSH_SECONDS` in this event loop. What the store refuses ends the work inside."""
+
+        async def again_and_again() -> None:
+            while True:
+                await asyncio.sleep(max(FLUSH_SECONDS, SHORTEST_SECONDS))
+                self.flush()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                clock = group.create_task(again_and_again())
+                yield
+                clock.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+
+def _of(dataset: str, names: Iterable[str]) -> list[str]:
+    """The parts of a dataset, in the order in which they were written."""
+    return sorted(name for name in names if name.startswith(f"{dataset}-"))
+
+
+def journal_parquet(calls: pa.Table) -> bytes:
+    """A journal's part as a file. Token IDs and log-probabilities hardly repeat: a dictionary would cost four times the CPU."""
+    sink = io.BytesIO()
+    pq.write_table(calls, sink, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    return sink.getvalue()
+
+
+def written_rollouts(stage: Location) -> list[Rollout]:
+    """The rollouts in a collect stage's directory, complete or not; of one written twice, the one that did not fail, else the
+    newest. Turns are written before rollouts, so a rollout that is there has its turns."""
+    found: dict[str, Rollout] = {}
+    for name in sorted(name for name in stage.names() if name.startswith("rollouts-") and name.endswith(".parquet")):
+        rollouts = read_part(stage, name, ROLLOUTS)
+        turns = read_part(stage, "turns-" + name.removeprefix("rollouts-"), TURNS)
+        if rollouts is None or turns is None:  # damaged: what it held is rolled out again
+            continue
+        for rollout in rollouts_from_tables(rollouts, turns):
+            before = found.get(rollout.rollout_id)
+            if before is None or before.status is Status.FAILED or rollout.status is not Status.FAILED:
+                found[rollout.rollout_id] = rollout
+    return sorted(found.values(), key=lambda rollout: (rollout.group_id, rollout.sample))
+
+
+def by_id(stage: Stage) -> dict[str, Rollout]:
+    """`written_rollouts` by their id."""
+    return {rollout.rollout_id: rollout for rollout in written_rollouts(stage.location)}

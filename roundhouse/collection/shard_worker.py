@@ -1,10 +1,10 @@
 """The worker of one shard: `python -m roundhouse.collection.shard_worker --spec <URI of spec.json>`.
 
 Invariant: it depends on nothing but its spec, the engine and the environment that this names, and its environment variables,
-where secrets are. What it finished lies in the store, also when it is killed; told to end (SIGTERM), it writes that down.
+where secrets are. What it finished is in the store, even if it is killed; on SIGTERM it also stores a report.
 Its report is written last. The exit codes are those of `roundhouse.training.service.job_entry`.
 
-A line for each second in which something moved tells whoever waits how far it is: `s0001of0004: 12 of 40 rollouts`.
+A line for each second in which something changed reports its progress: `s0001of0004: 12 of 40 rollouts`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from roundhouse.activity import ACTIVITY
-from roundhouse.activity import logger as announcements
-from roundhouse.collection.collector import collect_into
-from roundhouse.collection.parts import Parts
-from roundhouse.collection.shards import ShardReport, ShardSpec
-from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
-from roundhouse.health.policy import typed
-from roundhouse.store.location import Location
-from roundhouse.store.stage import Stage
-from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
-from roundhouse.trajectories.ledger import Ledger
+from roundhouse.fast_imports import gc_paused
+
+with gc_paused():
+    from roundhouse.activity import ACTIVITY
+    from roundhouse.activity import logger as announcements
+    from roundhouse.collection.collector import InProcessCollector, Parts
+    from roundhouse.collection.shards import ShardReport, ShardSpec
+    from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
+    from roundhouse.health.policy import typed
+    from roundhouse.store.location import Location
+    from roundhouse.store.stage import Stage
+    from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
+    from roundhouse.trajectories.ledger import Ledger
 
 TELL_SECONDS = 1.0
 
@@ -37,14 +39,14 @@ Say = Callable[[str], None]
 
 
 def carry_out(path: str, say: Say) -> int:
-    """Collect the shard of the spec at `path`; the exit code. `say` is given the lines that tell how far it is."""
+    """Collect the shard of the spec at `path`; the exit code. `say` is given the lines of its progress."""
     place: str | None = None
     try:
         spec = read_spec(ShardSpec, path, "shard of a collection")
         place = spec.place
         report = collect_shard(spec, say)
         Location(place).write(REPORT, report.model_dump_json().encode())
-    except Exception as error:  # the process's border
+    except Exception as error:  # ends the process
         known = typed(error)
         if not isinstance(known, RoundhouseError):
             raise
@@ -65,10 +67,8 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
         finished = count
 
     with _telling(lambda: say(f"{shard.label}: {finished} of {len(shard.specs)} rollouts")):
-        collected = collect_into(
-            parts,
+        collected = InProcessCollector(spec.config, parts).collect(
             shard.specs,
-            spec.config,
             spec.sampling,
             spec.engine_url,
             on_progress,
@@ -135,8 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see ShardSpec")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
-    announcements.propagate = False  # one a rollout: who waits hears the lines of `_telling` instead
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started it may have turned that off
+    announcements.propagate = False  # one a rollout: the caller gets the lines of `_telling` instead
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may have turned that off
     signal.signal(signal.SIGTERM, _end)
     try:
         return carry_out(options.spec, _say)

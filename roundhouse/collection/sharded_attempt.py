@@ -1,6 +1,6 @@
 """An attempt at a collect stage that is made by shards: what their workers are given, and what they leave as one manifest.
 
-Invariant: what is committed is each planned rollout once, whoever collected it. What a shard's report tells is held against the
+Invariant: what is committed is each planned rollout once, from any worker. What a shard's report says is held against the
 plan and against the files that it names before it counts; a worker's CPU seconds are charged once, to the attempt that it
 worked for.
 
@@ -32,7 +32,7 @@ from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
 from roundhouse.retry import Backoff
-from roundhouse.rollout.journal import ResumptionCounts
+from roundhouse.rollout.collector import ResumptionCounts
 from roundhouse.rollout.plan import reorder
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
@@ -164,7 +164,7 @@ class ShardedAttempt:
 
         Args:
             task: of the shard; where its worker begins on another version, that of `begun_on`.
-            finished: is told by shard how many rollouts are finished.
+            finished: is called with a shard and its number of finished rollouts.
 
         Raises:
             InfraError: the worker was lost; `may_repeat` decides whether there is another one.
@@ -250,12 +250,12 @@ class ShardedAttempt:
         self._outcomes += outcomes
 
     def spend(self, cost: Mapping[str, float]) -> None:
-        """Count what workers cost whoever waits for them (`Launcher.metrics`)."""
+        """Count what waiting for the workers cost (`Launcher.metrics`)."""
         for name, value in cost.items():
             self._cost[name] = self._cost.get(name, 0.0) + value
 
     def charge(self, cpu_seconds: float) -> None:
-        """Count CPU seconds of threads that worked for this attempt beside its own (`roundhouse.cpu`)."""
+        """Count CPU seconds of other threads that worked for this attempt (`roundhouse.cpu`)."""
         self._attempt.charge(cpu_seconds)
 
     def metrics(self) -> dict[str, float]:
@@ -296,7 +296,7 @@ class ShardedAttempt:
         return reference
 
     def _checked(self, shard: Shard, report: ShardReport, *, fresh: bool) -> ShardOutcome:
-        """The outcome that a report tells, held against the plan and against the files that it names.
+        """The outcome of a report, held against the plan and against the files that it names.
 
         Raises:
             StoreError: a file is gone or damaged.
@@ -334,7 +334,7 @@ def _read_report(place: Location) -> ShardReport | None:
 
 
 def _digest(place: Location) -> str:
-    """Of the report that lies there; empty without one."""
+    """Of the stored report; empty without one."""
     try:
         return hashlib.sha256(place.read(REPORT)).hexdigest()
     except NotFound:

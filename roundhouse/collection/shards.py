@@ -1,7 +1,7 @@
 """The shards of a collection: pure, from its plan.
 
 Invariant: each planned rollout is in exactly one shard, each group is in one, and which one depends on the plan and the number
-of shards alone. So what a shard wrote can be told by the name of the file, and a worker looks at no other shard's.
+of shards alone. So the name of a file says which shard wrote it, and a worker reads no other shard's.
 
     groups a b c d e, 2 shards  ->  s0001of0002: a b c     s0002of0002: d e
 """
@@ -91,7 +91,7 @@ class PlannedGroup(BaseModel):
 
 
 class ShardSpec(BaseModel):
-    """Everything that a worker depends on, beside the engine and the environment."""
+    """Everything that a worker depends on, apart from the engine and the environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -105,7 +105,7 @@ class ShardSpec(BaseModel):
     oldest_version: int | None = None
     """Where the stage may hold rollouts of versions older than its own, the oldest."""
     began_on: int | None = None
-    """The version that the engine held when the shard began, for agents whose answers do not tell it; the stage's if unset."""
+    """The version that the engine held when the shard began, for agents whose answers do not have it; the stage's if unset."""
     stage: str
     """URI of the stage's directory."""
     kind: str
@@ -138,7 +138,7 @@ class ShardReport(BaseModel):
     files: list[FileEntry]
     ledger: Ledger
     resumptions: dict[str, Any]
-    """As `gym.journal.ResumptionCounts.details`."""
+    """As `rollout.collector.ResumptionCounts.details`."""
     seconds: float
     """In which rollouts ran."""
     cpu_seconds: float

@@ -1,7 +1,6 @@
-"""How a run is doing: what is in flight, what went wrong, what to do about it. Imports no Prefect.
+"""How a run is doing: what went wrong, what to do about it. Imports no Prefect. What is in flight: `roundhouse.activity`.
 
 policy      kinds of failure, and what a run does after one        docs/failures.md
-watchdog    ends a stage in which nothing moves
 errors      the errors of the last minutes, how bad that is, and alerts
 heartbeat   all of it as a small record beside the run, for a person
 """

@@ -1,7 +1,7 @@
 """The errors of a run as this process saw them, and how bad the last minutes were.
 
 Invariant: the newest `keep` errors are kept, in the order in which they were reported; health is a function of those of the
-last `HEALTH_SECONDS` alone. Listeners are told of each error once, outside the lock, and cannot stop the run.
+last `HEALTH_SECONDS` alone. Listeners receive each error once, outside the lock, and cannot stop the run.
 
 Alerts on a run's metrics: an alert is raised at the iteration with which its condition begins to hold, and not again while it
 holds. It is a function of the iterations' metrics alone: after a restart at most those of the newest iteration are raised
@@ -104,7 +104,7 @@ class ErrorReporter:
         self._listeners.append(listener)
 
     def restore(self, errors: Iterable[ErrorInfo]) -> None:
-        """Take over what an earlier process kept. Nobody is told again."""
+        """Take over what an earlier process kept, without notifying listeners again."""
         with self._lock:
             self._errors.extendleft(reversed(list(errors)))
 

@@ -1,9 +1,9 @@
-"""A small record beside the run that its process writes again and again: what is in flight, its health, the newest errors.
+"""A small record in the run's directory that its process rewrites regularly: what is in flight, its health, the newest errors.
 
     <store>/runs/<run_id>/health.json
 
 Invariant: the record is a view. Nothing reads it to decide anything, and a record that cannot be written stops nothing. Its age
-says whether the process lives; what it says was in flight tells what a dead process was doing.
+says whether the process lives; what was in flight says what a dead process was doing.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def state_of(run: Run) -> State:
     """What the run is doing now, or what it came to."""
     if lease.holder(run.location) is not None:
         return "running"
-    if (summary := run.summary()) is not None and summary["iterations"] >= run.config.iterations:
+    summary = run.summary()
+    if summary is not None and summary["iterations"] >= summary.get("iterations_wanted", run.config.iterations):
         return "finished"
     beat = read_beat(run.location)
     if beat is None:

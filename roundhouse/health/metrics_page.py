@@ -1,6 +1,6 @@
 """What a process of a run is doing, as Prometheus reads it.
 
-Invariant: the page costs the work nothing: what is in flight is counted when somebody asks, and events are counted where they
+Invariant: the page costs the work nothing: what is in flight is counted on request, and events are counted where they
 are announced anyway (`roundhouse.activity`). No label has more values than a run has stages, metrics or kinds of work.
 
 `ROUNDHOUSE_METRICS_PORT=9464` opens it for this machine, `0.0.0.0:9464` for others (a pod's scraper), in flow, trainer and gym
@@ -142,7 +142,7 @@ def open_metrics_page(place: str) -> MetricsPage:
 
 
 def registry_of_run() -> CollectorRegistry:
-    """Everything that this process tells, from now on."""
+    """All metrics of this process, from now on."""
     registry = CollectorRegistry()
     registry.register(InFlightCollector())
     logging.getLogger("roundhouse.progress").addHandler(Announced(registry))

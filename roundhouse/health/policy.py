@@ -15,10 +15,10 @@ Too few rollouts or sequences left (`TooFewLeft`) is decided by `failures.on_too
 Every error has one kind, and a code under which it is counted:
 
     infra    machines, processes, networks: may pass by itself          retried with back-off, within budgets
-    data     lies in the input: fails in the same way each time         not retried; the rollout or iteration is put aside
+    data     caused by the input: fails in the same way each time       not retried; the rollout or iteration is put aside
     fatal    configuration, a damaged store, an engine that cannot      not retried; a person has to act
              start: the next iteration would fail in the same way
-    defect   an error that nobody typed                                 not retried; please report it
+    defect   an error without a type of ours                            not retried; please report it
 
 Invariant: errors are typed where they are raised. What libraries raise, and can only be told by its name or number, is typed
 here (`typed`), at the border of a rollout, a stage or a process; nothing else looks into an error's text.

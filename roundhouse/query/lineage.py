@@ -255,7 +255,7 @@ def _rows(store: str, run_id: str, sql: str, *values: Any) -> list[dict[str, Any
 
 
 def _dataset_prompts(store: str, uri: str) -> dict[str, str | None]:
-    """Prompts of a dataset's rows; none where it lies in another store, or is gone."""
+    """Prompts of a dataset's rows; none if it is in another store, or gone."""
     if not uri.startswith(f"{Location(store).uri}/datasets/"):
         return {}
     found = run_query(store, _DATASET_PROMPTS, values=uri.rsplit("/", 2)[-2:]).to_pylist()

@@ -176,7 +176,7 @@ def read_manifest_at(uri: str) -> Manifest | None:
 PLACE = pa.schema(
     [("run_id", pa.string()), ("iteration", pa.int32()), ("stage", pa.string()), ("complete", pa.bool_())]
 )
-"""The columns that say where a row lies."""
+"""The columns that locate a row in the store."""
 DATASET_PLACE = pa.schema(
     [("dataset", pa.string()), ("version", pa.string()), ("run_id", pa.string()), ("complete", pa.bool_())]
 )

@@ -1,6 +1,6 @@
 """Run recorded stages again and judge recorded rollouts anew.
 
-Invariant: what is recorded is never written. A replay lies in a place of its own (`replays/<name>/`), new verdicts are a new
+Invariant: what is recorded is never written. A replay has a place of its own (`replays/<name>/`), new verdicts are a new
 dataset version, and both name what they were made from. Nothing here samples from a policy.
 
     from roundhouse.replay import replay, rescore

@@ -271,18 +271,16 @@ class _Bisector:
     def _measurement_fault(self) -> tuple[str, str] | None:
         """Cause and detail of why the bad version's rollouts are not what its weights say to the good version's tasks."""
         good, bad = self.fall.good, self.fall.bad
-        if tasks := self._other_tasks():
+        by_group = [{each.group_id: each.task for each in self.rollouts[k]} for k in (good, bad)]
+        if tasks := sorted(
+            group for group in by_group[0].keys() & by_group[1].keys() if by_group[0][group] != by_group[1][group]
+        ):
             return "rows", f"the held-out tasks are others than before: {', '.join(tasks[:5])}"
-        prompts = self._other_prompts(self.rollouts[bad], self.rollouts[good])
+        prompts = _other_prompts(self.rollouts[bad], self.rollouts[good])
         apart = self.other.mismatch(self.rollouts[bad], bad)
         if prompts or apart > MAX_MISMATCH:
             return "engine", self._engine_fault(self.rollouts[bad], bad, prompts, apart)
         return None
-
-    def _other_tasks(self) -> list[str]:
-        """Groups that both measurements have, with other task rows."""
-        tasks = [{each.group_id: each.task for each in self.rollouts[k]} for k in (self.fall.good, self.fall.bad)]
-        return sorted(task for task in tasks[0].keys() & tasks[1].keys() if tasks[0][task] != tasks[1][task])
 
     def _narrow_window(self) -> None:
         """Halve the iterations between two evaluations by measuring versions between them."""
@@ -343,8 +341,10 @@ class _Bisector:
         mended, faults = {}, {}
         for k in self.window:
             rollouts = rollouts_of(self._collection(k))
-            earlier = self._earlier_prompts(k)
-            prompts = self._other_prompts(rollouts, earlier)
+            # Rollouts of the last iteration before the window
+            before = self.window[0] - 1
+            earlier = rollouts_of(self._collection(before)) if before > 0 and self._has_collection(before) else []
+            prompts = _other_prompts(rollouts, earlier)
             apart = self.other.mismatch(rollouts, k - 1)
             mended[k] = rollouts
             if prompts or apart > MAX_MISMATCH:
@@ -441,15 +441,12 @@ class _Bisector:
         cause: str,
         what: str,
         overrides: Sequence[str] = (),
-        inputs: Mapping[str, str] | None = None,
         rollouts: Mapping[int, list[Rollout]] | None = None,
     ) -> tuple[Comparison | None, Trial]:
         """Replay the window, or the iterations of `rollouts`, with a substitution, and measure the last version."""
         iterations = sorted(rollouts) if rollouts else self.window
         name = f"{self.name}-{len(self._replays):03d}"
-        substituted = dict(inputs or {})
-        if rollouts:
-            substituted["rollouts"] = self._stored(name, rollouts)
+        inputs = {"rollouts": self._stored(name, rollouts)} if rollouts else {}
         stages = [StageKind.VALIDATE, StageKind.TRAIN, *([StageKind.EVALUATE] if self.evaluate else [])]
         self.say(f"iterations {_span(iterations)}: {what}")
         config = substituted_config(self.run.config, overrides)
@@ -462,7 +459,7 @@ class _Bisector:
                 range(iterations[0], iterations[-1] + 1),
                 stages,
                 overrides=[*overrides, *tolerant],
-                inputs=substituted,
+                inputs=inputs,
                 name=name,
             )
         except RoundhouseError as error:
@@ -578,22 +575,6 @@ class _Bisector:
                 return f"the engine held the weights of version {older}, not {version}"
         return f"log-probabilities are {apart:.3g} nats a token from those of the weights of version {version}"
 
-    def _earlier_prompts(self, k: int) -> list[Rollout]:
-        """Rollouts of the last iteration before the window."""
-        before = self.window[0] - 1
-        return rollouts_of(self._collection(before)) if before > 0 and self._has_collection(before) else []
-
-    @staticmethod
-    def _other_prompts(rollouts: list[Rollout], earlier: list[Rollout]) -> list[str]:
-        """Tasks that are the same, and whose first prompt has other tokens."""
-        then = {_key(each): each.turns[0].prompt_token_ids for each in earlier if each.turns}
-        found = {
-            each.group_id
-            for each in rollouts
-            if each.turns and then.get(_key(each), each.turns[0].prompt_token_ids) != each.turns[0].prompt_token_ids
-        }
-        return sorted(found)
-
 
 def _does(trial: Trial) -> bool:
     return trial.recovered is not None and trial.recovered >= RECOVERED
@@ -604,10 +585,26 @@ def _key(rollout: Rollout) -> str:
     return json.dumps(rollout.task, sort_keys=True)
 
 
+def _first_prompts(rollouts: list[Rollout]) -> dict[str, list[int]]:
+    """Token IDs of the first prompt, by task row, whatever group the task stands in."""
+    return {_key(each): each.turns[0].prompt_token_ids for each in rollouts if each.turns}
+
+
+def _other_prompts(rollouts: list[Rollout], earlier: list[Rollout]) -> list[str]:
+    """Groups with the same task as an earlier rollout, whose first prompt has other tokens."""
+    then = _first_prompts(earlier)
+    return sorted(
+        {
+            each.group_id
+            for each in rollouts
+            if each.turns and then.get(_key(each), each.turns[0].prompt_token_ids) != each.turns[0].prompt_token_ids
+        }
+    )
+
+
 def _with_prompts(rollouts: list[Rollout], earlier: list[Rollout]) -> list[Rollout]:
     """The rollouts with the first prompts of the same tasks of before; those of other tasks are left out."""
-    then = {_key(each): each.turns[0].prompt_token_ids for each in earlier if each.turns}
-    found = []
+    then, found = _first_prompts(earlier), []
     for each in rollouts:
         prompt = then.get(_key(each))
         if prompt is None or not each.turns:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roundhouse.activity import run_interruptible
 from roundhouse.config.loading import config_digest, digest_of_tree
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion, PolicyClient
-from roundhouse.health.watchdog import run_interruptible
 from roundhouse.replay.rollouts import NotRebuilt, Recording, open_for_replay
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.plan import RolloutSpec

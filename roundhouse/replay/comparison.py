@@ -16,9 +16,8 @@ import pyarrow as pa
 
 from roundhouse.config.loading import differences
 from roundhouse.config.models import RunConfig
-from roundhouse.stages.checkpoint import is_weights, written_by
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Manifest, Reference
+from roundhouse.store.manifest import Manifest, ModelFiles, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest, read_table
 
@@ -224,7 +223,7 @@ def _weights(before: Manifest, after: Manifest) -> list[str]:
     if before.kind != StageKind.TRAIN:
         return []
     files = [
-        {name: entry.sha256 for name, entry in written_by(manifest).by_name().items() if is_weights(name)}
+        {name: entry.sha256 for name, entry in ModelFiles.written_by(manifest).weights().items()}
         for manifest in (before, after)
     ]
     return sorted(name for name in files[0].keys() | files[1].keys() if files[0].get(name) != files[1].get(name))

@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from roundhouse.activity import run_interruptible
 from roundhouse.config.models import EnvironmentConfig
 from roundhouse.environments import class_of, load_any
 from roundhouse.environments.base import GymnasiumEnvironment
-from roundhouse.health.watchdog import run_interruptible
 from roundhouse.replay.rollouts import Judged, judge
 from roundhouse.replay.verdicts import VerdictDiff, diff_of, judge_all, verdict_row
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient

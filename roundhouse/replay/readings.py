@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
 
 from roundhouse.errors import StoreError
 from roundhouse.stages.freshness import kish
-from roundhouse.stages.policy import checkpoint_cache
 from roundhouse.stages.train import log_probs_under, release_trainer
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_table
@@ -146,16 +145,12 @@ class _Measured:
 
 def _measured(rollouts: Iterable[Rollout]) -> _Measured:
     kept = [rollout for rollout in rollouts if rollout.reward is not None and rollout.turns]
-    batch = TrainingSequences.from_table(_all_tokens(kept))
+    # Sequences of every turn, trained or not
+    whole = [replace(each, turns=[replace(turn, trained=True) for turn in each.turns]) for each in kept]
+    batch = TrainingSequences.from_table(sequences_table([(each, chains_of(each.turns)) for each in whole]))
     place = {rollout.rollout_id: index for index, rollout in enumerate(kept)}
     owner = np.array([place[name] for name in batch.rollout_ids])[batch.sequence_of_token]
     return _Measured(kept, batch, owner)
-
-
-def _all_tokens(rollouts: Sequence[Rollout]) -> pa.Table:
-    """Sequences of every turn, trained or not."""
-    whole = [replace(each, turns=[replace(turn, trained=True) for turn in each.turns]) for each in rollouts]
-    return sequences_table([(each, chains_of(each.turns, "split")) for each in whole])
 
 
 class OtherWeights:
@@ -173,7 +168,8 @@ class OtherWeights:
         for version in self.pool:
             measured = _measured(self.rollouts[version])
             mixture = [measured.totals(self._of_version(other, version, measured)) for other in self.pool]
-            log_weights.append(measured.totals(self._under(checkpoint, measured)) - _log_mean_exp(np.stack(mixture)))
+            together = np.logaddexp.reduce(mixture) - math.log(len(mixture))
+            log_weights.append(measured.totals(self._under(checkpoint, measured)) - together)
             rewards.append(np.array([each.reward for each in measured.rollouts], np.float64))
             tasks += [each.group_id for each in measured.rollouts]
         weights, reward = np.concatenate(log_weights), np.concatenate(rewards)
@@ -245,9 +241,3 @@ def value_of_rollouts(rollouts: Iterable[Rollout]) -> float:
         if each.reward is not None:
             by_task.setdefault(each.group_id, []).append(each.reward)
     return Reading(0, by_task).value
-
-
-def _log_mean_exp(values: np.ndarray) -> np.ndarray:
-    """[R] log of the mean over the first axis of [V, R]."""
-    top = values.max(axis=0)
-    return top + np.log(np.exp(values - top).mean(axis=0))

@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from roundhouse.config.environments import environments_in
+from roundhouse.config.environments import OWN_LOOP, environments_in
 from roundhouse.config.models import EnvironmentConfig, RolloutConfig, Sampling
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.config.rollout import RetryPolicy
+from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.protocol import Completion, ContextOverflow
 from roundhouse.rollout.agents import RolloutAttempt, run_rollout
 from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.mixture import MixtureAgent
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.protocol import EnvironmentClient, classify
 from roundhouse.rollout.responses import Item, chat_messages
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.rollout.rubric import COUNTS, JudgedAgent, RubricJudge
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import rebuild_prompts
 
 UNLIMITED = 2**31 - 1
 CONCURRENCY = 16
 """Rollouts that are played at a time: one that waits for a server does not keep the others."""
-OWN_LOOP = ("agent", "worker", "command", "nemo_gym")
-"""Kinds of environment that play a rollout by a loop of their own, which cannot be given recorded replies."""
 
 
 class NotRebuilt(DataError):
@@ -54,6 +55,8 @@ class Judged:
     """Why it was refused: other_answer, ended_early, continues, not_replayable, unclear_turns, or the failure code of the
     environment; `unrewarded` of a rollout that had no reward to begin with, which is left as it is."""
     detail: str = ""
+    failure: FailureKind | None = None
+    """Of a rollout that a rubric could not score: the kind of that failure, of which `reason` is the code."""
 
     @property
     def outcome(self) -> str:
@@ -65,18 +68,27 @@ class Judged:
         return "equal" if same and (Status.MASKED not in masked or len(masked) == 1) else "flipped"
 
 
-def open_for_replay(config: EnvironmentConfig) -> EnvironmentClient:
-    """The environment that judges.
+def open_for_replay(config: EnvironmentConfig, store: str | None = None) -> EnvironmentClient:
+    """The environment that judges; `store` as of `open_environment`.
 
     Raises:
-        ConfigError: it cannot be loaded, or its rollouts are played by a loop of its own.
+        ConfigError: it cannot be loaded, or its rollouts are played by a loop of its own and not judged by a rubric alone, or
+            the run's own engine is to judge.
     """
-    if own := [f"{key}.kind is {each.kind}" for key, each in environments_in(config).items() if each.kind in OWN_LOOP]:
-        raise ConfigError(
-            f"{own[0]}: its rollouts are played by a loop of its own, which cannot be given recorded "
-            "replies. Name the environment behind it: --set environment.kind=remote with its URL, or custom with its class."
-        )
-    return open_environment(config)
+    for key, each in environments_in(config).items():
+        rubric = each.rubric
+        if each.kind in OWN_LOOP and (rubric is None or rubric.own_weight):
+            raise ConfigError(
+                f"{key}.kind is {each.kind}: its rollouts are played by a loop of its own, which cannot be given recorded "
+                "replies. Name the environment behind it: --set environment.kind=remote with its URL, or custom with its "
+                f"class; or judge by a rubric alone: --set {key}.rubric=… with own_weight 0."
+            )
+        if rubric is not None and rubric.judge is not None and rubric.judge.base_url is None:
+            raise ConfigError(
+                f"{key}.rubric.judge.base_url is unset: the run's own engine judges, and there is none here. Name an endpoint: "
+                f"--set {key}.rubric.judge.base_url=… and model."
+            )
+    return open_environment(config, store)
 
 
 async def judge(
@@ -104,6 +116,8 @@ async def judge_one(rollout: Rollout, environment: EnvironmentClient, seconds: f
     """One rollout played again to its verdict."""
     if not rollout.status.rewarded or rollout.reward is None:
         return Judged(rollout, None, "unrewarded", f"it is {rollout.status.value}: {rollout.failure_code}")
+    if (rubric := judging_alone(environment, rollout)) is not None:
+        return await _scored(rollout, rubric, seconds)
     try:
         recording = Recording(rollout, environment)
     except NotRebuilt as error:
@@ -121,7 +135,32 @@ async def judge_one(rollout: Rollout, environment: EnvironmentClient, seconds: f
     refused = recording.refused(played)
     if refused is not None:
         return Judged(rollout, None, refused.reason, refused.detail)
-    return Judged(rollout, _with_verdict(rollout, played))
+    # The stored rollout with the outcome of the new one. What the agent did and took, it did and took then
+    own = {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
+    verdict = ("status", "reward", "reward_components", "metrics", "finish_reason")
+    return Judged(rollout, Rollout(**own | {name: getattr(played, name) for name in verdict}))
+
+
+def judging_alone(environment: EnvironmentClient, rollout: Rollout) -> RubricJudge | None:
+    """The rubric that judges this rollout without its environment: nothing has to be played again."""
+    agent: object = environment.agent
+    if isinstance(agent, MixtureAgent):
+        agent = agent.of(rollout.task)
+    return agent.judge if isinstance(agent, JudgedAgent) and not agent.judge.rubric.own_weight else None
+
+
+async def _scored(rollout: Rollout, rubric: RubricJudge, seconds: float) -> Judged:
+    """The stored rollout, scored by a rubric as it stands."""
+    if rollout.status is Status.MASKED:
+        return Judged(rollout, replace(rollout))
+    after = replace(rollout, metrics={name: value for name, value in rollout.metrics.items() if name not in COUNTS})
+    try:
+        async with asyncio.timeout(seconds):
+            await rubric.score(after, RetryPolicy())
+    except (InfraError, DataError, TimeoutError) as error:
+        kind, code, detail = classify(error)
+        return Judged(rollout, None, code, detail, kind)
+    return Judged(rollout, after)
 
 
 class Recording:
@@ -243,9 +282,6 @@ def _replies(rollout: Rollout) -> tuple[list[int], list[dict[str, Any]]]:
     begins the next, since a reply has its thoughts first, then its text, then its calls.
     """
     starts: list[int] = []
-    before = len(rollout.items) - sum(
-        1 for _ in rollout.items
-    )  # 0; items of the task's own conversation are skipped below
     given = rollout.task["responses_create_params"]["input"]
     before = 1 if isinstance(given, str) else len(given)
     rank = 3
@@ -276,10 +312,3 @@ def _is_reply(item: Item) -> bool:
 def _said(item: Item) -> str:
     """What an item says, without its id."""
     return repr({key: value for key, value in item.items() if key not in ("id", "status")})
-
-
-def _with_verdict(before: Rollout, played: Rollout) -> Rollout:
-    """The stored rollout with the outcome of the new one. What the agent did and took, it did and took then."""
-    own = {name: getattr(before, name) for name in before.__dataclass_fields__}
-    verdict = ("status", "reward", "reward_components", "metrics", "finish_reason")
-    return Rollout(**own | {name: getattr(played, name) for name in verdict})

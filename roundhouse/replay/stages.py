@@ -3,7 +3,7 @@
     <store>/replays/<name>/run.json                        what is replayed, with which substitutions; the parent checkpoint
     <store>/replays/<name>/iterations/000012/train/        as of a run
     <store>/replays/<name>/checkpoints/000012/
-    <store>/replays/<name>/comparison.json                 what came out, beside the original
+    <store>/replays/<name>/comparison.json                 the result, compared with the original
 
 Invariants: the original is only read, and a replay owns its checkpoints as a fork does. A stage takes each input from the
 replay where the replay made it, else as it was recorded: so iterations i to j of `train` are one chain, trained again on
@@ -30,9 +30,10 @@ from roundhouse.replay.drift import DriftGate, drift_of
 from roundhouse.replay.verdicts import rescored_inputs
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.offline import batch_of
-from roundhouse.stages.policy import checkpoint_cache, delete_run, starting_policy, vocabulary_size
+from roundhouse.stages.policy import delete_run, starting_policy
 from roundhouse.stages.train import release_trainer, train_iteration
-from roundhouse.stages.validate import validate_groups, validate_iteration
+from roundhouse.stages.validate import validate_groups, validate_iteration, vocabulary_size
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.lease import driving
 from roundhouse.store.lineage import IDENTITY, Parent, code_version, parent_at, read_identity, refuse_unloadable
 from roundhouse.store.location import AlreadyExists, Location, NotFound
@@ -67,7 +68,7 @@ def replay(
     Args:
         iterations: consecutive, such as `range(10, 21)`.
         stages: of collect, validate, train and evaluate. Those of sampling need the run's engine.
-        overrides: `key.path=value` beside the recorded configuration.
+        overrides: `key.path=value` over the recorded configuration.
         inputs: `rollouts`: a dataset that `rescore` made of this run, the path of a collection, or `iteration:7`; `base`: the
             version whose weights the first iteration begins from.
         name: of the replay; left out, a name that follows from all of the above and the code.
@@ -124,7 +125,13 @@ def _run_chain(
     for (k, kind), original_stage in recorded.items():
         say(f"iteration {k}: {kind}")
         made = {key: reference for key, reference in made.items() if reference.iteration == k}
-        again = _run_stage(_as_trained(run, as_recorded), original, k, kind, original_stage, made, rollouts, previous)
+        # The run as a step sees it that is far from any engine. Where it begins from other weights than were recorded,
+        # the recorded log-probabilities need not be those of its weights
+        config = run.config.model_copy(update={"placement": type(run.config.placement)()})
+        if not as_recorded:
+            validation = config.validation.model_copy(update={"recompute_tolerance": None})
+            config = config.model_copy(update={"validation": validation})
+        again = _run_stage(changed(run, config=config), original, k, kind, original_stage, made, rollouts, previous)
         made[kind] = again
         compared = compare_stage(comparison, original_stage, again, by_distribution=kind in SAMPLING)
         comparison.stages.append(compared)
@@ -320,16 +327,6 @@ def _run_stage(
             from roundhouse.stages.refit import engine_at
 
             return evaluate_version(run, k, engine_at(run, k))
-
-
-def _as_trained(run: Run, as_recorded: bool) -> Run:
-    """The run as a step sees it that is far from any engine. Where it begins from other weights than were recorded, the
-    recorded log-probabilities need not be those of its weights."""
-    config = run.config.model_copy(update={"placement": type(run.config.placement)()})
-    if not as_recorded:
-        validation = config.validation.model_copy(update={"recompute_tolerance": None})
-        config = config.model_copy(update={"validation": validation})
-    return changed(run, config=config)
 
 
 def _base_of(original: Run, numbers: Sequence[int], wanted: Sequence[StageKind]) -> int:

@@ -3,7 +3,8 @@
 Invariants: nothing is generated and nothing stored is changed: the verdicts make a new dataset version, from which training
 reads as from any other. A version is of one collection (one policy version) and of one judge; the same call again is a no-op,
 and after a kill only the collections that were not finished are judged. A rollout that cannot be rebuilt is `failed` there,
-with the code `not_rebuilt` and its reason: it has no reward, so it takes no part in training.
+with the code `not_rebuilt` and its reason, one that a rubric cannot score with the code of that failure: it has no reward, so
+it takes no part in training.
 
     runs/quickstart/iterations/000012/collect   ──>   datasets/mended/quickstart-i000012
                                                         rollouts, turns    as collected, with the new verdicts
@@ -22,11 +23,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from roundhouse.activity import run_interruptible
 from roundhouse.config.loading import apply_override, digest_of_tree, flatten, parse_config
 from roundhouse.config.models import EnvironmentConfig, RunConfig
 from roundhouse.environments import BUILT_IN, class_of
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.health.watchdog import run_interruptible
 from roundhouse.replay.rollouts import Judged, NotRebuilt, judge, open_for_replay
 from roundhouse.stages.offline import find_datasets
 from roundhouse.store.lineage import code_version
@@ -99,7 +100,7 @@ def rescore(
     Args:
         source: a run's id, or names of datasets as `offline.datasets` has them.
         iterations: of the run; all that collected when left out.
-        overrides: `environment.key=value` beside the configuration that the rollouts were collected with.
+        overrides: `environment.key=value` over the configuration that the rollouts were collected with.
 
     Raises:
         StoreError: there is nothing to judge, or `name` holds verdicts of another judge.
@@ -111,10 +112,18 @@ def rescore(
     versions = []
     for reference in collected:
         config = configs[reference.uri]
-        stage = _version(store, name, reference)
+        manifest = read_manifest(reference)
+        parts = reference.uri.split("/")
+        label = parts[-1] if parts[-3] == "datasets" else f"{manifest.run_id}-i{reference.iteration:06d}"
+        place = Location(store) / f"datasets/{name}/{label}"
+        if place.uri == reference.uri:
+            raise ConfigError(
+                f"--name {name}: this is the dataset that is judged; the verdicts need a name of their own."
+            )
+        stage = Stage(place, kind=StageKind.COLLECT, run_id=manifest.run_id, iteration=reference.iteration)
         version = stage.reference()
         if version is None:
-            version = _commit(stage, reference, config, judged_rollouts(reference, config))
+            version = _commit(stage, reference, config, judged_rollouts(reference, config, store))
         else:
             _refuse_other_judge(version, config)
         versions.append(version)
@@ -178,17 +187,17 @@ def _run_config(store: str, manifest: Manifest) -> RunConfig:
         ) from error
 
 
-def judged_rollouts(collection: Reference, config: EnvironmentConfig) -> list[Judged]:
-    """Every rollout of a collection, judged by the environment of this configuration."""
+def judged_rollouts(collection: Reference, config: EnvironmentConfig, store: str | None = None) -> list[Judged]:
+    """Every rollout of a collection, judged by the environment of this configuration; `store` as of `open_environment`."""
     tables = read_table(collection, "rollouts"), read_table(collection, "turns")
-    return judge_all(rollouts_from_tables(*tables), config)
+    return judge_all(rollouts_from_tables(*tables), config, store)
 
 
-def judge_all(rollouts: Sequence[Rollout], config: EnvironmentConfig) -> list[Judged]:
+def judge_all(rollouts: Sequence[Rollout], config: EnvironmentConfig, store: str | None = None) -> list[Judged]:
     """These rollouts, judged by the environment of this configuration."""
 
     async def work() -> list[Judged]:
-        async with open_for_replay(config) as environment:
+        async with open_for_replay(config, store) as environment:
             return [each async for each in judge(rollouts, environment)]
 
     return run_interruptible(work())
@@ -233,22 +242,12 @@ def verdict_row(judged: Judged) -> dict[str, Any]:
 
 
 def judge_of(config: EnvironmentConfig) -> dict[str, Any]:
-    """What decides about verdicts, as it stands in the manifest: configuration and source of the environment."""
+    """What decides about verdicts, in the manifest's form: configuration and source of the environment."""
     found: dict[str, Any] = {"environment": config.model_dump(mode="json"), "source": ""}
     if config.kind == "custom" or type(config) in BUILT_IN:
         file = inspect.getsourcefile(class_of(config))
         found["source"] = "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return found
-
-
-def _version(store: str, name: str, collection: Reference) -> Stage:
-    manifest = read_manifest(collection)
-    parts = collection.uri.split("/")
-    label = parts[-1] if parts[-3] == "datasets" else f"{manifest.run_id}-i{collection.iteration:06d}"
-    place = Location(store) / f"datasets/{name}/{label}"
-    if place.uri == collection.uri:
-        raise ConfigError(f"--name {name}: this is the dataset that is judged; the verdicts need a name of their own.")
-    return Stage(place, kind=StageKind.COLLECT, run_id=manifest.run_id, iteration=collection.iteration)
 
 
 def _commit(stage: Stage, collection: Reference, config: EnvironmentConfig, judged: Sequence[Judged]) -> Reference:
@@ -290,25 +289,27 @@ def _stored(judged: Judged) -> Rollout:
         return judged.after
     if judged.outcome == "unrewarded":
         return judged.before
-    error = NotRebuilt(judged.reason, judged.detail)
+    failed = FailureKind.DATA, "not_rebuilt", str(NotRebuilt(judged.reason, judged.detail))
+    if judged.failure is not None:
+        failed = judged.failure, judged.reason, judged.detail
     return replace(
         judged.before,
         status=Status.FAILED,
         reward=None,
         reward_components={},
         finish_reason="",
-        failure_kind=FailureKind.DATA,
-        failure_code="not_rebuilt",
-        failure_detail=str(error),
+        failure_kind=failed[0],
+        failure_code=failed[1],
+        failure_detail=failed[2],
     )
 
 
 def _refuse_other_judge(version: Reference, config: EnvironmentConfig) -> None:
     theirs, ours = read_manifest(version).details["judge"], judge_of(config)
-    if theirs == ours:
-        return
     flat = flatten(theirs), flatten(ours)
-    changed = sorted(key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key))
+    # A key that was unknown then is one that is unset
+    if not (changed := sorted(key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key))):
+        return
     raise StoreError(
         f"{version.uri} holds the verdicts of another judge: {', '.join(changed)} differ. Give these verdicts another --name."
     )

@@ -3,7 +3,7 @@
 Invariant: all rows have the same rollouts, lengths and durations; speed-ups are relative to the first row.
 
 In a recorded scenario, rollouts' seconds are those that were measured under the run's own load; the scenario repeats them
-whatever the number of slots, so it tells how modes and replicas compare at about that load, not how an engine slows down beyond
+whatever the number of slots, so it says how modes and replicas compare at about that load, not how an engine slows down beyond
 it. What an iteration took beside refit and its rollouts in their slots (opening the environment, validate, train, report, …)
 counts as training: in `sync` the simulated iteration is as long as the recorded one, by construction.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from roundhouse.config.simulation import Scenario, parse_scenario
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.simulation.run import SimulationResult, simulate
+from roundhouse.simulation.run import simulate
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
@@ -76,38 +76,38 @@ def compare(scenarios: Sequence[Scenario]) -> list[Row]:
         raise ConfigError("There is no scenario to simulate. Give a mode, sync for example.")
     rows: list[Row] = []
     for scenario in scenarios:
-        rows.append(_row(scenario, simulate(scenario), rows[0] if rows else None))
+        outcome = simulate(scenario)
+        reference = rows[0] if rows else None
+        asynchrony, engine = scenario.asynchrony, scenario.engine
+        gpus = engine.replicas * engine.gpus + scenario.trainer.gpus
+        rate, total = outcome.iterations_per_hour, max(1, outcome.ages.total())
+        rows.append(
+            Row(
+                mode=asynchrony.mode,
+                staleness=asynchrony.staleness,
+                window=asynchrony.window,
+                refit=asynchrony.refit,
+                replicas=engine.replicas,
+                gpus=gpus,
+                iterations_per_hour=rate,
+                speedup=rate / reference.iterations_per_hour if reference else 1.0,
+                iterations_per_gpu_hour=rate / gpus,
+                trainer_wait=outcome.trainer_wait,
+                engine_idle=outcome.engine_idle,
+                mean_age=outcome.mean_age,
+                ages={age: outcome.ages[age] / total for age in sorted(outcome.ages)},
+                discarded=outcome.discarded_share,
+                discarded_attempts=dict(outcome.discarded),
+                failed=outcome.failed,
+                hours=outcome.seconds / 3600,
+            )
+        )
     return rows
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For a program."""
     return [asdict(row) for row in rows]
-
-
-def _row(scenario: Scenario, outcome: SimulationResult, reference: Row | None) -> Row:
-    asynchrony, engine = scenario.asynchrony, scenario.engine
-    gpus = engine.replicas * engine.gpus + scenario.trainer.gpus
-    rate, total = outcome.iterations_per_hour, max(1, outcome.ages.total())
-    return Row(
-        mode=asynchrony.mode,
-        staleness=asynchrony.staleness,
-        window=asynchrony.window,
-        refit=asynchrony.refit,
-        replicas=engine.replicas,
-        gpus=gpus,
-        iterations_per_hour=rate,
-        speedup=rate / reference.iterations_per_hour if reference else 1.0,
-        iterations_per_gpu_hour=rate / gpus,
-        trainer_wait=outcome.trainer_wait,
-        engine_idle=outcome.engine_idle,
-        mean_age=outcome.mean_age,
-        ages={age: outcome.ages[age] / total for age in sorted(outcome.ages)},
-        discarded=outcome.discarded_share,
-        discarded_attempts=dict(outcome.discarded),
-        failed=outcome.failed,
-        hours=outcome.seconds / 3600,
-    )
 
 
 NEEDED = (StageKind.REFIT, StageKind.COLLECT, StageKind.REPORT)

@@ -94,7 +94,11 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
             "bounds."
         )
     first = run.first_version + 1
-    reported = [k for k in range(first, run.config.iterations + 1) if _is_whole(run, k)]
+    reported = [
+        k
+        for k in range(first, run.config.iterations + 1)
+        if all(kind in iteration_manifests(run, k) for kind in NEEDED)
+    ]
     begin = since if since is not None else first + (len(reported) > 2)
     recorded = recorded_iterations(run, begin)
     if len(recorded) < 2:
@@ -219,11 +223,14 @@ def _changes(
         ("trainer ranks", "twice the ranks (train.service)", mean["train"]),
         ("storage", "storage of twice the speed", mean["storage"]),
     ):
-        found.append((change, what, [_trainer(tree, part * share / 2) for share in ends], 1.0))
+        found.append((change, what, [_shorter(tree, "trainer", "seconds", part * share / 2) for share in ends], 1.0))
     refit = mean["refit"]
     found[-1] = (
         *found[-1][:2],
-        [_refit(each, refit * share / 2) for each, share in zip(found[-1][2], ends, strict=True)],
+        [
+            _shorter(each, "engine", "refit_seconds", refit * share / 2)
+            for each, share in zip(found[-1][2], ends, strict=True)
+        ],
         1.0,
     )
     if python > 0.05:
@@ -245,25 +252,16 @@ def _engine(tree: dict[str, Any], replicas: int, slots: int, factor: float) -> d
     }
 
 
-def _trainer(tree: dict[str, Any], less: float) -> dict[str, Any]:
-    seconds = tree["trainer"]["seconds"]
+def _shorter(tree: dict[str, Any], section: str, key: str, less: float) -> dict[str, Any]:
+    """The scenario with recorded durations (`values` of a section's key) that are shorter by so many seconds."""
+    seconds = tree[section][key]
     values = [max(0.0, value - less) for value in seconds["values"]]
-    return tree | {"trainer": tree["trainer"] | {"seconds": seconds | {"values": values}}}
-
-
-def _refit(tree: dict[str, Any], less: float) -> dict[str, Any]:
-    seconds = tree["engine"]["refit_seconds"]
-    values = [max(0.0, value - less) for value in seconds["values"]]
-    return tree | {"engine": tree["engine"] | {"refit_seconds": seconds | {"values": values}}}
+    return tree | {section: tree[section] | {key: seconds | {"values": values}}}
 
 
 def _simulated(tree: dict[str, Any]) -> float:
     """Mean seconds of an iteration."""
     return simulate(parse_scenario(tree)).seconds / tree["iterations"]
-
-
-def _is_whole(run: Run, k: int) -> bool:
-    return all(kind in iteration_manifests(run, k) for kind in NEEDED)
 
 
 def _parts(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A run in virtual time: an event queue around the real controller with its pool.
 
-Invariant: the controller hears nothing but the events that a real run would tell it, and what is trained on is judged by the
+Invariant: the controller receives nothing but the events of a real run, and what is trained on is judged by the
 versions that the simulated engine recorded, not those that the controller foresaw; a batch over the bound, or one
 that is not whole, ends the simulation with an error. Time passes only between events; nothing sleeps.
 
@@ -115,7 +115,7 @@ class Simulation:
         self._queue: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
         self._count = 0
         self._hungry = dict.fromkeys(names)
-        """Replicas with a free slot that were told to wait, in order."""
+        """Replicas with a free slot that have to wait, in order."""
         self._born = dict.fromkeys(names, 0.0)
         """When each replica came."""
         self._foreseen: dict[str, int] = {}

@@ -10,7 +10,7 @@ attempt writes into a directory of its own, so what is published is written once
 Skip: an iteration that cannot be trained on becomes a version that is the one before, on record. A skipped iteration leaves
 what any iteration leaves: a train stage, a published version, a report. Its version has the files of the version before, byte
 for byte, and its train stage says why. So the next iteration, a restart, an evaluation and a fork need to know nothing of it,
-and nobody can take it for a step that was made.
+so that it cannot be taken for a step that was made.
 """
 
 from __future__ import annotations
@@ -20,25 +20,11 @@ from pathlib import Path
 
 from roundhouse.errors import DataError, StoreError
 from roundhouse.health.policy import code_of, kind_of
-from roundhouse.stages.promotion import questioned_versions
 from roundhouse.store.directories import take_over, upload_model
-from roundhouse.store.location import NotFound
-from roundhouse.store.manifest import (
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    ModelFiles,
-    Reference,
-    fault_of,
-    is_as_written,
-)
-from roundhouse.store.run import SKIPPED, Run, Skip, promoted_version, skip_of
+from roundhouse.store.manifest import MANIFEST, WEIGHTS_DIGEST, ModelFiles, Reference, faults_of
+from roundhouse.store.run import SKIPPED, Run, Skip, promoted_version, questioned_versions, skip_of, trained_since_state
 from roundhouse.store.stage import StageKind, read_manifest
-from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.tensor_files import digest_of
-
-TRAINER = "trainer"
-"""Subdirectory of the trainer's state."""
 
 
 def publish_starting_policy(run: Run, directory: Path, details: dict[str, object], *, move: bool = False) -> Reference:
@@ -69,13 +55,9 @@ def publish(run: Run, update: Reference) -> Reference:
     if (done := stage.reference()) is not None:
         return done
     attempt = run.begin(stage, policy_version=version)
-    written = written_by(manifest)
-    for entry in written.files:
-        try:
-            same = is_as_written(stage.location, entry) or fault_of(stage.location, entry) is None
-        except NotFound:
-            same = False
-        if not same:
+    written = ModelFiles.written_by(manifest)
+    for entry, what in zip(written.files, faults_of(stage.location, written.files, as_written=True), strict=True):
+        if what is not None:
             raise StoreError(
                 f"{stage.location.uri}/{entry.path} is not what the train stage of iteration {version} wrote. "
                 f"Delete {update.uri}/{MANIFEST} to train the iteration again."
@@ -91,62 +73,13 @@ def publish(run: Run, update: Reference) -> Reference:
             digest = _weights_digest(place.local_path)
         else:
             with tempfile.TemporaryDirectory() as directory:
-                place.download([name for name in written.by_name() if is_weights(name)], Path(directory))
+                place.download([*written.weights()], Path(directory))
                 digest = _weights_digest(Path(directory))
     reference = attempt.commit(
         inputs={"train": update}, metrics=manifest.metrics, details=digest, directory=written.directory
     )
     run.point_to(reference)
     return reference
-
-
-def written_by(train: Manifest) -> ModelFiles:
-    """The new version's files, as the train stage recorded them."""
-    return ModelFiles(
-        directory=train.details.get("checkpoint_directory", ""),
-        files=[FileEntry.model_validate(raw) for raw in train.details["checkpoint_files"]],
-        weights_digest=train.details.get(WEIGHTS_DIGEST),
-    )
-
-
-def recorded(written: ModelFiles) -> dict[str, object]:
-    """Them, for the details of the train stage's manifest."""
-    return {
-        "checkpoint_directory": written.directory,
-        "checkpoint_files": [entry.model_dump() for entry in written.files],
-        WEIGHTS_DIGEST: written.weights_digest,
-    }
-
-
-def is_weights(name: str) -> bool:
-    """Whether a file of a model's directory holds weights of the policy, rather than the trainer's state."""
-    return name.endswith(".safetensors") and "/" not in name
-
-
-def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]:
-    """The newest checkpoint up to this one that a trainer continues from, and the sequences of the iterations since, in order.
-
-    That checkpoint holds the trainer's state, or is where training began. It is found by lineage: a checkpoint names the train
-    stage that made it, which names its sequences and the checkpoint that it began from. A skipped iteration has none.
-
-    Raises:
-        StoreError: one of them is gone.
-    """
-    since: list[Reference] = []
-    while True:
-        manifest = read_manifest(version)
-        if (
-            any(name.startswith(f"{TRAINER}/") for name in manifest.model_files.by_name())
-            or version.policy_version == 0
-        ):
-            return version, since[::-1]
-        if (origin := manifest.inputs.get("parent")) is None:
-            train = read_manifest(manifest.inputs["train"]) if "train" in manifest.inputs else None
-            if train is None or (origin := train.inputs.get("base")) is None:
-                return version, since[::-1]
-            if "sequences" in train.inputs:
-                since.append(train.inputs["sequences"])
-        version = origin
 
 
 def reference_version(run: Run, base: int) -> int:
@@ -216,7 +149,7 @@ def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
             inputs={"base": base},
             counts={"sequences": 0},
             metrics={"train/skipped": 1.0, "time/compute": 0.0},
-            details=recorded(copied)
+            details=copied.details()
             | {SKIPPED: {name: getattr(skip, name) for name in ("code", "kind", "error", "reason")}},
         )
     return publish(run, update)

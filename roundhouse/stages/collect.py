@@ -7,6 +7,10 @@ again where the environment can be restored (`roundhouse.rollout.replay`); where
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
 from roundhouse.collection.collector import (
     Collected,
     Progress,
@@ -14,15 +18,85 @@ from roundhouse.collection.collector import (
     open_collector,
     refuse_many_failures,
 )
-from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.plan import RolloutSpec, sample_rounds
+from roundhouse.environments.base import TaskList, TaskRow
+from roundhouse.errors import ConfigError
+from roundhouse.policy.chat_template import template_in
+from roundhouse.rollout.clients import first_messages, open_environment, tools_of
+from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, sample_rounds
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
+from roundhouse.stages.refit import engine_files
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_table
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
+
+logger = logging.getLogger(__name__)
+
+_fitting: dict[str, Sequence[TaskRow]] = {}
+"""The tasks that fit `rollout.max_prompt_tokens`, by run uid: rendering all of them takes time."""
+
+
+def training_tasks(run: Run) -> Sequence[TaskRow]:
+    """The training tasks of the run: its environment's, without those whose prompt is too long.
+
+    Raises:
+        ConfigError: the environment cannot be opened, or no task fits `rollout.max_prompt_tokens`.
+    """
+    tasks = open_environment(run.config.environment).tasks("train")
+    if (limit := run.config.rollout.max_prompt_tokens) is None:
+        return tasks
+    if run.uid not in _fitting:
+        _fitting[run.uid] = _up_to(limit, tasks, run)
+    return _fitting[run.uid]
+
+
+def _up_to(limit: int, tasks: Sequence[TaskRow], run: Run) -> Sequence[TaskRow]:
+    if isinstance(tasks, WeightedTasks):
+        return WeightedTasks({name: _up_to(limit, own, run) for name, own in tasks.tasks.items()}, tasks.weights)
+    from tokenizers import Tokenizer
+
+    files = engine_files(run)
+    template, tokenizer = template_in(files), Tokenizer.from_file(str(files / "tokenizer.json"))
+
+    def tokens(row: TaskRow) -> int:
+        text = template.render(first_messages(row), tools_of(row))
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    lengths = [tokens(row) for row in tasks]
+    kept = [place for place, length in enumerate(lengths) if length <= limit]
+    if not kept:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens is {limit}, and the shortest prompt of {len(lengths)} training tasks has "
+            f"{min(lengths, default=0)} tokens. Raise it."
+        )
+    if len(kept) < len(lengths):
+        logger.info(
+            "%d of %d training tasks have prompts of more than %d tokens (rollout.max_prompt_tokens) and are left out",
+            len(lengths) - len(kept),
+            len(lengths),
+            limit,
+        )
+    return TaskList(kept, tasks.__getitem__)
+
+
+def with_epochs(run: Run) -> Run:
+    """The run with no more iterations than `rollout.epochs` has.
+
+    Raises:
+        ConfigError: a fork begins behind the last of them.
+    """
+    config = run.config
+    if config.rollout.epochs is None:
+        return run
+    last = iterations_of(len(training_tasks(run)), config.rollout)
+    if last <= run.first_version:
+        raise ConfigError(
+            f"rollout.epochs is {config.rollout.epochs}, which end with iteration {last}, and the run begins from version "
+            f"{run.first_version}. Raise rollout.epochs."
+        )
+    return replace(run, config=config.model_copy(update={"iterations": min(config.iterations, last)}))
 
 
 def collect_iteration(
@@ -45,7 +119,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
     if (done := stage.reference()) is not None:
         return done
     config = run.config
-    tasks = open_environment(config.environment).tasks("train")
+    tasks = training_tasks(run)
     collection = open_collector(run, stage, weights.policy_version)
     planned, seconds = 0, 0.0
 

@@ -45,7 +45,7 @@ _TOTAL_OF = {
 
 
 def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds: float) -> dict[str, float]:
-    """The cost metrics of an iteration, for its report; those of validate and train stand in their own manifests.
+    """The cost metrics of an iteration, for its report; those of validate and train are in their own manifests.
 
     Args:
         manifests: of its complete stages.
@@ -107,7 +107,8 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
         skipped       the iteration was skipped on purpose          pending     collected, not trained on yet
         masked        the loss skips their turn                     datasets    collected for datasets
         evaluated     held-out rollouts                             branched    new turns of branches
-        replayed      by stages of replays                          judged      stored rollouts judged anew (CPU alone)
+        replayed      by stages of replays                          judged      answers of a rubric's judge, and
+                                                                                stored rollouts judged anew (CPU)
 
     Not on record, hence not here: what an attempt of a stage or of a rollout used that was killed before its end
     (`cost/stage_attempts` and `cost/repeated_rollouts` count these).
@@ -129,6 +130,9 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
             evaluating = kind.startswith(StageKind.EVALUATE) or kind == StageKind.PROMOTE
             if evaluating and kind != StageKind.PROMOTE:
                 _add(tokens, {"evaluated": _generated(run.location, k, kind)})
+            if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
+                stage = Stage(run.location / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
+                _add(tokens, _judged(_present(stage)))
             if kind == StageKind.COLLECT:
                 whole = sum(own.values())
                 _add(
@@ -197,6 +201,7 @@ def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float])
             "branched" if "branched" in manifest.details else "judged" if "rollouts" in manifest.inputs else "datasets"
         )
         _add(seconds, {cause: manifest.resources.get("cpu_seconds", 0.0)})
+        _add(tokens, _judged(reference, anew=cause == "judged"))
         if cause == "datasets":
             _add(tokens, {cause: float(pc.sum(read_table(reference, "rollouts")["generated_tokens"]).as_py() or 0)})
         elif cause == "branched":
@@ -209,6 +214,15 @@ def _generated(place: Location, k: int, kind: str) -> float:
     """Generated tokens in the rows of a stage that samples."""
     stage = Stage(place / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
     return float(pc.sum(read_table(_present(stage), "rollouts")["generated_tokens"]).as_py() or 0)
+
+
+def _judged(rollouts: Reference, *, anew: bool = False) -> dict[str, float]:
+    """Tokens that a rubric's judge generated for these rollouts. Those judged anew without a reward are as they were before."""
+    table = read_table(rollouts, "rollouts")
+    table = table.filter(pc.is_valid(table["reward"])) if anew else table
+    rows = table["metrics"].to_pylist()
+    used = math.fsum(dict(row or ()).get("judge_completion_tokens", 0.0) for row in rows)
+    return {"judged": used} if used else {}
 
 
 def _stages_of(place: Location, k: int) -> dict[str, Manifest]:
@@ -269,7 +283,7 @@ def raises(run: Run) -> list[Raise]:
 
 
 def budget_of(run: Run) -> dict[str, float]:
-    """The limits that count now, by name; those that nobody set are not there."""
+    """The limits that count now, by name; unset ones are left out."""
     limits: dict[str, float] = run.config.cost.budget.model_dump(exclude_none=True)
     for raised in raises(run) if limits else []:
         limits = {name: max(limit, raised.limits.get(name, limit)) for name, limit in limits.items()}

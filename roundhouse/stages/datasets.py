@@ -40,7 +40,7 @@ class TaskDraw:
 
     @classmethod
     def of_moment(cls, moment: datetime) -> TaskDraw:
-        """A draw of its own for each moment; minutes are told apart."""
+        """A draw of its own for each moment, to the minute."""
         return cls(int(moment.timestamp()) // 60, moment)
 
     def label(self, version: int) -> str:
@@ -95,7 +95,7 @@ def collected_moments(store: str, name: str) -> set[str]:
 
 def version_for(run: Run, name: str, draw: TaskDraw, wanted: int | None) -> int | None:
     """The policy version to collect with: the one with which this moment was collected or begun, else the one wanted (None:
-    the newest). So a collection that is tried again mixes no versions, though training went on meanwhile."""
+    the newest). So a retried collection mixes no versions, even if training continued meanwhile."""
     if draw.moment is None:
         return wanted
     begun = None

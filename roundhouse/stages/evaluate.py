@@ -1,7 +1,7 @@
 """Evaluate: held-out tasks, answered by one policy version.
 
 Iteration k's evaluation is of version k, the one its training made; iteration 0's is of the starting policy. Each of
-`evaluation.sets` is a stage of its own beside it, `evaluate-<name>`, with metrics `evaluation/<name>/…`.
+`evaluation.sets` is a further stage, `evaluate-<name>`, with metrics `evaluation/<name>/…`.
 
 Estimates and their intervals are pure functions of rewards. Tasks are independent and the rollouts of one task are one cluster,
 so every interval is over tasks; the same rewards always give the same interval.

@@ -1,4 +1,4 @@
-"""Fork: a new run that goes on from an iteration of another.
+"""Fork: a new run that continues from an iteration of another.
 
 Invariant: the parent is only read. The fork's configuration is the parent's but for what the person changed, so a fork without
 changes makes the very versions that the parent made.
@@ -27,7 +27,7 @@ def fork_config(
     """The configuration of a fork.
 
     Args:
-        at: the iteration (= policy version) to go on from; the newest when left out.
+        at: the iteration (= policy version) to continue from; the newest by default.
         keys: whole sections that take the place of the parent's, before the overrides.
 
     Raises:
@@ -67,7 +67,7 @@ def fork_run(config: RunConfig) -> Run:
     return run
 
 
-Method = Literal["grpo", "rejection", "distillation"]
+Method = Literal["grpo", "rejection", "sft", "distillation"]
 
 
 def offline_config(
@@ -87,7 +87,7 @@ def offline_config(
     Args:
         at: the checkpoint of the run to start from: `newest`, `promoted` or a version.
         method: grpo keeps the run's own algorithm where that is a policy gradient, with truncated importance weights; rejection
-            learns the best rollout of each group that reaches the threshold; distillation needs a teacher.
+            learns the best rollout of each group that reaches the threshold; sft learns all rows; distillation needs a teacher.
         overrides: come last.
 
     Raises:
@@ -125,6 +125,8 @@ def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold
         raise ConfigError(f"reward_threshold is {threshold:g}, which only the method rejection reads. Leave it out.")
     if method == "distillation":
         return {"kind": "distillation", "teacher": teacher}
+    if method == "sft":
+        return {"kind": "cross_entropy", "select": "all"}
     if method == "rejection":
         return {
             "kind": "cross_entropy",

@@ -49,7 +49,7 @@ class Importance:
     effective_rollouts: float
     """Kish of the rollouts' weights, as a share of the rollouts."""
     clipped: float
-    """Share of the tokens whose weight lies outside of the correction's bounds."""
+    """Share of the tokens whose weight is outside of the correction's bounds."""
     mean_difference: float
     """Of |policy − recorded| over the tokens, in nats."""
 
@@ -101,7 +101,7 @@ def kish(log_weights: np.ndarray) -> float:
 
 
 def judge(config: RunConfig, found: Freshness) -> list[str]:
-    """What of a dataset version lies beyond a bound, one line each; empty when it is fresh enough.
+    """What of a dataset version is beyond a bound, one line each; empty if it is fresh enough.
 
     Cross-entropy weighs no token, so for it only the ages count.
     """

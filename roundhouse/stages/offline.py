@@ -7,7 +7,7 @@ such as `nightly@all` is resolved once, by that stage. It is committed only when
     iterations/000013/validate     a batch of them, as sequences                        instead of refit, collect, validate
 
 Which groups of which dataset iteration k trains on (`batch_at`) depends on the datasets' groups, the batch size, the seed and k
-alone, so a run that was killed goes on with exactly the batch that it was at. An epoch has every group once; a batch has groups
+alone, so a run that was killed resumes with exactly the batch that it was at. An epoch has every group once; a batch has groups
 of one dataset version, so that all of it was sampled by one policy; batches of a version differ in size by at most one group.
 
     versions a (5 groups), b (2), size 2      epoch 1:  a[3 0] b[1 0] a[2] a[4 1]      epoch 2: another order
@@ -27,15 +27,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.activity import announce
+from roundhouse.config.algorithms import CrossEntropyConfig
 from roundhouse.config.models import RunConfig
-from roundhouse.config.rollout import NAMED, OfflineConfig
+from roundhouse.config.rollout import CHAT_ROWS, NAMED, OfflineConfig
 from roundhouse.errors import ConfigError, DataError, StoreError
 from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
-from roundhouse.stages.policy import vocabulary_size
-from roundhouse.stages.validate import rows_of_groups, validate_groups
+from roundhouse.stages.validate import rows_of_groups, validate_groups, vocabulary_size
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import Manifest, Reference, model_location
+from roundhouse.store.manifest import Manifest, Reference, model_location, sha256
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.training.batch import TrainingSequences
@@ -67,7 +67,7 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
         return done
     offline = _section(run.config)
     attempt = run.begin(stage, policy_version=base.policy_version)
-    datasets = find_datasets(run.config.store, offline.datasets)
+    datasets = find_datasets(run.config.store, offline.datasets, run)
     groups = [groups_of(reference) for reference in datasets]
     _refuse_unfit(run, datasets)
     found = [freshness_of(run, reference, log_probs) for reference in datasets]
@@ -130,22 +130,27 @@ def with_iterations(run: Run) -> Run:
     if done is not None:
         batches = done.counts["batches"]
     else:
-        sizes = [len(groups_of(reference)) for reference in find_datasets(run.config.store, offline.datasets)]
+        found = find_datasets(run.config.store, offline.datasets, run)
+        sizes = [len(groups_of(reference)) for reference in found]
         batches = batches_of_an_epoch(sizes, _batch_size(run.config))
     return replace(
         run, config=run.config.model_copy(update={"iterations": run.first_version + offline.epochs * batches})
     )
 
 
-def find_datasets(store: str, names: Sequence[str]) -> list[Reference]:
+def find_datasets(store: str, names: Sequence[str], run: Run | None = None) -> list[Reference]:
     """The complete versions that these names mean, each once, in the order of the names and then of their completion.
+
+    Args:
+        run: whose policy files of chat rows are imported for; without it they are read and left out.
 
     Raises:
         StoreError: a name means none; what there is gets listed.
+        DataError: a chat row cannot be learnt from.
     """
     found: dict[str, Reference] = {}
     for name in names:
-        for reference in _versions_of(store, name):
+        for reference in _versions_of(store, name, run):
             found.setdefault(reference.uri, reference)
     return list(found.values())
 
@@ -166,7 +171,7 @@ def freshness_of(run: Run, reference: Reference, log_probs: LogProbs) -> Freshne
     manifest, offline = read_manifest(reference), _section(run.config)
     days = (time.time() - manifest.finished_at) / DAY
     importance = None
-    if offline.precheck_rollouts > 0:
+    if offline.precheck_rollouts > 0 and not manifest.details.get("written"):
         batch = _sample(run, reference, manifest, offline.precheck_rollouts)
         difference = (log_probs(batch) - batch.gen_logprobs)[batch.loss_mask]
         owner = np.unique(batch.rollout_ids, return_inverse=True)[1][batch.sequence_of_token][batch.loss_mask]
@@ -195,14 +200,21 @@ def age_of(run: Run, weights: Reference | None) -> int | None:
         try:
             parent = json.loads(Location(origin["run"]).read("run.json")).get("parent")
         except NotFound:
-            break  # the line goes on, but nobody can tell any more
+            break  # the lineage continues, but is no longer on record
     for uri, newest in line:
         if uri == place["run"]:
             return run.first_version - weights.policy_version if weights.policy_version <= newest else None
     return None
 
 
-def _versions_of(store: str, name: str) -> list[Reference]:
+def _versions_of(store: str, name: str, run: Run | None) -> list[Reference]:
+    if name.endswith(CHAT_ROWS):
+        from roundhouse.stages.chat_rows import import_chat_rows, read_chat_rows
+
+        if run is not None:
+            return [import_chat_rows(run, name)]
+        read_chat_rows(name)
+        return []
     if "/" in name:
         reference = Stage(Location(name), kind=StageKind.COLLECT, run_id="", iteration=0).reference()
         if reference is None or reference.kind != StageKind.COLLECT:
@@ -242,13 +254,23 @@ def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
                 f"Dataset {label_of(reference)} was sampled at temperature {sampled:g}, and generation.sampling.temperature is "
                 f"{wanted:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
             )
+        if manifest.details.get("written") and not isinstance(run.config.train.algorithm, CrossEntropyConfig):
+            raise ConfigError(
+                f"train.algorithm.kind is {run.config.train.algorithm.kind}, but dataset {label_of(reference)} was written "
+                "and not sampled: it has no log-probabilities to weigh its tokens by. Set it to cross_entropy (--method sft)."
+            )
         _refuse_other_tokens(run, reference, manifest)
 
 
 def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> None:
     """Where the collecting run's tokenizer is still there, it is the policy's."""
-    weights = manifest.inputs.get("weights")
+    weights, tokenizer = manifest.inputs.get("weights"), manifest.details.get("tokenizer")
     place = None if weights is None else _RUN.fullmatch(weights.uri)
+    if tokenizer is not None and tokenizer != sha256(model_location(run.checkpoint(0).location).read("tokenizer.json")):
+        raise ConfigError(
+            f"Dataset {label_of(reference)} was imported for a policy with another tokenizer. Name the file of its rows, "
+            f"{manifest.details['imported']}, to import it for this one."
+        )
     if place is None:
         return
     try:

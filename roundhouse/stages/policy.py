@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import asdict, replace
@@ -10,20 +9,20 @@ from functools import partial
 from pathlib import Path
 
 from roundhouse.activity import announce
-from roundhouse.config.models import BundledPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.models import BundledPolicy, WarmStartPolicy
 from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.environments import demonstrating
-from roundhouse.errors import ConfigError, StoreError
+from roundhouse.errors import ConfigError
 from roundhouse.policy.bundled import bundled_file
+from roundhouse.policy.chat_template import TEMPLATE, template_text
 from roundhouse.policy.gguf import gguf_file
-from roundhouse.stages.checkpoint import publish_starting_policy, reference_version, trained_since_state
+from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store import lease
-from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, take_over, upload_model
+from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over, upload_model
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles, Reference, model_location, sha256
-from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import read_file, read_manifest
+from roundhouse.store.manifest import ModelFiles, Reference, model_location
+from roundhouse.store.run import Run, load_run, trained_since_state
 
 
 def starting_policy(run: Run) -> Reference:
@@ -61,6 +60,10 @@ def starting_policy(run: Run) -> Reference:
                 except ConfigError as error:  # names the copy
                     place = original.uri.removeprefix("file://")
                     raise ConfigError(str(error).replace(str(made), place)) from None
+        if not isinstance(policy, WarmStartPolicy) and policy.chat_template is not None:
+            if made != scratch:  # of the cache, where it stays as it is
+                made = Path(shutil.copytree(made, scratch, dirs_exist_ok=True))
+            (made / TEMPLATE).write_text(template_text(policy.chat_template), encoding="utf-8")
         return publish_starting_policy(run, made, details, move=made == scratch)
 
 
@@ -83,49 +86,7 @@ def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: s
         return upload_model(location, attempt, scratch, move=True)
 
 
-def vocabulary_size(run: Run) -> int:
-    """Number of token IDs of the run's policy.
-
-    Raises:
-        StoreError: the run has no starting policy yet.
-    """
-    location = model_location(run.checkpoint(0).location)
-    try:
-        return int(json.loads(location.read("config.json"))["vocab_size"])
-    except (KeyError, ValueError) as error:
-        raise StoreError(f"{location.uri}/config.json has no vocab_size: {error}") from error
-
-
-def engine_files(run: Run) -> Path:
-    """A local directory with the policy's config and tokenizer, which is all that an engine needs to start.
-
-    It is there before the starting policy is trained, and stays the same for the whole run: weights come by refit.
-
-    Raises:
-        StoreError: the directory is not the starting policy's; its tokenizer was made anew with another result.
-    """
-    target = checkpoint_cache(run.config) / f"engine-{run.uid}"
-    if run.parent is not None:
-        starting_policy(run)  # a fork's tokenizer is its parent's, whatever its environment
-    start = run.checkpoint(0).reference()
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=target.parent))
-        if start is None:
-            _write_untrained(run, staging)
-        else:
-            for name, entry in read_manifest(start).model_files.by_name().items():
-                if "/" not in name and not name.endswith(".safetensors"):
-                    (staging / name).write_bytes(read_file(start, entry))
-        staging.rename(target)
-    if start is not None:
-        theirs = read_manifest(start).model_files.by_name().get("tokenizer.json")
-        if theirs is not None and sha256((target / "tokenizer.json").read_bytes()) != theirs.sha256:
-            raise StoreError(f"{target}/tokenizer.json is not the one of {start.uri}. Delete {target} and start again.")
-    return target.resolve()
-
-
-def _write_untrained(run: Run, directory: Path) -> None:
+def write_untrained(run: Run, directory: Path) -> None:
     """Files that an engine needs of a policy that is still to be made."""
     policy = run.config.policy
     if isinstance(policy, WarmStartPolicy):
@@ -145,6 +106,8 @@ def _write_untrained(run: Run, directory: Path) -> None:
                 source = Location(str(_converted(run, file)[0]))
         names = [name for name in source.tree() if "/" not in name and not name.endswith(".safetensors")]
         source.download(names, directory)
+    if policy.chat_template is not None:
+        (directory / TEMPLATE).write_text(template_text(policy.chat_template), encoding="utf-8")
 
 
 def _converted(run: Run, file: Path) -> tuple[Path, dict[str, object]]:
@@ -159,11 +122,6 @@ def _converted(run: Run, file: Path) -> tuple[Path, dict[str, object]]:
 
 def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
     return run.config.seed if policy.seed is None else policy.seed
-
-
-def checkpoint_cache(config: RunConfig) -> Path:
-    """Where checkpoints of a remote store, and warm starts, are kept on this machine."""
-    return Path(config.infra.state) / "cache"
 
 
 def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str, object]:
@@ -182,36 +140,6 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
         cache=checkpoint_cache(run.config) / "warm-starts",
     )
     return {"warm_start": asdict(report)}
-
-
-def reference_origin(run: Run, base: int) -> Reference | str | None:
-    """The model that the run's algorithm compares the policy with when version `base` is trained from: a checkpoint, a URI, or
-    None when it needs none.
-
-    Raises:
-        ConfigError: the teacher's directory is not there.
-    """
-    source = run.config.train.algorithm.reference_source
-    if source is None:
-        return None
-    if source == "start":
-        start = run.checkpoint(reference_version(run, base)).reference()
-        assert start is not None, "a run that trains has its starting policy, and keeps its reference"
-        return start
-    teacher = model_location(Location(source))
-    if "config.json" not in teacher.tree():
-        raise ConfigError(
-            f"train.algorithm.teacher: {teacher.uri} has no config.json. Give a Hugging Face model directory."
-        )
-    return teacher.uri
-
-
-def reference_directory(run: Run, cache: Path, base: int) -> Path | None:
-    """Its directory on this machine."""
-    origin = reference_origin(run, base)
-    if isinstance(origin, Reference):
-        return local_directory(origin, cache)
-    return None if origin is None else plain_directory(Location(origin), cache)
 
 
 def delete_run(run: Run) -> None:

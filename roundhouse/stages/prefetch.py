@@ -1,4 +1,4 @@
-"""Collect and refit of an overlapped run: an iteration's rollouts, made by the generation loop beside training.
+"""Collect and refit of an overlapped run: an iteration's rollouts, made by the generation loop concurrently with training.
 
 Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
 step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
@@ -19,8 +19,7 @@ from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.asynchronous.resumption import oldest_version
 from roundhouse.collection.asynchronous.runner import Progress, RolloutRunner
-from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures
-from roundhouse.collection.parts import written_rollouts
+from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures, written_rollouts
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import StoreError
 from roundhouse.stages.refit import ensure_version, refit_iteration
@@ -102,7 +101,7 @@ def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: 
 
 
 def transfer(run: Run, checkpoint: Reference) -> None:
-    """Bring the engine to a version; the first time it stands as the refit stage of the iteration that trains from it."""
+    """Bring the engine to a version; the first time it is recorded as the refit stage of the iteration that trains from it."""
     iteration = checkpoint.policy_version + 1
     with attribute_to_this_stage():
         if run.stage(iteration, StageKind.REFIT).reference() is None:

@@ -6,7 +6,10 @@ with the key or option at fault; what only a service can know is left to it.
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
+from pathlib import Path
 
 from roundhouse.config.environments import (
     AgentEnvironment,
@@ -16,27 +19,31 @@ from roundhouse.config.environments import (
     NemoGymEnvironment,
     RemoteEnvironment,
     WorkerEnvironment,
+    environments_in,
 )
-from roundhouse.config.models import BundledPolicy, LocalInfra, RunConfig, WarmStartPolicy
+from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
 from roundhouse.environments import first_task, refuse_without_demonstrations
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.infra.checks.machine import available_memory
+from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
 from roundhouse.policy.bundled import BUNDLED, bundled_file
-from roundhouse.policy.chat_template import refuse_unfit_template, template_in
+from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template, template_in, template_text
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import check_model_directory
-from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.responses import chat_tools
+from roundhouse.rollout.clients import open_environment, tools_of
+from roundhouse.rollout.rubric import refuse_unfit_rubric
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 
+logger = logging.getLogger(__name__)
+
 
 def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
-    """Refuse a run whose store, environment, held-out tasks, starting policy or datasets cannot be had.
+    """Refuse a run whose store, algorithm, environment, held-out tasks, starting policy or datasets cannot be had.
 
     Args:
         remote: look into buckets, too. A dry run asks nothing outside this machine.
@@ -63,11 +70,21 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
                     f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower "
                     f"than float32. Set {key} to float32."
                 )
+    algorithm = config.train.algorithm
+    if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
+        from roundhouse.training.algorithms import build_algorithm  # imports torch
+
+        build_algorithm(algorithm)
+    for key, each in environments_in(config.environment).items():
+        if each.rubric is not None:
+            refuse_unfit_rubric(each.rubric, key, ask=remote)
     task = first_task(config.environment)
     evaluation, offline = config.evaluation, config.offline
     evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
     if not _has_tasks(config, remote) and evaluates:
         raise no_heldout_task(config)
+    _refuse_unfit_layout(config, remote)
+    refuse_unfit_memory(config)
     reachable = remote or Location(config.store).is_local
     if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
         return  # it has what it begins with
@@ -125,23 +142,82 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> N
     if isinstance(policy, WarmStartPolicy):
         refuse_without_demonstrations(config.environment)
         return
-    tools = chat_tools((task or {}).get("responses_create_params", {}).get("tools") or [])
+    tools, system = tools_of(task), config.rollout.system_prompt
     if isinstance(policy, BundledPolicy):
         file = bundled_file(policy.name)
         check_gguf(file)
         refuse_small_memory(config, BUNDLED[policy.name].memory_gib)
-        refuse_unfit_template(template_of(file), tools)
+        refuse_unfit_template(_chosen(policy, template_of(file)), tools, system)
         return
     source = model_location(Location(policy.path))
     if source.is_local:
         if (gguf := gguf_file(source.local_path)) is None:
             check_model_directory(source.local_path)
-            refuse_unfit_template(template_in(source.local_path), tools)
+            refuse_unfit_template(_chosen(policy, template_in(source.local_path)), tools, system)
         else:
             check_gguf(gguf)
-            refuse_unfit_template(template_of(gguf), tools)
+            refuse_unfit_template(_chosen(policy, template_of(gguf)), tools, system)
     elif remote and not source.exists("config.json") and not any(name.endswith(".gguf") for name in source.names()):
         raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
+
+
+def _chosen(policy: TemplatedPolicy, own: ChatTemplate) -> ChatTemplate:
+    """The template that the run renders with."""
+    name = policy.chat_template
+    return own if name is None else replace(own, source=f"policy.chat_template ({name})", text=template_text(name))
+
+
+def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
+    policy = config.policy
+    if max(config.train.parallelism.values()) == 1 or (
+        isinstance(policy, PretrainedPolicy) and not remote and not Location(policy.path).is_local
+    ):
+        return
+    if (shape := shape_of(config)) is not None:
+        from roundhouse.training.memory_plan import refuse_unfit_layout
+
+        refuse_unfit_layout(shape, config.train)
+
+
+def refuse_unfit_memory(config: RunConfig) -> None:
+    """Refuse a policy whose training step does not fit this machine: its first GPU, or of its memory what is free for a rank.
+
+    On CPUs a policy that is small beside the memory is not planned, which takes seconds.
+
+    Raises:
+        ConfigError: with the plan, and the settings that fit.
+    """
+    train, policy, service = config.train, config.policy, config.train.service
+    if not isinstance(service, ResidentService | ProcessService) or service.launcher not in (None, "subprocess"):
+        return
+    if not isinstance(config.infra, LocalInfra) or not train.check_memory:
+        return
+    if not isinstance(policy, PretrainedPolicy) or not (source := model_location(Location(policy.path))).is_local:
+        return
+    if train.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
+        import torch
+
+        if not torch.cuda.is_available():
+            return
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = available_memory() // service.processes
+        if _BYTES_OF_A_STEP * sum(file.stat().st_size for file in source.local_path.glob("*.safetensors")) < memory:
+            return
+    try:
+        findings = memory_plan(config, f"{memory / 1e9:.2f}GB", None)
+    except ConfigError as error:
+        logger.warning("%s", error)
+        return
+    for finding in findings:
+        if finding.status == "fail":
+            raise ConfigError(
+                f"The training step {finding.detail}. {finding.remedy} Or set train.check_memory to false."
+            )
+
+
+_BYTES_OF_A_STEP = 8
+"""For a byte of weights in bfloat16, before any activation: weights, gradient and two moments in float32."""
 
 
 def refuse_small_memory(config: RunConfig, needed_gib: float) -> None:

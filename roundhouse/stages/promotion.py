@@ -1,10 +1,10 @@
 """Promotion: which version of a run is the one to use, and whether a person agrees.
 
-    <store>/runs/<run>/questions/000010.json            stands open until it is answered
+    <store>/runs/<run>/questions/000010.json            open until it is answered
     <store>/runs/<run>/iterations/000010/approval/      the answer: a stage, with the decision it answers as its input
 
 Approval: a version is asked about once and answered once; of two answers the first wins, and the other is handed it. The
-question stands in the store, so it outlives the process that asked, the run and the Prefect server. Nothing is promoted that
+question is in the store, so it outlives the process that asked, the run and the Prefect server. Nothing is promoted that
 needs an approval and has none.
 
 Invariant: a version is promoted only when it is better than the promoted one beyond noise, on the same held-out tasks; the
@@ -29,10 +29,9 @@ from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.evaluate import Rewards, paired_difference, rewards_by_task
 from roundhouse.store.location import AlreadyExists, NotFound
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import Run, point_to_promoted, promoted_version
+from roundhouse.store.run import APPROVALS, Run, point_to_promoted, promoted_version
 from roundhouse.store.stage import StageKind, read_manifest
 
-PLACE = "questions"
 STAGE = "approval"
 
 
@@ -69,20 +68,20 @@ class ApprovalDecision(BaseModel):
 
 
 def ask(run: Run, version: int, why: str) -> None:
-    """Put the question, unless it stands already."""
+    """Ask the question, unless it is asked already."""
     config = run.config.evaluation.approval
     now = time.time()
     until = None if config.timeout_hours is None else now + 3600 * config.timeout_hours
     question = PromotionQuestion(version=version, why=why, asked_at=now, until=until, at_limit=config.on_timeout)
     try:
-        (run.location / PLACE).create(_name(version), (question.model_dump_json(indent=1) + "\n").encode())
+        (run.location / APPROVALS).create(_name(version), (question.model_dump_json(indent=1) + "\n").encode())
     except AlreadyExists:
         return
 
 
 def open_questions(run: Run) -> list[PromotionQuestion]:
     """What waits for an answer, oldest version first."""
-    place = run.location / PLACE
+    place = run.location / APPROVALS
     found = []
     for name in place.names():
         try:
@@ -98,13 +97,6 @@ def open_questions(run: Run) -> list[PromotionQuestion]:
     return found
 
 
-def questioned_versions(run: Run) -> list[int]:
-    """Versions that wait for an answer, as far as the store lists them; the bucket is asked only where there may be some."""
-    if not run.config.evaluation.approval.required:
-        return []
-    return [int(name.removesuffix(".json")) for name in (run.location / PLACE).names()]
-
-
 def answer_to(run: Run, version: int) -> ApprovalDecision | None:
     """The answer about a version; None while there is none."""
     reference = run.stage(version, STAGE).reference()
@@ -115,7 +107,7 @@ def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | 
     """ApprovalDecision the question about a version, and promote it where the answer is yes; the answer that counts.
 
     Raises:
-        StoreError: nobody asked about that version.
+        StoreError: there is no question about that version.
     """
     decision = run.stage(version, StageKind.PROMOTE).reference()
     if decision is None or not read_manifest(decision).details.get("awaits_approval"):
@@ -145,7 +137,7 @@ def settle_expired(run: Run, question: PromotionQuestion, now: float) -> Approva
 def _carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
     if given.approved:
         point_to_promoted(run, version, approval=str(given))
-    (run.location / PLACE).delete(_name(version))
+    (run.location / APPROVALS).delete(_name(version))
 
 
 def _name(version: int) -> str:
@@ -209,7 +201,7 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
 
 
 def _verdict(run: Run, version: int, why: str, *, better: bool) -> dict[str, Any]:
-    """Details of the decision. What the run starts from is in use already, and needs nobody's agreement."""
+    """Details of the decision. What the run starts from is in use already, and needs no approval."""
     asks = better and run.config.evaluation.approval.required and version != run.first_version
     return {"promoted": better and not asks, "why": why} | ({"awaits_approval": True} if asks else {})
 

@@ -13,6 +13,7 @@ rollouts it is for are complete is there nothing to do.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,19 +21,21 @@ from typing import Any
 
 from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
-from roundhouse.config.generation import inflight_requests
+from roundhouse.config.generation import IN_TRAINER, inflight_requests
 from roundhouse.config.models import KubernetesInfra
-from roundhouse.config.placement import engine_sleeps, reservation, served_generation
+from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.generation.deployment import EngineService, ProcessEngine, RayServeEngine, ServeEndpoint
+from roundhouse.generation.exchange import refuse_unfit_engine
 from roundhouse.infra.services import state_directory, status
-from roundhouse.stages.policy import checkpoint_cache, engine_files
-from roundhouse.store.manifest import Reference
+from roundhouse.rollout.clients import first_question
+from roundhouse.stages.policy import starting_policy, write_untrained
+from roundhouse.store.directories import checkpoint_cache
+from roundhouse.store.manifest import WEIGHTS_DIGEST, Reference, sha256
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import StageKind, read_file, read_manifest
 from roundhouse.weight_sync.base import RunCheckpoint, load_transport
 from roundhouse.weight_sync.cache import NodeCache
-from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.proof import proof_of, require_agreement
 from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport
 
@@ -40,12 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 def engine_service(run: Run) -> EngineService:
-    """The run's engine: the one that the configuration names, else the local services' Ray Serve.
+    """The run's engine: the one that the configuration names, the trainer of this process, else the local services' Ray Serve.
 
     Raises:
         InfraError: Ray is not running.
     """
     config = run.config
+    if config.generation.backend in IN_TRAINER:
+        from roundhouse.generation.standalone import engine_of_this_process
+
+        return ProcessEngine(engine_of_this_process())
     if config.generation.engine_url is not None:
         return ProcessEngine(config.generation.engine_url.rstrip("/"))
     if isinstance(config.infra, KubernetesInfra) and config.infra.engine is not None:
@@ -59,8 +66,37 @@ def engine_service(run: Run) -> EngineService:
     )
 
 
+def engine_files(run: Run) -> Path:
+    """A local directory with the policy's config and tokenizer, which is all that an engine needs to start.
+
+    It is there before the starting policy is trained, and stays the same for the whole run: weights come by refit.
+
+    Raises:
+        StoreError: the directory is not the starting policy's; its tokenizer was made anew with another result.
+    """
+    target = checkpoint_cache(run.config) / f"engine-{run.uid}"
+    if run.parent is not None:
+        starting_policy(run)  # a fork's tokenizer is its parent's, whatever its environment
+    start = run.checkpoint(0).reference()
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=target.parent))
+        if start is None:
+            write_untrained(run, staging)
+        else:
+            for name, entry in read_manifest(start).model_files.by_name().items():
+                if "/" not in name and not name.endswith(".safetensors"):
+                    (staging / name).write_bytes(read_file(start, entry))
+        staging.rename(target)
+    if start is not None:
+        theirs = read_manifest(start).model_files.by_name().get("tokenizer.json")
+        if theirs is not None and sha256((target / "tokenizer.json").read_bytes()) != theirs.sha256:
+            raise StoreError(f"{target}/tokenizer.json is not the one of {start.uri}. Delete {target} and start again.")
+    return target.resolve()
+
+
 def engine_model(run: Run) -> str | None:
-    """The policy's config and tokenizer as the engine finds them: a directory beside the flow or, for an engine with a disk of
+    """The policy's config and tokenizer as the engine finds them: a directory next to the flow or, for an engine with a disk of
     its own, the URI of version 0; None while that is not committed."""
     infra = run.config.infra
     if not isinstance(infra, KubernetesInfra) or (infra.engine is None and not run.config.store.startswith("s3://")):
@@ -76,7 +112,7 @@ def _model_to_start_from(run: Run) -> str:
 
 
 def _application(engine: EngineService, run: Run) -> str:
-    """What replicas of this run's engine tell as theirs; those of another run's tell another."""
+    """The application that replicas of this run's engine report; those of another run report another."""
     return engine.application(served_generation(run.config), _model_to_start_from(run))
 
 
@@ -85,6 +121,9 @@ def engine_at(run: Run, version: int) -> str:
 
     After a refit that is a matter of one call. Where a replica has died since, or the engine was another run's meanwhile, or is
     another engine by now, it is brought to the checkpoint.
+
+    Raises:
+        ConfigError: see `_hold_exchange`.
     """
     checkpoint = run.checkpoint(version).reference()
     if checkpoint is None:
@@ -92,7 +131,25 @@ def engine_at(run: Run, version: int) -> str:
     engine = engine_service(run)
     if not _holds(engine, run, checkpoint):
         ensure_version(run, checkpoint, engine)
+    _hold_exchange(run, engine)
     return engine.url
+
+
+def _hold_exchange(run: Run, engine: EngineService) -> None:
+    """Before this process uses an engine for the first time: ask it as a rollout does.
+
+    Raises:
+        ConfigError: the exchange shows that rollouts cannot use it: key, value and remedy.
+        EngineUnreachable: it does not answer.
+    """
+    known = (engine.url, run.uid, run.config.generation.tool_call_parser)
+    if known not in _EXCHANGED:
+        refuse_unfit_engine(engine.url, run.config.generation, *first_question(run.config.environment))
+        _EXCHANGED.add(known)
+
+
+_EXCHANGED: set[tuple[str, str, str]] = set()
+"""Engines that this process held its exchange with, by URL, run and parser."""
 
 
 def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
@@ -122,7 +179,7 @@ OWN_REQUESTS = ("agent", "nemo_gym")
 
 
 def _agents_draw_with(run: Run) -> list[dict[str, Any]] | None:
-    """The sampling that the engine takes of an agent server, whose requests nobody here writes: that of training, and that of
+    """The sampling that the engine accepts from an agent server, whose requests are its own: that of training, and that of
     evaluation. None where our own loop asks, which holds each row against `generation.sampling` itself."""
     config = run.config
     if not any(each.kind in OWN_REQUESTS for each in environments_in(config.environment).values()):
@@ -151,6 +208,10 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     except ValueError as error:
         raise ConfigError(str(error)) from error
     model = _model_to_start_from(run)
+    if generation.backend in IN_TRAINER:
+        from roundhouse.stages.train import lend_trainer  # which imports this module
+
+        lend_trainer(run, checkpoint)
     cache = NodeCache(checkpoint_cache(run.config).resolve() / "weights", int(generation.weights_cache_gib * 2**30))
     published_checkpoint = RunCheckpoint(run, checkpoint, cache, engine.url)
     with (
@@ -166,6 +227,7 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
         )
         replicas = engine.ensure(served_generation(run.config), model, checkpoint.uri, version, options)
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
+    _hold_exchange(run, engine)
     return replicas
 
 
@@ -201,7 +263,7 @@ def put_to_sleep(run: Run, checkpoint: Reference) -> None:
 
 @contextmanager
 def own_gym(run: Run) -> Iterator[None]:
-    """For the time of the block the servers of `environment.kind: nemo_gym` run, with the engine behind them; all are healthy
+    """Within the block the servers of `environment.kind: nemo_gym` run, with the engine as their model; all are healthy
     at its beginning. Nothing is started for other kinds.
 
     Raises:
@@ -229,7 +291,7 @@ def awake_at_end(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        if engine_sleeps(run.config):
+        if trainer_makes_room(run.config):
             try:
                 sleeping = any(replica.asleep == _what_for(run) for replica in engine_service(run).replicas())
                 if sleeping and (newest := run.latest_checkpoint()) is not None:

@@ -4,7 +4,7 @@ Invariant: every number here comes from a manifest; an unfinished run gives the 
 
 Overhead is what Roundhouse itself adds to an iteration: its wall time outside the window in which rollouts run (engine,
 environment and our agent loop together), outside the trainer's computation, and outside evaluation. In an overlapped run
-rollouts run beside the rest, and what counts instead of their window is how long training waited for them.
+rollouts run concurrently with the rest, and what counts instead of their window is how long training waited for them.
 
 `iteration_page` is an iteration on one page of Markdown, for a workflow's UI: what the manifests say, plus a few rollouts from
 the first part of each dataset; its size and cost do not grow with the number of rollouts.
@@ -33,7 +33,7 @@ from roundhouse.trajectories.schemas import rollouts_from_tables
 
 STAGES: tuple[str, ...] = tuple(kind for kind in StageKind if kind is not StageKind.GENERATE)
 BESIDE_TRAINING = (StageKind.REFIT, StageKind.COLLECT)
-"""Stages that an overlapped run makes beside the others."""
+"""Stages of an overlapped run that run concurrently with the others."""
 _PROCESS = uuid.uuid4().hex
 """Tells whether two reports were written by one process without a restart in between."""
 KUBERNETES_CALLS = "kubernetes_calls"
@@ -66,17 +66,14 @@ def report_iteration(run: Run, iteration: int) -> Reference:
             metrics["overhead/total"] -= waited
             metrics["overhead/orchestration"] -= waited
             metrics["time/rollout_wait"] = waited
-    counts = {  # by name: a checkpoint's manifest has the metrics of its train stage again
-        name: count
-        for each in manifests.values()
-        for name, count in each.metrics.items()
-        if name.endswith(f"/{KUBERNETES_CALLS}")
-    }
-    metrics |= {"kubernetes/calls": sum(counts.values())} if counts else {}
+    # By name: a checkpoint's manifest repeats the metrics of its train stage, which must not be added twice.
+    measured = {name: value for each in manifests.values() for name, value in each.metrics.items()}
+    counts = [value for name, value in measured.items() if name.endswith(f"/{KUBERNETES_CALLS}")]
+    metrics |= {"kubernetes/calls": sum(counts)} if counts else {}
     references = {kind: _reference(run, iteration, kind) for kind in manifests}
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
     before = run_totals(run, iteration - 1) if iteration > run.first_version else {}
-    totals = totals_after(before, *(manifest.metrics for manifest in manifests.values()), metrics)
+    totals = totals_after(before, measured, metrics)
     return attempt.commit(inputs=inputs, metrics=metrics, details={"process": _PROCESS, "totals": totals})
 
 
@@ -136,6 +133,15 @@ def iteration_metrics(manifests: dict[str, Manifest]) -> dict[str, float]:
         counts = manifests[StageKind.VALIDATE].counts
         metrics |= {f"ledger/{name}": float(counts.get(name, 0)) for name in LEDGER}
     return metrics
+
+
+def reaches_target(run: Run, iteration: int) -> bool:
+    """Whether `finish.metric` of this iteration is at least `finish.at_least`, so that the run ends with it."""
+    finish = run.config.finish
+    if finish.at_least is None:
+        return False
+    value = iteration_metrics(iteration_manifests(run, iteration)).get(finish.metric)
+    return value is not None and value >= finish.at_least
 
 
 def summarize(run: Run) -> dict[str, Any]:

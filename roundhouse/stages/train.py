@@ -3,8 +3,8 @@
 Invariant: where the step runs (`train.service`) does not change what it writes.
 
 A trainer stays open between iterations when it can (`_resident`), in this process, a Ray actor or a remote server; what it
-holds is then exactly what the input checkpoint holds, told by the digest of its weights. A fresh process loads the
-checkpoint and goes on bit for bit. Where it holds memory in turns with the engine (`placement`), it is given back with each
+holds is then exactly what the input checkpoint holds, verified by the digest of its weights. A fresh process loads the
+checkpoint and continues bit for bit. Where it holds memory in turns with the engine (`placement`), it is given back with each
 step. With `kind: process` each step is a process that begins from the store; on
 `infra.kind: kubernetes` it is a Job.
 """
@@ -27,13 +27,12 @@ import pyarrow.compute as pc
 from roundhouse.activity import announce
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.placement import engine_sleeps
+from roundhouse.config.placement import engine_sleeps, trainer_makes_room
 from roundhouse.config.secrets import read_secret
-from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService
+from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
-from roundhouse.stages.checkpoint import TRAINER, is_weights, reference_version, trained_since_state
-from roundhouse.stages.checkpoint import recorded as written_files
+from roundhouse.stages.checkpoint import reference_version
 from roundhouse.stages.freshness import (
     STOPPED,
     StaleData,
@@ -43,17 +42,22 @@ from roundhouse.stages.freshness import (
     settle,
     staleness_metrics,
 )
-from roundhouse.stages.policy import reference_directory, reference_origin
 from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
 from roundhouse.stages.validate import mismatched, refuse_mismatched, tolerance_of
-from roundhouse.store.directories import local_directory, scratch_beside, upload_model
+from roundhouse.store.directories import (
+    checkpoint_cache,
+    directory_checked_meanwhile,
+    local_directory,
+    plain_directory,
+    scratch_beside,
+    upload_model,
+)
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles, Reference
-from roundhouse.store.run import Run
+from roundhouse.store.manifest import WEIGHTS_DIGEST, ModelFiles, Reference, model_location
+from roundhouse.store.run import TRAINER, Run, trained_since_state
 from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_trainable, untrained_tokens
 from roundhouse.trajectories.schemas import tolerances
-from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.tensor_files import digest_of
 
 if TYPE_CHECKING:
@@ -73,8 +77,8 @@ STEP = "roundhouse.training.service.one_shot"
 
 logger = logging.getLogger(__name__)
 
-_resident: dict[tuple[str, int, str], Trainer] = {}
-"""At most one trainer, by (run uid, policy version, digest of the weights)."""
+_resident: dict[tuple[str | int | float, ...], Trainer] = {}
+"""At most one trainer, by `_key`."""
 
 
 def train_iteration(
@@ -112,7 +116,7 @@ def train_iteration(
             "waste/untrained_tokens": untrained_tokens(recorded, columns),
         },
         details={
-            **written_files(result.checkpoint),
+            **result.checkpoint.details(),
             "asleep": [{"id": one.replica_id, "placement_group": one.placement_group} for one in asleep],
         },
     )
@@ -121,7 +125,7 @@ def train_iteration(
 @contextmanager
 def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
     """The trainer's turn at the memory that it shares with the engine, whose replicas said that they sleep meanwhile; none
-    where they share nothing. Behind it, the trainer holds no memory."""
+    where they share nothing. Behind it, the trainer holds no memory, unless it is the engine too."""
     if not engine_sleeps(run.config):
         yield []
         return
@@ -129,7 +133,8 @@ def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
     try:
         yield [replica for replica in engine_service(run).replicas() if replica.asleep is not None]
     finally:
-        release_trainer()
+        if trainer_makes_room(run.config):
+            release_trainer()
 
 
 def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa.Table, base: Reference) -> None:
@@ -196,8 +201,17 @@ def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: 
         except BaseException:
             trainer.close()
             raise
-        _resident[(run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))] = trainer
+        _resident[_key(run, base.policy_version, read_manifest(base).model_files)] = trainer
         return found
+
+
+def lend_trainer(run: Run, base: Reference) -> None:
+    """Let the engine of this process generate with the trainer that holds a version, which stays for the next step."""
+    from roundhouse.generation.trainer_engine import lend
+
+    trainer, _ = _trainer_at(run, base, checkpoint_cache(run.config))
+    _resident[_key(run, base.policy_version, read_manifest(base).model_files)] = trainer
+    lend(base.uri, trainer.learner.service)
 
 
 def release_trainer() -> None:
@@ -227,7 +241,7 @@ def _in_service(
     except BaseException:
         trainer.close()
         raise
-    _resident[(run.uid, iteration, _weights_digest(written))] = trainer
+    _resident[_key(run, iteration, written)] = trainer
     result = TrainStepResult(
         sequences=len(batch),
         updates=report.updates,
@@ -326,7 +340,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     from roundhouse.training.service.verbs import Role
     from roundhouse.training.trainer import Trainer
 
-    key = (run.uid, base.policy_version, _weights_digest(read_manifest(base).model_files))
+    key = _key(run, base.policy_version, read_manifest(base).model_files)
     if (kept := _resident.pop(key, None)) is not None:
         if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
             renewed = reference_directory(run, cache, base.policy_version)
@@ -335,25 +349,56 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
         return kept, 0
     release_trainer()
     origin, since = trained_since_state(base)
-    config, model = run.config, local_directory(origin, cache)
-    state = model / TRAINER
+    config = run.config
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
     service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near)
     try:
-        trainer = Trainer.over(
-            service,
-            model,
-            config.train,
-            trainer_state=state if state.is_dir() else None,
-            reference_dir=reference_directory(run, cache, base.policy_version),
-            seed=config.seed,
-        )
+        with directory_checked_meanwhile(origin, cache) as model:
+            state = model / TRAINER
+            trainer = Trainer.over(
+                service,
+                model,
+                config.train,
+                trainer_state=state if state.is_dir() else None,
+                reference_dir=reference_directory(run, cache, base.policy_version),
+                seed=config.seed,
+            )
         if since:
             _train_again(run, trainer, since, base, cache)
     except BaseException:
         service.close()
         raise
     return trainer, len(since)
+
+
+def reference_origin(run: Run, base: int) -> Reference | str | None:
+    """The model that the run's algorithm compares the policy with when version `base` is trained from: a checkpoint, a URI, or
+    None when it needs none.
+
+    Raises:
+        ConfigError: the teacher's directory is not there.
+    """
+    source = run.config.train.algorithm.reference_source
+    if source is None:
+        return None
+    if source == "start":
+        start = run.checkpoint(reference_version(run, base)).reference()
+        assert start is not None, "a run that trains has its starting policy, and keeps its reference"
+        return start
+    teacher = model_location(Location(source))
+    if "config.json" not in teacher.tree():
+        raise ConfigError(
+            f"train.algorithm.teacher: {teacher.uri} has no config.json. Give a Hugging Face model directory."
+        )
+    return teacher.uri
+
+
+def reference_directory(run: Run, cache: Path, base: int) -> Path | None:
+    """Its directory on this machine."""
+    origin = reference_origin(run, base)
+    if isinstance(origin, Reference):
+        return local_directory(origin, cache)
+    return None if origin is None else plain_directory(Location(origin), cache)
 
 
 def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Reference, cache: Path) -> None:
@@ -385,8 +430,10 @@ def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Refer
         )
 
 
-def _weights_digest(files: ModelFiles) -> str:
-    return "+".join(entry.sha256 for name, entry in files.by_name().items() if is_weights(name))
+def _key(run: Run, version: int, files: ModelFiles) -> tuple[str | int | float, ...]:
+    """What a trainer that holds these files of a version can go on for: another `train` section needs another one."""
+    weights = "+".join(entry.sha256 for entry in files.weights().values())
+    return run.uid, version, weights, run.config.train.model_dump_json(), run.config.generation.sampling.temperature
 
 
 def open_service(
@@ -396,7 +443,7 @@ def open_service(
     server elsewhere. Whichever it is, what it computes is the same; nothing is shared between two calls.
 
     Args:
-        owner: who trains; a remote service tells runs apart by it.
+        owner: of the training session; a remote service distinguishes runs by it.
         placement_group: id of Ray's, in whose last bundle an actor is to be.
 
     Raises:
@@ -427,6 +474,21 @@ def open_service(
             temperature=temperature,
             timeout_seconds=service.timeout_seconds,
             retry_seconds=service.retry_seconds,
+        )
+    if isinstance(service, TinkerService):
+        try:
+            from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
+        except ImportError as error:
+            raise ConfigError(
+                f"train.service.kind is tinker, which needs its SDK: pip install tinker ({error})."
+            ) from error
+        return TinkerTrainService(
+            config.optimizer,
+            TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
+            run=owner,
+            base_url=service.url,
+            api_key=read_secret(service.token_variable, service.token_file),
+            timeout_seconds=service.timeout_seconds,
         )
     assert isinstance(service, ProcessService)
     raise ConfigError(

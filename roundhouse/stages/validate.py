@@ -1,12 +1,15 @@
 """Validate: from rollouts to training sequences and a quarantine (`roundhouse.trajectories.validation`).
 
-Invariant: what is judged is what lies in the store. The proofs themselves are pure; this stage provides the facts that they are
-held against: the plan's limits, the counts recorded beside the turns, and the policy's tokenizer.
+Invariant: what is judged is what is in the store. The proofs themselves are pure; this stage provides the facts that they are
+held against: the plan's limits, the counts recorded with the turns, and the policy's tokenizer.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,35 +18,32 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from roundhouse.config.environments import environments_in
+from roundhouse.config.environments import OWN_LOOP, environments_in
 from roundhouse.config.models import RunConfig, ValidationConfig
-from roundhouse.errors import ConfigError, DataError, TooFewSequences
+from roundhouse.errors import ConfigError, DataError, StoreError, TooFewSequences
 from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
 from roundhouse.rollout.responses import assistant_items
-from roundhouse.stages.policy import engine_files
-from roundhouse.store.manifest import Reference
+from roundhouse.stages.refit import engine_files
+from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_counted, rollout_waste
 from roundhouse.trajectories.records import Refusal, Rollout
 from roundhouse.trajectories.schemas import FEWEST_TOKENS, computed_log_probs, rollouts_from_tables
+from roundhouse.trajectories.token_breaks import Decode, TokenBreak
 from roundhouse.trajectories.validation import CollectionLimits, Recorded, Validated, validate
 
 NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
 """Reasons of rollouts that dynamic sampling put aside. Nothing is wrong with them: they do not count as refused."""
 
 
-OWN_RECORD = ("agent", "worker", "command", "nemo_gym")
-"""Kinds of environment whose rollouts are recorded by their agent's or worker's own loop, under limits of its own."""
-
-
 def _keeps_own_record(config: RunConfig) -> bool:
     """Whether an environment of the run does: the checks that follow are of whole collections."""
-    return any(each.kind in OWN_RECORD for each in environments_in(config.environment).values())
+    return any(each.kind in OWN_LOOP for each in environments_in(config.environment).values())
 
 
 def in_plan_order(rollouts: list[Rollout]) -> list[Rollout]:
-    """By group and sample. They were written as they finished, and training must not depend on who was first."""
+    """By group and sample. They were written as they finished, and training must not depend on that order."""
     return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample))
 
 
@@ -99,6 +99,26 @@ def text_proof(run: Run) -> DecodedText | None:
     return DecodedText(files, hermes=config.generation.tool_call_parser == "hermes")
 
 
+def decoder(run: Run) -> Decode | None:
+    """Token IDs to text, by the policy's tokenizer, which is read when it is first asked; None where there is none."""
+    if run.checkpoint(0).reference() is None or not (engine_files(run) / "tokenizer.json").is_file():
+        return None
+
+    @functools.cache
+    def tokenizer() -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(engine_files(run) / "tokenizer.json"))
+
+    return lambda ids: tokenizer().decode(ids, skip_special_tokens=False)
+
+
+def break_metrics(name: str, breaks: dict[str, list[TokenBreak]]) -> dict[str, float]:
+    """How many breaks, or forks, in all and by likely cause."""
+    causes = Counter(each.cause for found in breaks.values() for each in found)
+    return {name: causes.total(), **{f"{name}/{cause.value}": count for cause, count in causes.items()}}
+
+
 def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary_size: int) -> Reference:
     """Validate the rollouts of an iteration.
 
@@ -135,7 +155,8 @@ def validate_groups(
         return done
     tables = rows_of_groups(dataset, groups)
     collected = in_plan_order(rollouts_from_tables(*tables))
-    terms = CollectionLimits(vocabulary_size, dataset.policy_version)
+    written = bool(read_manifest(dataset).details.get("written"))
+    terms = CollectionLimits(vocabulary_size, dataset.policy_version, written=written)
     return _validated(run, stage, {"dataset": dataset}, collected, tables, terms, {}, {"offline": where})
 
 
@@ -167,6 +188,7 @@ def _validated(
         terms=terms,
         recorded=recorded_counts(*tables),
         text=text_proof(run),
+        decode=decoder(run),
     )
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
@@ -183,10 +205,23 @@ def _validated(
             "validate/trained_tokens": pc.sum(
                 pc.list_flatten(result.sequences.column("loss_mask")).cast(pa.int64())
             ).as_py(),
+            **break_metrics("validate/token_breaks", result.breaks),
+            **break_metrics("validate/forks", result.forks),
             **rollout_waste(collected, result.quarantine),
         },
-        details={"reasons": result.reasons, "failures": result.ledger.failures} | details,
+        details={"reasons": result.reasons, "failures": result.ledger.failures, **_breaks_told(result.breaks)}
+        | details,
     )
+
+
+BREAKS_TOLD = 20
+"""Breaks that the manifest holds word for word; all of them are counted."""
+
+
+def _breaks_told(breaks: dict[str, list[TokenBreak]]) -> dict[str, Any]:
+    """The first breaks by rollout, for the manifest: under `on_break` truncate and split no quarantine row has them."""
+    told = {name: str(found[0]) for name, found in itertools.islice(breaks.items(), BREAKS_TOLD)}
+    return {"token_breaks": told} if told else {}
 
 
 def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str) -> int:
@@ -268,7 +303,7 @@ class DecodedText:
         """
         given = rollout.task.get("responses_create_params", {}).get("input", [])
         recorded = list(_said_in(rollout.items[1 if isinstance(given, str) else len(given) :]))
-        # Where no call is on record, none was offered or none was parsed: the text stands as it is.
+        # If no call is on record, none was offered or none was parsed: the text is unchanged.
         called = any(kind == "call" for kind, _ in recorded)
         if called and not self._hermes:
             return False
@@ -332,8 +367,7 @@ def _special_names(directory: Path) -> set[str]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return found
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 MISMATCHED = pa.schema(
@@ -419,3 +453,16 @@ def refuse_mismatched(found: pa.Table, judged: int, config: ValidationConfig, wh
         " holds other weights or computes them otherwise: look at train/logprob_abs_diff_mean of earlier iterations and "
         f"at the refit; if few do, their rows are damaged. The evidence is in {where} (dataset mismatched)."
     )
+
+
+def vocabulary_size(run: Run) -> int:
+    """Number of token IDs of the run's policy.
+
+    Raises:
+        StoreError: the run has no starting policy yet.
+    """
+    location = model_location(run.checkpoint(0).location)
+    try:
+        return int(json.loads(location.read("config.json"))["vocab_size"])
+    except (KeyError, ValueError) as error:
+        raise StoreError(f"{location.uri}/config.json has no vocab_size: {error}") from error

@@ -2,7 +2,7 @@
 
 Invariant: a request either gets its answer or ends in `StoreUnavailable` or the bucket's own refusal, within `ATTEMPT_SECONDS`
 of its last attempt; attempts are repeated for what may pass by itself, with growing pauses drawn at random, so that many
-writers that were throttled at once do not come back at once. Nothing here is told by the clock on the wall.
+writers that were throttled at once do not come back at once. Nothing here depends on wall-clock time.
 
 The limits can be changed by the environment variables ROUNDHOUSE_STORE_RETRY_SECONDS and ROUNDHOUSE_STORE_ATTEMPT_SECONDS.
 """

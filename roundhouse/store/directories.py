@@ -2,7 +2,7 @@
 
 Invariants: a directory of a checkpoint is handed out only when every file has the digest of its manifest, and a download
 that broke off is never taken for a whole one. Every upload has a place of its own, so nothing that was published is ever
-written again, whoever else believes to drive the run. Of a file only a bounded part is in memory at a time.
+written again, even if another process believes it drives the run. Of a file only a bounded part is in memory at a time.
 
     checkpoints/000012/a0002-1f3c9a2e/config.json, model.safetensors …, trainer/…     of the train stage's second attempt
     checkpoints/000012/manifest.json                                                  "directory": "a0002-1f3c9a2e"
@@ -23,17 +23,19 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.store import disk
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import FileEntry, ModelFiles, Reference, fault_of, model_location
+from roundhouse.store.manifest import FileEntry, Manifest, ModelFiles, Reference, faults_of, model_location
 from roundhouse.store.stage import read_manifest
 
 DIGESTS = "digests.json"
@@ -52,14 +54,14 @@ class FileDigests(BaseModel):
 
     @classmethod
     def beside(cls, directory: Path) -> FileDigests:
-        """Those of a directory; empty where nobody left any."""
+        """Those of a directory; empty if there are none."""
         try:
             return cls.model_validate_json((directory / DIGESTS).read_bytes())
         except (FileNotFoundError, ValidationError):
             return cls()
 
     def leave(self, directory: Path) -> None:
-        """Add these to what another writer left, after whom nobody knows the digest of all tensors."""
+        """Add these to another writer's, after which the digest of all tensors is unknown."""
         before = FileDigests.beside(directory)
         weights_digest = None if before.files.keys() - self.files.keys() else self.weights_digest
         both = FileDigests(files=before.files | self.files, weights_digest=weights_digest)
@@ -68,16 +70,13 @@ class FileDigests(BaseModel):
     def of(self, path: Path) -> FileEntry | None:
         """What is known of a file, if it is still what it was then."""
         entry = self.files.get(path.name)
-        return entry if entry is not None and _is_unchanged(path, entry) else None
+        unchanged = entry is not None and (path.stat().st_size, disk.stamp(path)) == (entry.size, entry.stamp)
+        return entry if unchanged else None
 
     def weights(self, directory: Path) -> str | None:
         """The digest of the directory's tensors; None where a file is not known, or has changed."""
         present = sorted(directory.glob("*.safetensors"))
         return self.weights_digest if present and all(self.of(path) is not None for path in present) else None
-
-
-def _is_unchanged(path: Path, entry: FileEntry) -> bool:
-    return (path.stat().st_size, disk.stamp(path)) == (entry.size, entry.stamp)
 
 
 def own_place(attempt: str) -> str:
@@ -129,10 +128,8 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
     manifest = read_manifest(checkpoint)
     location = Location(checkpoint.uri)
     if location.is_local:
-        for entry in manifest.files:
-            if (what := fault_of(location, entry)) is not None:
-                raise _damaged(location, entry, what)
-        return (location / manifest.directory if manifest.directory else location).local_path
+        _refuse_damaged(location, manifest.files)
+        return _in_place(location, manifest)
     target = cache / checkpoint.digest[:24]
     if target.is_dir():
         return target
@@ -152,6 +149,37 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+@contextmanager
+def directory_checked_meanwhile(checkpoint: Reference, cache: Path) -> Iterator[Path]:
+    """`local_directory` for a block that reads all of it: on a file store the digests are checked while it does, so that one
+    reading of the disk serves both. What the block made of the files counts once it has ended without an error.
+
+    Raises:
+        StoreError: a file is missing or damaged, whatever the block has raised of it.
+    """
+    location = Location(checkpoint.uri)
+    if not location.is_local:
+        yield local_directory(checkpoint, cache)
+        return
+    manifest = read_manifest(checkpoint)
+    with ThreadPoolExecutor(1, thread_name_prefix="check") as pool:
+        checked = pool.submit(_refuse_damaged, location, manifest.files)
+        try:
+            yield _in_place(location, manifest)
+        finally:
+            checked.result()
+
+
+def _in_place(location: Location, manifest: Manifest) -> Path:
+    return (location / manifest.directory if manifest.directory else location).local_path
+
+
+def _refuse_damaged(location: Location, entries: Sequence[FileEntry]) -> None:
+    for entry, what in zip(entries, faults_of(location, entries), strict=True):
+        if what is not None:
+            raise _damaged(location, entry, what)
+
+
 def _damaged(location: Location, entry: FileEntry, what: str) -> StoreError:
     return StoreError(
         f"{location.uri}/{entry.path} is damaged: it {what}; committed were {entry.size} bytes with digest "
@@ -160,7 +188,7 @@ def _damaged(location: Location, entry: FileEntry, what: str) -> StoreError:
 
 
 def plain_directory(location: Location, cache: Path) -> Path:
-    """The files right in a model's directory whose digests nobody asks for: in place on a file store, else downloaded once."""
+    """The files right in a model's directory whose digests are not needed: in place on a file store, else downloaded once."""
     location = model_location(location)
     if location.is_local:
         return location.local_path
@@ -238,3 +266,8 @@ def _linked(source: Path, target: Path) -> bool:
     temporary.unlink(missing_ok=True)  # `replace` leaves it when both are one file already
     disk.sync_directory(target.parent)
     return True
+
+
+def checkpoint_cache(config: RunConfig) -> Path:
+    """Where checkpoints of a remote store, and warm starts, are kept on this machine."""
+    return Path(config.infra.state) / "cache"

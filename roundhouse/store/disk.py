@@ -2,7 +2,7 @@
 
 Invariants: an object appears under its name whole or not at all, also when the power goes: its bytes are on the disk before its
 name is, and its name before the call returns, with the names of directories that were made for it. A name never leads out of
-its directory, also not through a link. A temporary file that somebody deletes meanwhile is written again.
+its directory, also not through a link. A temporary file that is deleted meanwhile is written again.
 
 A file's *stamp* is its time of modification, which `settle` sets a second back: whatever is written to the file later, also
 within the same tick of the kernel's clock, gives it another. So a file with the stamp of the moment in which its bytes were
@@ -63,7 +63,7 @@ def move(source: Path, target: Path) -> str:
     """Make a file of the same file system the object, whatever was there; its stamp.
 
     Raises:
-        OSError: EXDEV where it lies on another file system.
+        OSError: EXDEV if it is on another file system.
     """
     _make_directory(target.parent)
     mark = settle(source)
@@ -121,7 +121,7 @@ def is_temporary(name: str) -> bool:
 
 
 def unchanged_since(root: str, names: Iterable[str], seconds: float) -> list[str]:
-    """Those of the files that nobody has changed for so long, by the clock of the file system itself: its own mark of a file
+    """Those of the files that were not changed for so long, by the clock of the file system itself: its own mark of a file
     that is written now is what theirs are held against."""
     probe = _write_temporary(Path(root, "probe"), b"")
     try:

@@ -1,7 +1,7 @@
-"""One driver a run: a lease that decides which process may write, and says who that is.
+"""One driver per run: a lease that decides which process may write, and names it.
 
     <run>/lease/000001.json     the first driver's record, rewritten by it alone while it drives
-    <run>/lease/000002.json     the second's, who found the first gone
+    <run>/lease/000002.json     the second's, which found the first gone
 
 Invariants: the driver of a run is the one whose record has the highest number, its *token*; a token is claimed by creating its
 record, which succeeds for one of several (a link on a disk, If-None-Match in a bucket), and is never given out again. Before
@@ -105,7 +105,7 @@ class Fence(BaseModel):
         """Look whether the token still is the run's newest.
 
         Raises:
-            LeaseLost: it is not; the text says who drives the run.
+            LeaseLost: it is not; the text names the process that drives the run.
         """
         place = Location(self.run) / DIRECTORY
         later, own = _read(place, self.token + 1), _read(place, self.token)
@@ -137,7 +137,7 @@ class Lease:
         """Rewrite the record.
 
         Raises:
-            LeaseLost: somebody else drives the run.
+            LeaseLost: another process drives the run.
         """
         self.check()
         self._record = self._record.model_copy(update={"renewals": self._record.renewals + 1})
@@ -212,7 +212,7 @@ def _announce(line: str) -> None:
 
 
 def holder(run: Location) -> LeaseRecord | None:
-    """Who drives the run of this directory; None when nobody does, as far as can be told by one look: a driver that was lost on
+    """The driver of the run of this directory; None if there is none, as far as one look can say: a driver that was lost on
     another machine is still named."""
     newest = _newest(run / DIRECTORY)
     return None if newest is None or newest.is_over else newest
@@ -225,10 +225,10 @@ def fence_of(run: Location) -> Fence | None:
 
 
 def refuse_lost(run: Location) -> None:
-    """Stop what goes on for a run whose lease this process is known to have lost; asks nobody.
+    """Stop work for a run whose lease this process is known to have lost; reads nothing.
 
     Raises:
-        LeaseLost: who drives it now.
+        LeaseLost: the text names the process that drives it now.
     """
     if (held := _held.get(run.uri)) is not None:
         held.refuse_lost()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FIXED_BY_CHECKPOINT = ("policy.", "train.lora")
 """Keys that a fork shares with its parent: the model's shape and tokenizer, and whether an adapter's optimizer state or the
-whole model's lies in `trainer/`. With other values the checkpoint could not be loaded. All others may differ."""
+whole model's is in `trainer/`. With other values the checkpoint could not be loaded. All others may differ."""
 
 _PLACE = re.compile(r"(?P<run>.+/runs/(?P<run_id>[^/]+))/checkpoints/(?P<version>\d{6,})")
 
@@ -54,7 +54,7 @@ class Parent(BaseModel):
 
 
 def parent_at(path: str) -> Parent:
-    """The run and version whose checkpoint lies at this URI.
+    """The run and version whose checkpoint is at this URI.
 
     Raises:
         ConfigError: no complete checkpoint of a run is there; those that are there get listed.

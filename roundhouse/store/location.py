@@ -46,7 +46,7 @@ class NotFound(StoreError):
 
 
 class NoBucket(StoreError):
-    """The store's bucket is not there, so nothing in it can be told missing."""
+    """The store's bucket does not exist, so nothing in it can be reported missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,27 @@ class WrittenObject:
 
 
 class _Hashed:
-    """Bytes that pass."""
+    """Bytes that pass.
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
+    Args:
+        sha256: of all of them, where somebody has hashed them; otherwise it is taken.
+    """
+
+    def __init__(self, chunks: Iterable[bytes], sha256: str | None = None) -> None:
         self._chunks = chunks
-        self.size, self.sha256 = 0, hashlib.sha256()
+        self.size, self._known, self._taken = 0, sha256, hashlib.sha256()
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._chunks:
-            self.sha256.update(chunk)
+            if self._known is None:
+                self._taken.update(chunk)
             self.size += len(chunk)
             yield chunk
+
+    @property
+    def sha256(self) -> str:
+        """When all have passed."""
+        return self._known or self._taken.hexdigest()
 
 
 def file_digest(path: Path) -> str:
@@ -127,7 +137,7 @@ class Location:
         """Create an object that does not exist yet.
 
         Raises:
-            AlreadyExists: somebody else was first; the object is theirs, unchanged.
+            AlreadyExists: another writer was first; its object is unchanged.
         """
         with self._reported("create", name):
             if self.is_local:
@@ -140,26 +150,29 @@ class Location:
                     if self.read(name) != data:
                         raise
 
-    def write_streamed(self, name: str, chunks: Iterable[bytes], size: int = 0) -> WrittenObject:
+    def write_streamed(
+        self, name: str, chunks: Iterable[bytes], size: int = 0, sha256: str | None = None
+    ) -> WrittenObject:
         """Write or replace an object as its bytes come, hashed as they pass; a few parts are in memory at a time.
 
         Args:
             size: about how many bytes will come, where it is known: of an object above 150 GiB it must be.
+            sha256: of the bytes, where somebody has hashed them; otherwise it is taken.
         """
-        passed = _Hashed(chunks)
+        passed = _Hashed(chunks, sha256)
         with self._reported("write", name):
             if self.is_local:
                 stamp = disk.replace_streamed(self._file(name), passed)
             else:
                 bucket.upload(self._fs, self._key(name), passed, bucket.part_bytes_for(size))
                 stamp = self.stamp(name)[1]
-        return WrittenObject(passed.size, passed.sha256.hexdigest(), stamp)
+        return WrittenObject(passed.size, passed.sha256, stamp)
 
     def write_file(self, name: str, path: Path, sha256: str | None = None, *, move: bool = False) -> WrittenObject:
         """Write or replace an object with a local file's bytes.
 
         Args:
-            sha256: of the file, where somebody has hashed it; otherwise it is read.
+            sha256: of the file, if it is known; otherwise the file is read.
             move: the file is given up: on the store's own file system it becomes the object, and no byte is copied.
         """
         size = path.stat().st_size
@@ -171,7 +184,7 @@ class Location:
                 except OSError as error:
                     if error.errno != errno.EXDEV:
                         raise
-        return self.write_streamed(name, disk.chunks_of(path), size)
+        return self.write_streamed(name, disk.chunks_of(path), size, sha256)
 
     def read_streamed(self, name: str) -> Iterator[bytes]:
         """The object's bytes, a bounded part at a time.
@@ -199,7 +212,7 @@ class Location:
         passed = _Hashed(self.read_streamed(name))
         for _ in passed:
             pass
-        return passed.size, passed.sha256.hexdigest()
+        return passed.size, passed.sha256
 
     def stamp(self, name: str) -> tuple[int, str]:
         """Bytes of an object, and what the store itself says of them, which a later write changes: a file's time of

@@ -1,7 +1,7 @@
 """Which process a number means, and which start of the machine.
 
-Invariant: a process number together with its birth, on one boot, names one process for good. A number alone names whoever
-has it now, and the wall clock is no witness: it may be set while a process lives.
+Invariant: a process number together with its birth, on one boot, names one process for good. A number alone names any process
+that has it now, and the wall clock is no witness: it may be set while a process lives.
 """
 
 from __future__ import annotations

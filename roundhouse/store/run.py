@@ -17,6 +17,7 @@ keys that steer how the run is carried out may change (`config.section.Operation
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 import uuid
@@ -52,6 +53,10 @@ class Run:
     def run_id(self) -> str:
         return self.config.run_id
 
+    @functools.cached_property
+    def config_digest(self) -> str:
+        return config_digest(self.config)
+
     @property
     def first_version(self) -> int:
         """The version that the run starts from: 0, or the parent's where it was forked."""
@@ -72,7 +77,7 @@ class Run:
         return stage.begin(
             Provenance(
                 policy_version=policy_version,
-                config_digest=config_digest(self.config),
+                config_digest=self.config_digest,
                 code_version=self.code_version,
                 seed=self.config.seed,
             ),
@@ -176,7 +181,7 @@ def run_exists(store: str, run_id: str) -> bool:
 
 
 def _create(location: Location, config: RunConfig) -> tuple[dict[str, Any], bool]:
-    """The run's identity, and whether it was created here rather than by somebody who was quicker."""
+    """The run's identity, and whether it was created here rather than by a concurrent process."""
     parent = None
     if config.resume.path is not None:
         parent = parent_at(config.resume.path)
@@ -247,6 +252,8 @@ def _refuse_existing(config: RunConfig, first_start: bool) -> None:
         )
 
 
+APPROVALS = "questions"
+"""Directory of a run: promotions that wait for an answer, a file a version."""
 POINTER = "promoted.json"
 
 
@@ -254,7 +261,7 @@ class Promoted(Reference):
     """The promoted version's checkpoint."""
 
     approval: str | None = None
-    """Who agreed, with what comment; None where nobody was asked."""
+    """Who approved, with what comment; None if no approval was asked for."""
 
 
 def promoted_version(run: Run) -> int | None:
@@ -263,6 +270,13 @@ def promoted_version(run: Run) -> int | None:
         return Promoted.model_validate_json(run.location.read(POINTER)).policy_version
     except NotFound:
         return None
+
+
+def questioned_versions(run: Run) -> list[int]:
+    """Versions that wait for an answer, as far as the store lists them; the bucket is asked only where there may be some."""
+    if not run.config.evaluation.approval.required:
+        return []
+    return [int(name.removesuffix(".json")) for name in (run.location / APPROVALS).names()]
 
 
 def version_named(run: Run, name: str) -> int:
@@ -316,3 +330,33 @@ def skip_of(run: Run, iteration: int) -> Skip | None:
     reference = run.stage(iteration, StageKind.TRAIN).reference()
     details = {} if reference is None else read_manifest(reference).details
     return Skip(**details[SKIPPED]) if SKIPPED in details else None
+
+
+TRAINER = "trainer"
+"""Subdirectory of the trainer's state."""
+
+
+def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]:
+    """The newest checkpoint up to this one that a trainer continues from, and the sequences of the iterations since, in order.
+
+    That checkpoint holds the trainer's state, or is where training began. It is found by lineage: a checkpoint names the train
+    stage that made it, which names its sequences and the checkpoint that it began from. A skipped iteration has none.
+
+    Raises:
+        StoreError: one of them is gone.
+    """
+    since: list[Reference] = []
+    while True:
+        manifest = read_manifest(version)
+        if (
+            any(name.startswith(f"{TRAINER}/") for name in manifest.model_files.by_name())
+            or version.policy_version == 0
+        ):
+            return version, since[::-1]
+        if (origin := manifest.inputs.get("parent")) is None:
+            train = read_manifest(manifest.inputs["train"]) if "train" in manifest.inputs else None
+            if train is None or (origin := train.inputs.get("base")) is None:
+                return version, since[::-1]
+            if "sequences" in train.inputs:
+                since.append(train.inputs["sequences"])
+        version = origin

@@ -39,7 +39,7 @@ from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance,
 logger = logging.getLogger(__name__)
 
 ROW_GROUP = 1024
-"""Rows of a part that are compressed together: who wants one rollout of 100,000 (the viewer) reads these and not all."""
+"""Rows of a part that are compressed together: a reader of one rollout of 100,000 (the viewer) reads these and not all."""
 
 WRITERS = "writers"
 """Directory of the names that several writers of one attempt have taken; it can go once the stage is complete."""
@@ -96,7 +96,7 @@ class Stage:
         listed = (_ATTEMPT.fullmatch(name) for name in self.location.names())
         number = 1 + max((int(found[1]) for found in listed if found is not None), default=0)
         while True:
-            # The nonce tells two writers apart that are alike in all else: process 1 of two containers, at one clock tick.
+            # The nonce distinguishes two writers that are equal otherwise: process 1 of two containers, at one clock tick.
             record = {"attempt": number, "started_at": started_at, "pid": os.getpid(), "nonce": uuid.uuid4().hex}
             try:
                 self.location.create(f"attempt-{number:04d}.json", json.dumps(record).encode())
@@ -176,7 +176,7 @@ class Attempt:
         self._started_cpu -= cpu_seconds
 
     def adopt(self, entry: FileEntry) -> FileEntry:
-        """Count a file that lies in the stage's directory already among this attempt's files."""
+        """Count a file that is already in the stage's directory among this attempt's files."""
         self._files.append(entry)
         return entry
 

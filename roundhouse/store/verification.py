@@ -1,6 +1,6 @@
 """Whether a store still holds what its manifests say: every file, every digest, every reference.
 
-Invariant: it only reads. A stage without a manifest is unfinished, which is no problem: the run that owns it goes on there. A
+Invariant: it only reads. A stage without a manifest is unfinished, which is not a problem: its run resumes there. A
 reference to a checkpoint that retention deleted is no problem either, since its numbers live on in the stages that used it; nor
 is one of re-scored rollouts to the collection that they were copied from.
 
@@ -8,7 +8,7 @@ is one of re-scored rollouts to the collection that they were copied from.
 file beside a manifest that the manifest does not name (a part of an attempt that lost, or was interrupted and done again), a
 checkpoint directory without a manifest that is older than the newest checkpoint (retention was interrupted while it deleted),
 and the temporary file of a write that was cut off: one that has not changed for a day, for a write that is under way has such
-a file too. The parts of an unfinished stage are not garbage: the run goes on with them. The record of an attempt is not
+a file too. The parts of an unfinished stage are not garbage: the run resumes from them. The record of an attempt is not
 either; it is history.
 
     collect/   manifest.json  attempt-0001.json  attempt-0002.json  rollouts-a0002-00000.parquet     kept
@@ -29,7 +29,7 @@ from roundhouse.errors import StoreError
 from roundhouse.store.disk import is_temporary
 from roundhouse.store.lineage import IDENTITY, read_identity
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, fault_of
+from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, faults_of
 from roundhouse.store.stage import StageKind, read_manifest
 
 Faults = Callable[[Location, Manifest], Iterable[str]]
@@ -105,10 +105,10 @@ def _check_stage(location: Location, found: Verification, also: Faults | None) -
         found.problems.append(StoreProblem(f"{location.uri}/{MANIFEST}", f"cannot be read: {error}", redo))
         return
     found.manifests += 1
-    for entry in manifest.files:
+    for entry, what in zip(manifest.files, faults_of(location, manifest.files), strict=True):
         found.files += 1
         found.size += entry.size
-        if (what := _fault(location, entry)) is not None:
+        if (what := what or _fault_of_rows(location, entry)) is not None:
             found.problems.append(
                 StoreProblem(f"{location.uri}/{entry.path}", what, f"Restore it from a copy. Or: {redo}")
             )
@@ -118,10 +118,10 @@ def _check_stage(location: Location, found: Verification, also: Faults | None) -
     found.problems += _dangling(location, manifest, redo)
 
 
-def _fault(location: Location, entry: FileEntry) -> str | None:
-    """What is wrong with a file; None when it is the one that was committed."""
-    if (what := fault_of(location, entry)) is not None or entry.rows is None or not entry.path.endswith(".parquet"):
-        return what
+def _fault_of_rows(location: Location, entry: FileEntry) -> str | None:
+    """What is wrong with the rows of a file whose bytes are sound."""
+    if entry.rows is None or not entry.path.endswith(".parquet"):
+        return None
     try:
         rows = pq.read_metadata(_Ranges(location, entry)).num_rows
     except pa.ArrowInvalid as error:

@@ -131,6 +131,12 @@ CATALOGUE = (
             Entry("validate/sequences", "(count)", "sequences that passed"),
             Entry("validate/quarantined", "(count)", "rollouts refused, with a reason", "0"),
             Entry("validate/filtered", "(count)", "rollouts omitted although nothing is wrong with them"),
+            Entry(
+                "validate/token_breaks", "(count)", "model calls whose prompt renders the tokens so far otherwise", "0"
+            ),
+            Entry("validate/token_breaks/*", "(count)", "of them by likely cause (`docs/concepts.md`)", "0"),
+            Entry("validate/forks", "(count)", "model calls of a sub-agent, a branch or a compacted history"),
+            Entry("validate/forks/*", "(count)", "of them by kind (`docs/agents.md`)"),
             Entry("validate/text_proved", "(count)", "rollouts whose text was proved against their tokens"),
             Entry("validate/tokens", "(count)", "tokens in the sequences"),
             Entry("validate/trained_tokens", "(count)", "of them generated ones that can be trained on"),

@@ -30,7 +30,7 @@ from roundhouse.tracking.traces import UID_TAG, TraceWriter, delete_versions, fo
 from roundhouse.trajectories.records import as_markdown
 
 ITERATION_METRIC = "iteration"
-"""Logged with every iteration; its history tells which iterations MLflow has."""
+"""Logged with every iteration; its history says which iterations MLflow has."""
 PLOT = "learning-curve.png"
 DESCRIBED_TAG = "roundhouse.described"
 CLASSIC_VIEW = ("mlflow.experimentKind", "custom_model_development")
@@ -292,7 +292,7 @@ log = logging.getLogger(__name__)
 def tell_mlflow(run: Run, version: int) -> None:
     """Show the answer. A server that is away costs a warning: the alias follows with the next registration."""
     uri = server_of(run)
-    if not run.config.tracking.enabled or uri is None:
+    if not run.config.tracking.in_mlflow or uri is None:
         return
     from mlflow.exceptions import MlflowException
 

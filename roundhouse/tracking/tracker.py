@@ -1,8 +1,10 @@
-"""Tracking beside a run: a thread that writes to MLflow what the store has and MLflow lacks.
+"""Tracking of a run: a thread that writes to MLflow what the store has and MLflow lacks.
 
 Invariant: a run never waits for MLflow while it works. The server may not be up yet, hang, answer with errors or die: the
 thread tries again, at every new iteration and at least once a minute, and writes everything that is missing as soon as it can.
 Only at its end a run waits, as long as the page grows, and for `PATIENCE_SECONDS` where it does not.
+
+The other sinks of `tracking.sinks` are given each iteration's metrics as it is reported; one that raises costs a warning.
 
     run      ── update() ──────────── update() ──── finish() … the summary says whether MLflow has everything
     thread        └ refused ┄ again ┄ refused ┄ again ─ iterations 0 to 7 ─ closed
@@ -10,16 +12,20 @@ Only at its end a run waits, as long as the page grows, and for `PATIENCE_SECOND
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from roundhouse.config.secrets import masked_text
-from roundhouse.stages.report import iteration_manifests, stage_seconds
+from roundhouse.errors import ConfigError
+from roundhouse.import_string import load_class
+from roundhouse.stages.report import iteration_manifests, iteration_metrics, stage_seconds
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.tracking import mlflow
@@ -173,6 +179,70 @@ class Tracker:
         self._changed.wait_for(lambda: self._asked > asked or self._stopped, seconds)
 
 
+class MetricsSink(Protocol):
+    """What `tracking.sinks` names; it is made with the run."""
+
+    def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an iteration, by the names of docs/metrics.md. After a restart all iterations come again, oldest
+        first: one that the sink has is to be passed over or replaced."""
+        ...
+
+
+class JsonLinesSink:
+    """A line of JSON an iteration: `{"iteration": 3, "reward/mean": 0.5, …}`. A last line that a kill tore is written again."""
+
+    def __init__(self, run: Run) -> None:
+        self.file = Path(run.config.infra.state) / "metrics" / f"{run.run_id}.jsonl"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.touch()
+        whole = self.file.read_bytes().rpartition(b"\n")
+        os.truncate(self.file, len(whole[0] + whole[1]))
+        self._written = {json.loads(line)["iteration"] for line in whole[0].splitlines()}
+
+    def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        if iteration not in self._written:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+            self._written.add(iteration)
+
+
+class Sinks:
+    """The sinks of a run beside MLflow, for the time that a process works on it."""
+
+    def __init__(self, run: Run) -> None:
+        """
+        Raises:
+            ConfigError: a class cannot be found.
+        """
+        names = [name for name in run.config.tracking.sinks if name != "mlflow"] if run.config.tracking.enabled else []
+        self._run, self._next = run, run.first_version
+        classes = [JsonLinesSink if name == "json_lines" else _sink_class(name) for name in names]
+        self._sinks: list[MetricsSink] = []
+        for name, sink in zip(names, classes, strict=True):
+            try:
+                self._sinks.append(sink(run))
+            except Exception as error:  # noqa: BLE001 (border of the sink's own code)
+                log.warning("tracking.sinks: %s cannot be opened, and this run goes on without it: %r", name, error)
+
+    def update(self) -> None:
+        """Give them what has been reported since."""
+        while self._sinks and self._run.is_reported(self._next):
+            metrics = iteration_metrics(iteration_manifests(self._run, self._next))
+            for sink in self._sinks:
+                try:
+                    sink.log_iteration(self._next, metrics)
+                except Exception as error:  # noqa: BLE001 (border of the sink's own code)
+                    log.warning("%s did not take iteration %d: %r", type(sink).__name__, self._next, error)
+            self._next += 1
+
+
+def _sink_class(name: str) -> Callable[[Run], MetricsSink]:
+    found: Any = load_class(name, object, "tracking.sinks")
+    if not callable(getattr(found, "log_iteration", None)):
+        raise ConfigError(f"tracking.sinks names {name!r}, which does not define log_iteration.")
+    return found
+
+
 def catch_up(run: Run) -> bool:
     """Write to MLflow what it lacks of a run that no process works on; whether it has everything then."""
     if (tracker := open_tracker(run)) is None:
@@ -186,7 +256,7 @@ def catch_up(run: Run) -> bool:
 
 def open_tracker(run: Run) -> Tracker | None:
     """The run's tracker; None when tracking is off or no server is named (with a warning)."""
-    if not run.config.tracking.enabled:
+    if not run.config.tracking.in_mlflow:
         return None
     uri = mlflow.server_of(run)
     if uri is None:

@@ -38,7 +38,7 @@ class StalenessBound:
     validate_every: int = 0
     """Versions between evaluations, version 0 first; 0 for none."""
     first_version: int = 0
-    """That the plan begins with: a fork's is its parent's. What lies before it counts as trained and evaluated."""
+    """That the plan begins with: a fork's is its parent's. Everything before it counts as trained and evaluated."""
     evaluates_first: bool = True
     """Whether `first_version` is evaluated by the plan, not before it begins."""
 

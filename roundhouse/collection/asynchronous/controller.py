@@ -1,4 +1,4 @@
-"""The weight-sync controller: who may begin, who trains on what, which replica gets which version.
+"""The weight-sync controller: which rollout may begin, which step trains on what, which replica gets which version.
 
 Invariants, in every mode and whatever fails:
 * no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.asynchronous.bound`);
@@ -134,7 +134,7 @@ class Controller:
         """Take in what happened.
 
         Raises:
-            DataError: it cannot have happened in this state: told twice, or the word of an attempt that was given up. The state
+            DataError: it cannot have happened in this state: recorded twice, or of an attempt that was given up. The state
                 is as before.
         """
         raise TypeError(f"{event!r} is not an event of the controller.")

@@ -30,7 +30,7 @@ _SEGMENT = re.compile(r"events-(\d{8})\.jsonl")
 _STATE = re.compile(r"state-(\d{8})\.json")
 KEPT_STATES = 2
 KEPT_SEGMENTS = 200
-"""Of those before the oldest kept state, for people who ask what happened: a quarter of an hour, at one in five seconds."""
+"""Segments before the oldest kept state, for inspection by a person: a quarter of an hour, at one in five seconds."""
 
 
 class ControllerJournal:

@@ -1,7 +1,7 @@
 """The controller of a running run, shared by threads: events are applied and journalled, and waiting threads are woken.
 
-Invariants: events are written down in the order in which the controller took them in; `record` returns when everything told
-before it is in the store; decisions are taken and told of under one lock, so that no two loops act on the same one.
+Invariants: events are written down in the order in which the controller took them in; `record` returns when every event
+before it is in the store; decisions are taken and recorded under one lock, so that no two loops act on the same one.
 
     with dispatch:                                 from any thread
         answer = dispatch.controller.admission(…)
@@ -46,7 +46,7 @@ class Dispatch:
         self._changed.release()
 
     def tell(self, *events: Event) -> None:
-        """Let the controller take in what happened, and wake who waits.
+        """Let the controller take in events, and wake the waiting loops.
 
         Raises:
             DataError: an event cannot have happened (`Controller.apply`).
@@ -73,7 +73,7 @@ class Dispatch:
         self._changed.wait(seconds)
 
     def record(self, keep_state: bool = False) -> None:
-        """Write down what was told.
+        """Write the events down.
 
         Raises:
             StoreError: another controller of this run has written; this one must stop.
@@ -99,7 +99,7 @@ class Dispatch:
 
     @property
     def works_elsewhere(self) -> bool:
-        """Whether somebody else is at work for whom a rollout may have to wait: a step, a transfer, an evaluation."""
+        """Whether other work is under way that a rollout may have to wait for: a step, a transfer, an evaluation."""
         controller = self.controller
         incoming = any(place.incoming is not None for place in controller.replicas.values())
         return controller.in_training or controller.evaluating is not None or incoming

@@ -3,7 +3,7 @@
 Invariant: the events, in order, are everything that the controller's state is made of; a decision is never one. An event
 that reports a fact (a rollout finished, a version was made) is recorded after the fact is in the store.
 
-A rollout is told by its group's position in the plan, from 0, and its sample; iteration k's own groups are the positions
+A rollout is named by its group's position in the plan, from 0, and its sample; iteration k's own groups are the positions
 (k - 1) * groups ... k * groups - 1. Attempts count from 1, so that the late word of one that was given up is known as such.
 """
 
@@ -73,7 +73,7 @@ class TrainingFailed(NamedTuple):
 
 
 class IterationSkipped(NamedTuple):
-    """The iteration's version is in the store and is the one before; its groups are trained on by nobody."""
+    """The iteration's version is in the store and is the one before; its groups are never trained on."""
 
     iteration: int
     reason: str

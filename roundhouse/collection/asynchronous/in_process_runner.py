@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from roundhouse.activity import announce
-from roundhouse.collection import parts as stage_parts
+from roundhouse.collection import collector as stage_collector
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.events import Continue
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
-from roundhouse.collection.parts import Parts
+from roundhouse.collection.collector import Parts
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
@@ -170,7 +170,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         assert task is not None
         self._main = task
         self._dispatch.listen(self._look_again)
-        environment = open_environment(self.run.config.environment)
+        environment = open_environment(self.run.config.environment, self.run.config.store)
         try:
             async with HttpPolicyClient(self.url, self.run.config.generation) as policy, environment:
                 self._policy = policy
@@ -223,7 +223,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
                     opened.rollouts[key] = rollout
                     announce(
                         "rollout",
-                        tokens=sum(len(turn.generation_token_ids) for turn in rollout.turns),
+                        tokens=rollout.generated_tokens,
                         reward=rollout.reward,
                     )
                     if rollout.status is Status.FAILED:
@@ -247,7 +247,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
 
     async def _flush_again_and_again(self) -> None:
         while True:
-            await asyncio.sleep(max(stage_parts.FLUSH_SECONDS, stage_parts.SHORTEST_SECONDS))
+            await asyncio.sleep(max(stage_collector.FLUSH_SECONDS, stage_collector.SHORTEST_SECONDS))
             await self._flush()
 
     def _look_again(self) -> None:

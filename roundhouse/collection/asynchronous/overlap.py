@@ -11,7 +11,7 @@ iteration; no loop waits for one that has ended. Both can be started again from 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from roundhouse.collection.asynchronous.shard_runner import ShardRunner
 from roundhouse.collection.collector import refuse_many_failures
 from roundhouse.config.operations import stall_seconds
 from roundhouse.config.rollout import InProcessCollection
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -59,9 +60,10 @@ class GenerationLoopEnded(InfraError):
 class Overlap:
     """One life of both loops; see the module's docstring."""
 
-    def __init__(self, run: Run, engine_url: str) -> None:
+    def __init__(self, run: Run, engine_url: str, tasks: Sequence[TaskRow] | None = None) -> None:
+        """`tasks`: the run's training tasks; unset, all of its environment."""
         self.run = run
-        self.plan = Plan(run.config)
+        self.plan = Plan(run.config, tasks)
         self.dispatch = resume(run, self.plan)
         self.number = self.dispatch.segments
         """Of this life among all of the run's; each writes to the journal when it begins."""
@@ -130,7 +132,7 @@ class Overlap:
         return self._failed[min(self._failed)] if self._failed else None
 
     def end(self, error: BaseException | None) -> None:
-        """Called once by the generation loop, last of all: its rollouts are ended, and who waits is told."""
+        """Called once by the generation loop, last of all: its rollouts are ended, and waiting loops are notified."""
         try:
             self.runner.stop()
         except InfraError as hanging:
@@ -192,7 +194,7 @@ class Overlap:
             DataError: it decided on others than the iteration's own, and does not choose.
             TooFewRollouts: of those that it chose more failed than `rollout.max_failed_fraction`; they are rolled out again.
         """
-        if self.dispatch.controller.version >= k:  # it was made before, and what comes behind it was not
+        if self.dispatch.controller.version >= k:  # it was made before, and what follows it was not
             yield StepBatch((), {})
             return
         with self.dispatch as dispatch:

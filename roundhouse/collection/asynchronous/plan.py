@@ -10,12 +10,13 @@ With a window, a step trains on groups of several iterations, so these are calle
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.config.models import RunConfig
+from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, round_tasks
 from roundhouse.store.run import Run
@@ -49,9 +50,10 @@ def generated_in(run: Run, iteration: int) -> Stage:
 class Plan:
     """See the module's docstring."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, tasks: Sequence[TaskRow] | None = None) -> None:
+        """`tasks`: the training tasks; unset, all of the environment."""
         self._config = config
-        self._tasks = open_environment(config.environment).tasks("train")
+        self._tasks = open_environment(config.environment).tasks("train") if tasks is None else tasks
         self.specs = lru_cache(maxsize=KEPT)(self._specs)
         """The rollouts of an iteration, groups in order, samples in order."""
 
@@ -68,7 +70,7 @@ class Plan:
         return ((position, sample) for sample in range(self._config.rollout.group_size))
 
     def spec(self, key: Key) -> RolloutSpec:
-        """What a rollout of the controller's stands for."""
+        """The spec of a rollout of the controller's."""
         groups, size = self._config.rollout.prompts_per_iteration, self._config.rollout.group_size
         return self.specs(self.iteration_of(key[0]))[key[0] % groups * size + key[1]]
 
@@ -85,6 +87,6 @@ class Plan:
 
     def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
         rollout = self._config.rollout
-        rows = round_tasks(self._tasks, self._config.seed, iteration, rollout.prompts_per_iteration, 1)
+        rows = round_tasks(self._tasks, rollout, self._config.seed, iteration, 1)
         mixed = self._config.asynchrony.window > 1
         return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration, named_by_iteration=mixed))

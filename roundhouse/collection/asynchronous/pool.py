@@ -8,8 +8,8 @@ running, or an outcome of its group; and an untrained group leaves only by being
 
     begin ──> finish | fail | evict (rolled out again)      batch: the groups that the ready rule allows      train: they leave
 
-Pure, part of the controller's state. The rollouts themselves are in the parts of the collect stages (`collection.parts`), which
-a pool that comes out of a crash is compared with (`collection.asynchronous.resumption`).
+Pure, part of the controller's state. The rollouts themselves are in the parts of the collect stages (`collection.collector`),
+which a pool that comes out of a crash is compared with (`collection.asynchronous.resumption`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from roundhouse.collection.asynchronous.controller import Controller
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
-from roundhouse.collection.parts import written_rollouts
+from roundhouse.collection.collector import written_rollouts
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.run import Run, skip_of
 from roundhouse.trajectories.records import Rollout, Status
@@ -25,7 +25,7 @@ PLACE = "asynchrony"
 
 
 def resume(run: Run, plan: Plan) -> Dispatch:
-    """The dispatch of a run that begins or goes on.
+    """The dispatch of a run that begins or resumes.
 
     Raises:
         StoreError: the journal and the checkpoints are not of one run.
@@ -108,7 +108,7 @@ def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
     """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
     groups, pool = controller.terms.groups, controller.pool
     begun = {position // groups + 1 for position in pool.groups}
-    if controller.terms.chooses:  # a stage can be behind a step that took the last of its groups
+    if controller.terms.chooses:  # a stage can end after the step that took the last of its groups
         begun |= {position // groups + 1 for position in pool.trained_ahead}
         iteration = pool.head // groups
         while iteration > run.first_version and generated_in(run, iteration).reference() is None:

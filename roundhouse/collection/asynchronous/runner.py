@@ -208,7 +208,7 @@ class RolloutRunner(ABC, Generic[O]):
 
     @abstractmethod
     def _run(self) -> None:
-        """The runner's thread. Its last act is to set `ended` and wake whoever waits."""
+        """The runner's thread. Last, it sets `ended` and wakes all that wait."""
 
     @abstractmethod
     def _is_at_work(self, opened: O) -> bool: ...

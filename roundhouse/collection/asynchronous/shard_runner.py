@@ -23,21 +23,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from roundhouse.activity import ACTIVITY
-from roundhouse.collection import parts as stage_parts
+from roundhouse.activity import ACTIVITY, Interrupted
+from roundhouse.collection import collector
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.events import Block, Continue
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
-from roundhouse.collection.parts import by_id
+from roundhouse.collection.collector import by_id
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, begun_on, split
 from roundhouse.config.rollout import Shards
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
-from roundhouse.health.watchdog import Interrupted
 from roundhouse.launch.base import Launcher, Program, Stopped
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
@@ -250,7 +249,7 @@ class ShardRunner(RolloutRunner[OpenShards]):
         kept = {key for each in shards for key in each.keys if key in counted}
         kept -= {
             key for each in missing if counted.issuperset(each.keys) for key in each.keys
-        }  # lost since it was told
+        }  # lost since it was recorded
         with ExitStack() as stack:
             tasks = [each.task for each in missing]
             launcher = stack.enter_context(attempt.open_launcher(tasks)) if tasks else None
@@ -287,7 +286,7 @@ class ShardRunner(RolloutRunner[OpenShards]):
         )
 
     def flush(self) -> None:
-        """Write down the controller's events; what they tell is in the store."""
+        """Write down the controller's events, whose results are in the store."""
         self._dispatch.record()
 
     def _is_at_work(self, opened: OpenShards) -> bool:
@@ -353,7 +352,7 @@ class ShardRunner(RolloutRunner[OpenShards]):
                         collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
                         name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
                         threading.Thread(target=collect, name=name, daemon=True).start()
-                    if time.monotonic() - recorded >= stage_parts.FLUSH_SECONDS:
+                    if time.monotonic() - recorded >= collector.FLUSH_SECONDS:
                         self._dispatch.record()
                         recorded = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
@@ -363,7 +362,7 @@ class ShardRunner(RolloutRunner[OpenShards]):
                 opened.stopped.set()
             self._until_ended(None)
             self._dispatch.record()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 - raised again in the generation loop, unless another came before
             self.error = self.error or error
         finally:
             self.ended.set()

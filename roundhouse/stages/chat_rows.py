@@ -1,0 +1,199 @@
+"""Chat rows: conversations in a JSON lines file, as a dataset that supervised offline training reads.
+
+Invariants: a conversation becomes exactly the tokens that a rollout of it would have had: each assistant turn's prompt begins
+with all tokens so far, and the loss covers what the policy would have generated, its end of turn included. Nothing was
+sampled, so no log-probability is on record (`details.written`). A row is used whole or the file is refused, with row and cause.
+
+    demos.jsonl   {"messages": [{"role": "user", …}, {"role": "assistant", …}, …], "tools": […], "reward": 0.5}
+        ->  <store>/datasets/demos/<digest>/      a group of one rollout a row
+
+The digest is that of the file, the policy's tokenizer and template, and the length limit: the same import again is a no-op, and
+another template gives another version. `tools` and `reward` (1 where it is left out) may be missing. An assistant message with
+`"weight": 0` is shown and not learnt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.requests import read_request
+from roundhouse.policy.chat_template import TEMPLATE, refuse_unfit_template, template_in
+from roundhouse.rollout.conversation import TurnChain
+from roundhouse.rollout.responses import items_from_chat
+from roundhouse.stages.datasets import TaskDraw, dataset_stage
+from roundhouse.stages.refit import engine_files
+from roundhouse.stages.validate import DecodedText
+from roundhouse.store.location import Location, NotFound
+from roundhouse.store.manifest import Reference, sha256
+from roundhouse.store.run import Run
+from roundhouse.trajectories.ledger import Ledger
+from roundhouse.trajectories.records import Refusal, Rollout, Status
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
+
+PART_ROWS = 1024
+"""Rows in one Parquet part."""
+
+Row = dict[str, Any]
+
+
+def read_chat_rows(file: str) -> list[Row]:
+    """The rows of a file (a path or URI), with tool-call ids and arguments as an engine gives them.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no row.
+        DataError: a row is no conversation with an assistant turn; names row and cause.
+    """
+    directory, _, name = file.rpartition("/")
+    try:
+        lines = Location(directory or ".").read(name).decode().splitlines()
+    except NotFound as error:
+        raise ConfigError(
+            f"offline.datasets: there is no file {file}. Give the path of a file of chat rows."
+        ) from error
+    rows = [_row(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"offline.datasets: {file} holds no row. Give one conversation a line.")
+    return rows
+
+
+def import_chat_rows(run: Run, file: str) -> Reference:
+    """The dataset's version that these rows are for the run's policy, made if it is not there.
+
+    Raises:
+        DataError: a row does not fit the policy: its template drops something, or it is too long.
+    """
+    rows, files = read_chat_rows(file), engine_files(run)
+    limit = run.config.generation.max_model_len
+    names = ("tokenizer.json", "tokenizer_config.json", TEMPLATE)
+    parts = [(files / name).read_bytes() for name in names if (files / name).is_file()]
+    label = sha256(b"\0".join([json.dumps([rows, limit]).encode(), *parts]))[:16]
+    name = Path(file).stem
+    stage = dataset_stage(run, name, label, TaskDraw(0))
+    if (done := stage.reference()) is not None:
+        return done
+    codec = ChatCodec(str(files), limit)
+    proof = DecodedText(files, hermes=run.config.generation.tool_call_parser == "hermes")
+    _refuse_dropped_tools(files, file, rows)
+    attempt = run.begin(stage, policy_version=0)
+    written: list[Rollout] = []
+    for start in range(0, len(rows), PART_ROWS):
+        part = [_rollout(codec, proof, name, file, row) for row in rows[start : start + PART_ROWS]]
+        attempt.write_table("turns", turns_table(part))
+        attempt.write_table("rollouts", rollouts_table(part))
+        written += part
+    tokenizer = hashlib.sha256((files / "tokenizer.json").read_bytes()).hexdigest()
+    return attempt.commit(
+        counts=Ledger.from_rollouts(written, requested=len(written)).counts(),
+        details={"written": True, "imported": file, "tokenizer": tokenizer},
+    )
+
+
+def _row(file: str, number: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+            raise ValueError('it has no "messages"')
+        calls: list[str] = []
+        messages = [_message(message, calls) for message in row["messages"]]
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("no message has the role assistant, so nothing is to be learnt from it")
+        if messages[0]["role"] == "assistant":
+            raise ValueError("it begins with the assistant, before which no prompt stands")
+        request = {"messages": messages, "tools": row.get("tools") or None}
+        read_request(request, "")
+        return {"number": number, "reward": float(row.get("reward", 1.0)), **request}
+    except (ValueError, TypeError, KeyError, AttributeError, DataError) as error:
+        raise DataError(f"{file}, row {number}: {_said(error)}. Mend or remove the row.") from error
+
+
+def _message(message: Any, calls: list[str]) -> dict[str, Any]:
+    """A message whose calls have ids and arguments as text. A tool's output without an id answers the oldest of `calls`."""
+    if not isinstance(message, dict) or "role" not in message:
+        raise ValueError(f"a message is an object with a role, and one is {message!r:.80}")
+    if message["role"] == "tool" and "tool_call_id" not in message:
+        if not calls:
+            raise ValueError("a tool's output follows no call")
+        message = message | {"tool_call_id": calls[0]}
+    if message["role"] == "tool" and message["tool_call_id"] in calls:
+        calls.remove(message["tool_call_id"])
+    if message.get("tool_calls"):
+        made = []
+        for index, call in enumerate(message["tool_calls"]):
+            function, given = call["function"], call["function"].get("arguments", {})
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            made.append(
+                {"id": f"call_{index}", "type": "function", **call, "function": function | {"arguments": arguments}}
+            )
+        message = message | {"tool_calls": made}
+        calls[:] = [call["id"] for call in made]
+    return message
+
+
+def _refuse_dropped_tools(files: Path, file: str, rows: Sequence[Row]) -> None:
+    template, known = template_in(files), set[str]()
+    for row in rows:
+        if (tools := json.dumps(row["tools"] or [])) not in known:
+            known.add(tools)
+            try:
+                refuse_unfit_template(template, row["tools"] or [])
+            except ConfigError as error:
+                raise DataError(
+                    f"{file}, row {row['number']}: {_said(error)}. policy.chat_template names one that shows them."
+                ) from error
+
+
+def _rollout(codec: ChatCodec, proof: DecodedText, name: str, file: str, row: Row) -> Rollout:
+    """The record of a row: one turn an assistant message.
+
+    Raises:
+        DataError: what its tokens say is not what the row says, or they are too many.
+    """
+    messages, chain = row["messages"], TurnChain()
+    given = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    task: Row = {
+        "input": items_from_chat(messages[:given]),
+        "tools": [{"type": "function", **tool["function"]} for tool in row["tools"] or []],
+    }
+    rollout = Rollout(
+        group_id=f"{name}/{row['number']}",
+        sample=0,
+        task={"task_id": f"{name}/{row['number']}", "responses_create_params": task},
+        environment="chat",
+        status=Status.COMPLETED,
+        reward=row["reward"],
+        items=items_from_chat(messages),
+        turns=chain.turns,
+        finish_reason="stop",
+    )
+    try:
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = {
+                "messages": messages[:index],
+                "tools": row["tools"],
+                "required_prefix_token_ids": chain.tokens or None,
+            }
+            prompt = codec.prompt(read_request(asked, "")).token_ids
+            reply = codec.reply(read_request({"messages": messages[: index + 1], "tools": row["tools"]}, ""))
+            if (length := len(prompt) + len(reply)) > codec.max_model_len:
+                raise DataError(f"it has {length} tokens, and generation.max_model_len is {codec.max_model_len}")
+            finish = "tool_calls" if message.get("tool_calls") else "stop"
+            turn = chain.add(prompt, reply, [], policy_version=0, finish_reason=finish)
+            turn.trained = message.get("weight", 1) != 0
+        proof.prove(rollout)
+    except (DataError, Refusal) as error:
+        raise DataError(f"{file}, row {row['number']}: {_said(error)}. Mend or remove the row.") from error
+    return rollout
+
+
+def _said(error: Exception) -> str:
+    """An error's words, to go on with a sentence behind them."""
+    words = f"the chat template changes the text: {error.evidence}" if isinstance(error, Refusal) else str(error)
+    return words.rstrip(".")
