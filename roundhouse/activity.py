@@ -1,6 +1,6 @@
-"""What is in flight in this process, since when, and when it last moved.
+"""What is in flight in this process, since when, when it last moved; and the watchdog that gives up a stage that hangs.
 
-Invariant: work that was started and has not ended is in flight, and ended work leaves nothing behind. Starting, advancing or
+Invariant: work that was started and has not ended is in flight, and ended work leaves nothing. Starting, advancing or
 ending work is progress of that work and of everything that it is part of, so a stage that still finishes model calls moves.
 
     collect 3 ──┬── rollout g1/0 ── model call http://…    oldest; moved 4 s ago
@@ -10,20 +10,38 @@ Work begun inside the block of other work (also in its coroutines, and in thread
 
 Stages report progress by `announce`, as log records of one logger; what shows them adds a handler to the logger
 `roundhouse.progress` and reads the record's `event` and `facts`. Nobody listening costs nothing.
+
+A supervised stage cannot hang: `supervised` returns, or raises, at the latest `limit + GRACE_SECONDS` after the last progress
+of its work. The work runs in a thread of its own, since nothing in a thread can end a call of that thread that does not return.
+
+    caller ── waits ──────────────── nothing moved for `limit` ──> interrupts the work ──> Stalled (an InfraError)
+    work   ── track(…) … track(…) … ──────────── hangs ───────────────────X
+
+Work that is interrupted cleans up as after Ctrl-C. Work that hangs in a call of the operating system or of a C library cannot
+be interrupted; it is left behind in its daemon thread. What it may still write is an attempt of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import ctypes
 import itertools
 import logging
+import queue
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from roundhouse.errors import InfraError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,9 @@ class _Begun:
     moved: float
 
 
+FailureListener = Callable[[str, str, Exception], None]
+"""(module, what it was doing, what it raised); called where it was raised, in any thread."""
+_REPORTED = "__roundhouse_reported__"
 _within: ContextVar[str | None] = ContextVar("roundhouse_work", default=None)
 
 
@@ -73,6 +94,16 @@ class Activity:
         self._begun: dict[str, _Begun] = {}
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
+        self._listeners: list[FailureListener] = []
+
+    @contextmanager
+    def failures_to(self, listener: FailureListener) -> Iterator[None]:
+        """Have the failures of tracked blocks passed on for the time of the block."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
     def start(self, module: str, kind: str, about: str = "", where: str = "", patience: float = 0.0) -> str:
         """Begin work, as a part of the work that this context is in; returns its token.
@@ -102,11 +133,19 @@ class Activity:
 
     @contextmanager
     def track(self, module: str, kind: str, about: str = "", where: str = "", patience: float = 0.0) -> Iterator[str]:
-        """The work of a block; arguments as of `start`."""
+        """The work of a block; arguments as of `start`. An exception that leaves it is passed to the listeners, once for all
+        blocks that it leaves, as the failure of the innermost."""
         token = self.start(module, kind, about, where, patience)
         outer = _within.set(token)
         try:
             yield token
+        except Exception as error:
+            if not getattr(error, _REPORTED, False):
+                with suppress(AttributeError):  # an exception without a place for attributes is reported by each block
+                    setattr(error, _REPORTED, True)
+                for listener in self._listeners:
+                    listener(module, " ".join(word for word in (kind, about) if word), error)
+            raise
         finally:
             _within.reset(outer)
             self.end(token)
@@ -204,3 +243,186 @@ def announce(event: str, **facts: Any) -> None:
     life of the stage that it comes from."""
     ACTIVITY.advance()
     logger.info(event, extra={"event": event, "facts": facts})
+
+
+T = TypeVar("T")
+
+
+GRACE_SECONDS = 10.0
+"""For interrupted work to close what it has open."""
+
+
+_INTERRUPT_SECONDS = 0.2
+
+
+_NAMED = 5
+"""Pieces of work that the message names; it counts the others."""
+
+
+_STACK_FRAMES = 12
+
+
+class Stalled(InfraError):
+    """Nothing moved for `failures.stall_seconds`."""
+
+    def __init__(self, message: str, stack: str = "") -> None:
+        super().__init__(message)
+        self.stack = stack
+        """Where the stage's thread stood."""
+
+
+class Interrupted(BaseException):
+    """Raised inside work that was given up. No `except Exception` takes it for a failure of its own."""
+
+
+def supervised(
+    work: Callable[[], T],
+    stage: str,
+    about: str,
+    limit: float,
+    activity: Activity = ACTIVITY,
+    grace: float = GRACE_SECONDS,
+    refuse: Callable[[], None] = lambda: None,
+) -> T:
+    """The result of `work`, as stage `stage` (about `iteration 3`, say), or its error.
+
+    Args:
+        refuse: called about once a second; what it raises ends the work.
+
+    Raises:
+        Stalled: nothing in it moved for `limit` seconds.
+    """
+    with activity.track(stage, "stage", about) as token:
+        supervision = _Supervision(work)
+        supervision.start()
+        try:
+            while not supervision.done.wait(max(0.01, min(1.0, limit / 5))):
+                refuse()
+                if activity.is_stalled(token, limit):
+                    raise _stalled(stage, about, limit, activity.in_flight(token)[1:], supervision)
+        except BaseException:
+            supervision.interrupt(grace)
+            raise
+        return supervision.outcome()
+
+
+def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, which a stage's watchdog can cancel from outside."""
+    supervision = _supervision.get()
+    return asyncio.run(main if supervision is None else supervision.cancellable(main))
+
+
+class _Supervision(Generic[T]):
+    """Work in a thread, and the means to end it."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.done = threading.Event()
+        self._work = work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._context = contextvars.copy_context()
+        self.given_up = False
+        self.thread = _free_worker()
+
+    def start(self) -> None:
+        self.thread.works.put(self)
+
+    def run(self) -> None:
+        """Do the work, in the caller's context."""
+        self._context.run(self._run)
+
+    def outcome(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # `_run` has set it, where T may be None
+
+    async def cancellable(self, main: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._main = asyncio.get_running_loop(), task
+        try:
+            return await main
+        finally:
+            self._main = None
+
+    def stack(self) -> str:
+        frame: FrameType | None = sys._current_frames().get(self.thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame)[-_STACK_FRAMES:])
+
+    def interrupt(self, grace: float) -> None:
+        """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself."""
+        self.given_up = True
+        if (main := self._main) is not None:
+            loop, task = main
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(task.cancel)
+            if self.done.wait(grace / 2):
+                return
+        deadline = time.monotonic() + grace / 2
+        while self.thread.ident is not None and time.monotonic() < deadline:
+            # Again and again: in an event loop it ends one coroutine, and the next one may block in the same way.
+            # Raised in that thread when it next runs Python code
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(Interrupted))
+            if self.done.wait(_INTERRUPT_SECONDS):
+                return
+
+    def _run(self) -> None:
+        _supervision.set(self)
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised again, in the caller
+            self._error = error
+        finally:
+            self.done.set()
+
+
+class _Worker(threading.Thread):
+    """A thread that does one supervised work after another, and lives as long as the process.
+
+    Linux ends a child that asked to die with its parent (Ray's do) when the *thread* that started it ends. One whose work was
+    given up takes no other work, since an interruption may still be on its way to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="stage worker", daemon=True)
+        self.works: queue.SimpleQueue[_Supervision[Any]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            try:
+                supervision = self.works.get()
+                supervision.run()
+                if not supervision.given_up:
+                    _free.append(self)
+            except Interrupted:
+                continue
+
+
+_free: list[_Worker] = []
+
+
+def _free_worker() -> _Worker:
+    try:
+        return _free.pop()
+    except IndexError:
+        worker = _Worker()
+        worker.start()
+        return worker
+
+
+_supervision: contextvars.ContextVar[_Supervision[Any] | None] = contextvars.ContextVar("supervision", default=None)
+
+
+def _stalled(stage: str, about: str, limit: float, parts: list[Work], supervision: _Supervision[Any]) -> Stalled:
+    stack = supervision.stack()
+    leaves = sorted(parts, key=lambda work: (-round(work.silent_seconds, 1), work.seconds))  # a part before its whole
+    named = "".join(f"\n  {work}" for work in leaves[:_NAMED])
+    more = f"\n  and {len(leaves) - _NAMED} more" if len(leaves) > _NAMED else ""
+    stands = stack.strip().splitlines()
+    place = f"\n  it stands at {' '.join(line.strip() for line in stands[-2:])}" if stands else ""
+    what = f" Stuck are:{named}{more}" if leaves else ""
+    return Stalled(
+        f"{stage} ({about}): nothing has moved for {limit:g} s (failures.stall_seconds); the attempt is given up.{what}{place}",
+        stack,
+    )

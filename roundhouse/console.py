@@ -18,7 +18,7 @@ from roundhouse.activity import logger
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_INTERVAL_SECONDS = 10.0
-"""Without a terminal, activity is told at most this often."""
+"""Without a terminal, activity is printed at most this often."""
 
 
 class Pace:
@@ -196,6 +196,9 @@ class RunView(logging.Handler):
 
 def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -> str:
     """An iteration in one line; of an offline one, what its data say."""
+    if "reward/mean" not in metrics and "offline/effective_rollouts" not in metrics and "train/nll" in metrics:
+        seconds = metrics.get("time/iteration", 0)
+        return f"iteration {iteration:>3d}/{iterations}  loss {metrics['train/nll']:.3f} nats a token  {seconds:.1f} s"
     if "reward/mean" not in metrics and "offline/effective_rollouts" in metrics:
         parts = [
             f"iteration {iteration:>3d}/{iterations}",

@@ -1,7 +1,7 @@
 """The errors that reach a person, and the two kinds of failure that decide about a retry.
 
-Invariant: an exception that crosses a stage's or a request's border is either a `RoundhouseError` (its text says what is
-wrong, with the key or value, and what to do) or a defect of ours. Where work can be repeated, its kind tells whether
+Invariant: an exception that leaves a stage or a request is either a `RoundhouseError` (its text says what is
+wrong, with the key or value, and what to do) or a defect of ours. Where work can be repeated, its kind says whether
 repeating can help: `InfraError` may pass by itself (a dead engine, a timeout), `DataError` will not (a bad task row).
 """
 
@@ -23,7 +23,7 @@ class InfraError(RoundhouseError):
 
 
 class DataError(RoundhouseError):
-    """A failure that lies in the input. Repeating the same work fails in the same way."""
+    """A failure caused by the input. Repeating the same work fails in the same way."""
 
 
 class DiskFull(StoreError, InfraError):

@@ -6,7 +6,7 @@ once in a process, however often it is named, so that its classes keep their ide
 A relative path is looked for under each of `bases` in turn, then under NEXRL_PATH, where it is set, then in the working
 directory.
 
-A name of a module that moved, as a stored run's configuration has it, stands for the module's new name (`MOVED`).
+The old name of a module that moved, in a stored run's configuration, is read as the new name (`MOVED`).
 
     load_class("evaluator.py:Exact", Evaluator, "environment.evaluator", ["recipes/quiz/agent_workspace"])
 """
@@ -119,7 +119,7 @@ def _module(name: str, key: str) -> ModuleType:
 
 
 def _file_module(path: str, key: str, bases: Sequence[str | Path]) -> ModuleType:
-    file = _found(path, key, bases)
+    file = find_file(path, key, bases)
     name = f"roundhouse_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -136,13 +136,19 @@ def _file_module(path: str, key: str, bases: Sequence[str | Path]) -> ModuleType
     return module
 
 
-def _found(path: str, key: str, bases: Sequence[str | Path]) -> Path:
+def find_file(path: str, key: str, bases: Sequence[str | Path] = ()) -> Path:
+    """The file that a relative or absolute path names.
+
+    Raises:
+        ConfigError: there is none; the text says what is there instead.
+    """
     nexrl = [os.environ["NEXRL_PATH"]] if os.environ.get("NEXRL_PATH") else []
     tried = [Path(path)] if Path(path).is_absolute() else [Path(base) / path for base in (*bases, *nexrl, ".")]
     for candidate in tried:
         if candidate.is_file():
             return candidate.resolve()
     directory = next((candidate.parent for candidate in tried if candidate.parent.is_dir()), None)
-    beside = sorted(file.name for file in directory.glob("*.py")) if directory else []
-    there = f" {directory} has: {', '.join(beside) or 'no .py file'}." if directory else ""
+    suffix = Path(path).suffix
+    beside = sorted(file.name for file in directory.glob(f"*{suffix}")) if directory else []
+    there = f" {directory} has: {', '.join(beside) or f'no {suffix} file'}." if directory else ""
     raise ConfigError(f"{key}: no file {path}; tried {', '.join(map(str, tried))}.{there}")

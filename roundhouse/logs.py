@@ -1,13 +1,15 @@
 """Logs for a program to read: a JSON object a line, with what it is about.
 
 Invariant: a line is one object with `time`, `level`, `logger`, `message`, and of `run`, `iteration`, `stage`, `rollout` those
-that the code that wrote it works on: the run is said by whoever began the work (`about`), the rest is read off the work in
-flight (`roundhouse.activity`), so nobody passes ids around for the sake of a log.
+that the code that wrote it works on: the run is set where the work begins (`about`), the rest is read from the work in
+flight (`roundhouse.activity`), so no ids are passed around for the sake of a log.
 
     {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.rollout.collector", "message": "…",
      "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
 
 `ROUNDHOUSE_LOG=json` turns it on in every process of a run (flow, engine, trainer, gym); without it logs stay as they are.
+`ROUNDHOUSE_LOG_LEVEL` (debug, info, warning, error) says from which level on; at debug, the engine writes the stages of each
+model call (`roundhouse.trajectories.records.CallStage`), the token IDs among them.
 
 `ROUNDHOUSE_METRICS_PORT` opens the page of metrics; `set_up_observability` reads both variables.
 """
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 VARIABLE = "ROUNDHOUSE_LOG"
+LEVEL_VARIABLE = "ROUNDHOUSE_LOG_LEVEL"
+LEVELS = ("debug", "info", "warning", "error")
 LABELS_VARIABLE = "ROUNDHOUSE_LOG_LABELS"
 """JSON object of labels that hold for a whole process, such as a trainer's pod."""
 
@@ -80,22 +84,28 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs() -> None:
-    """Do what `ROUNDHOUSE_LOG` says; called where a process begins. Twice is once.
+    """Do what `ROUNDHOUSE_LOG` and `ROUNDHOUSE_LOG_LEVEL` say; called where a process begins. Twice is once.
 
     Raises:
-        ConfigError: it says something else than json.
+        ConfigError: they say something else than json, or a level.
     """
-    wanted = os.environ.get(VARIABLE, "")
+    wanted, level = os.environ.get(VARIABLE, ""), os.environ.get(LEVEL_VARIABLE, "").lower()
     if wanted not in ("", "json"):
         raise ConfigError(f"{VARIABLE} is {wanted!r}. Set it to json, or leave it unset.")
+    if level and level not in LEVELS:
+        raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}. Set it to one of {', '.join(LEVELS)}, or leave it unset.")
+    if wanted or level:
+        logging.getLogger("roundhouse").setLevel(level.upper() or logging.INFO)
     root = logging.getLogger()
-    if not wanted or any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):
+    if any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):
         return
-    _of_process()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    root.addHandler(handler)
-    logging.getLogger("roundhouse").setLevel(logging.INFO)
+    if wanted:
+        _of_process()
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonLines())
+        root.addHandler(handler)
+    elif level and not root.handlers:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def _of_process() -> dict[str, Any]:
@@ -113,7 +123,7 @@ METRICS_VARIABLE = "ROUNDHOUSE_METRICS_PORT"
 
 
 def set_up_observability() -> CollectorRegistry | None:
-    """Do what the environment says; what it says nothing of costs nothing. Returns where metrics are told, if anywhere.
+    """Do what the environment says; what is not set costs nothing. Returns where metrics are served, if anywhere.
 
     Raises:
         ConfigError: a variable has a value that cannot be.

@@ -86,7 +86,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: errors that a person can act on are shown without a traceback, and told apart by their exit code."""
+    """Entry point: errors that a person can act on are shown without a traceback, and distinguished by their exit code."""
     try:
         app()
     except Exception as error:

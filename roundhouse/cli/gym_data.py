@@ -1,4 +1,4 @@
-"""`roundhouse gym collect | reverify | profile | collate | import` and `roundhouse export`: NeMo Gym's files.
+"""`roundhouse gym collect | reverify | profile | collate | demonstrations | import` and `roundhouse export`: NeMo Gym's files.
 
 Invariant of a source of `collect`: exactly one is named; the agent that rows without one get is known before a row is read.
 """
@@ -181,6 +181,38 @@ def collate(
     with written("--output-dir", output_dir):
         for file in collate_datasets(datasets, output_dir, roots, mode=mode, overwrite=overwrite):
             out(f"{file.rows:>8} rows  {file.path}  {file.metrics_path.name}")
+
+
+@app.command()
+def demonstrations(
+    environment: Annotated[str, typer.Argument(help="An environment's kind, or module:Class.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of chat rows to write (JSON lines).")],
+    count: Annotated[int, typer.Option(help="Conversations.", min=1)] = 256,
+    good_fraction: Annotated[float, typer.Option(help="Share of them that are right.", min=0, max=1)] = 1.0,
+    parameters: Annotated[str, typer.Option(help="The environment's parameters (JSON).")] = "{}",
+    seed: Annotated[int, typer.Option(help="Which conversations.")] = 0,
+) -> None:
+    """Write an environment's own demonstrations as chat rows, of its training tasks only."""
+    import json
+
+    from roundhouse.environments import environment_config, load_any
+    from roundhouse.rollout.responses import chat_tools
+
+    made = load_any(environment_config(environment, parameters))
+    try:
+        conversations = made.demonstrations("train", count, good_fraction, seed)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"The environment {environment} has no demonstrations. Give it the method, or write rows."
+        ) from error
+    tools = chat_tools(made.tool_schemas())
+    rows = [
+        json.dumps({"messages": messages, "tools": tools} if tools else {"messages": messages})
+        for messages in conversations
+    ]
+    with written("--output", output):
+        output.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    out(f"{len(rows)} conversations\n{output}")
 
 
 @app.command("import")
@@ -376,10 +408,6 @@ def open_source(options: SourceOptions) -> OpenSource:
                 f"--{option.replace('_', '-')} is for --environment. With {named[0]} the agent server decides it: by its own "
                 "configuration, or by +responses_create_params.… in the rows."
             )
-    return _agents(options)
-
-
-def _agents(options: SourceOptions) -> OpenSource:
     import asyncio
 
     from roundhouse.compat.nemo_gym.exchange.stream import EVERY, AgentServers, agents_of_head

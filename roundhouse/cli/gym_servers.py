@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from roundhouse.cli.options import JsonOption, console, error_console, out, written
+from roundhouse.cli.options import JsonOption, error_console, out, out_json, print_table, written
 
 if TYPE_CHECKING:
     from roundhouse.compat.nemo_gym.config.resolve import Resolution
@@ -63,12 +63,13 @@ def start(
 
     ++dry_run=true checks it, prints it with its secrets masked, and starts nothing.
     """
+    from roundhouse.compat.nemo_gym.config.resolve import PORT_RANGE, free_port
     from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
     from roundhouse.compat.nemo_gym.servers.start import StartOptions, run
     from roundhouse.errors import ConfigError
 
     roots = _roots(search_dirs, root)
-    told = [] if head_port is None else [f"++head_server.port={head_port or _free_port()}"]
+    told = [] if head_port is None else [f"++head_server.port={head_port or free_port(PORT_RANGE, ())}"]
     resolution = _resolved([*(arguments or []), *told], roots, ours)
     _show_warnings(resolution)
     resolution.raise_problems()
@@ -91,7 +92,14 @@ def start(
         ray=ray,
         announce=lambda text: terminal.print(f"  {text}", highlight=False, markup=False, soft_wrap=True),
     )
-    run(resolution, found, options, ready=lambda line: out(json.dumps(line) if as_json else _ready_text(line)))
+    run(
+        resolution,
+        found,
+        options,
+        ready=lambda line: out(
+            json.dumps(line) if as_json else f"All servers answer. Head server: {line['head']}. Ctrl-C ends them."
+        ),
+    )
 
 
 @app.command()
@@ -129,7 +137,7 @@ def validate(
         problems = commands(resolution, roots, Foreign(python, install))[1]
     if as_json:
         servers = [{"name": one.name, "type": one.type, "kind": one.kind} for one in resolution.instances]
-        out(json.dumps({"problems": problems, "warnings": resolution.warnings, "servers": servers}, indent=1))
+        out_json({"problems": problems, "warnings": resolution.warnings, "servers": servers})
     else:
         _show_warnings(resolution)
         for problem in problems:
@@ -149,17 +157,13 @@ def status(
 
     servers = server_statuses(head)
     if as_json:
-        out(json.dumps(servers, indent=1))
+        out_json(servers)
     else:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table("server", "type", "implementation", "url", "pid", "up", "status", box=None)
+        shown = ("process_name", "server_type", "name", "url", "pid", "up", "status")
         for one in servers:
-            up = f"{one.get('uptime_seconds') or 0:.0f} s"
-            row = (one["process_name"], one["server_type"], one["name"], one["url"], one["pid"], up, one["status"])
-            table.add_row(*(Text(str(cell)) for cell in row))
-        console().print(table)
+            one["up"] = f"{one.get('uptime_seconds') or 0:.0f} s"
+        columns = ("server", "type", "implementation", "url", "pid", "up", "status")
+        print_table(columns, ([one[name] for name in shown] for one in servers))
     if any(one["status"] != "success" for one in servers):
         raise typer.Exit(1)
 
@@ -196,13 +200,3 @@ def _show_warnings(resolution: Resolution) -> None:
 
     for warning in resolution.warnings:
         error_console().print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
-
-
-def _free_port() -> int:
-    from roundhouse.compat.nemo_gym.config.resolve import PORT_RANGE, free_port
-
-    return free_port(PORT_RANGE, ())
-
-
-def _ready_text(line: dict[str, object]) -> str:
-    return f"All servers answer. Head server: {line['head']}. Ctrl-C ends them."

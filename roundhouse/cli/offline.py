@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -16,8 +16,9 @@ from roundhouse.cli.options import (
     StoreOption,
     TrustStore,
     accept_code,
-    console,
     out,
+    out_json,
+    print_table,
 )
 
 app = typer.Typer()
@@ -31,10 +32,17 @@ def train_offline(
     new: Annotated[str, typer.Option("--run-id", help="Id of the new run; the same id goes on with it.")],
     dataset: Annotated[
         list[str],
-        typer.Option(help="nightly (its newest version), nightly@all, nightly@<version>, or a path; may be repeated."),
+        typer.Option(
+            help="nightly (its newest version), nightly@all, nightly@<version>, a path, or a file of chat rows "
+            "(demos.jsonl); may be repeated."
+        ),
     ],
     method: Annotated[
-        str, typer.Option(help="grpo (truncated importance weights), rejection (the best of a group), distillation.")
+        str,
+        typer.Option(
+            help="grpo (truncated importance weights), rejection (the best of a group), sft (all, as of chat rows), "
+            "distillation."
+        ),
     ] = "grpo",
     at: Annotated[str, typer.Option(help="Checkpoint to start from: newest, promoted or a version.")] = "newest",
     teacher: Annotated[str | None, typer.Option(help="Model directory of the teacher; for distillation.")] = None,
@@ -50,11 +58,12 @@ def train_offline(
     """Train a new run from collected datasets instead of fresh rollouts, or go on with it."""
     from roundhouse.cli.training import train_run
     from roundhouse.errors import ConfigError
-    from roundhouse.stages.fork import fork_run, offline_config
+    from roundhouse.stages.fork import Method, fork_run, offline_config
     from roundhouse.stages.offline import find_datasets
+    from roundhouse.store.run import load_run
 
-    if method not in ("grpo", "rejection", "distillation"):
-        raise ConfigError(f"--method {method!r} is none of grpo, rejection, distillation.")
+    if method not in (methods := get_args(Method)):
+        raise ConfigError(f"--method {method!r} is none of {', '.join(methods)}.")
     passes = [] if epochs is None else [f"offline.epochs={epochs}"]
     config = offline_config(
         store,
@@ -70,7 +79,8 @@ def train_offline(
     if not dry_run:
         accept_code(config, overrides, trust_store)
     if config.offline is not None:
-        find_datasets(store, config.offline.datasets)
+        parent = None if dry_run else replace(load_run(store, run_id), config=config)
+        find_datasets(store, config.offline.datasets, parent)
     if not dry_run:
         fork_run(config)
     train_run(config, dry_run, hints=[])
@@ -85,24 +95,20 @@ def datasets_list(
     """All complete versions, oldest first, with the runs that train from them."""
     found = dataset_facts(store, name)
     if as_json:
-        out(json.dumps(found, indent=1))
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("dataset", "version", "collected by", "rollouts", "reward", "age", "trained from it", box=None)
-    for each in found:
-        reward = "–" if each["reward"] is None else f"{each['reward']:.3f}"
-        table.add_row(
-            Text(each["dataset"]),
-            Text(each["version"]),
-            Text(f"{each['run_id']} {each['policy_version']}"),
-            str(each["rollouts"]),
-            reward,
+        return out_json(found)
+    rows = [
+        (
+            each["dataset"],
+            each["version"],
+            f"{each['run_id']} {each['policy_version']}",
+            each["rollouts"],
+            "–" if each["reward"] is None else f"{each['reward']:.3f}",
             f"{each['age_days']:.1f} d",
-            Text(", ".join(each["used_by"])),
+            ", ".join(each["used_by"]),
         )
-    console().print(table)
+        for each in found
+    ]
+    return print_table(("dataset", "version", "collected by", "rollouts", "reward", "age", "trained from it"), rows)
 
 
 @datasets_app.command("prune")

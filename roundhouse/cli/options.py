@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,7 +60,7 @@ def _there(context: typer.Context, store: str) -> str:
 _STORE_HELP = "The store: a path, file:// or s3:// URI."
 StoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, callback=_there, help=_STORE_HELP)]
 NewStoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, help=_STORE_HELP)]
-"""Of a command that may make it, that needs none, or that only looks beside it for the local services."""
+"""Of a command that may make it, that needs none, or that only looks for the local services next to it."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for a program.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
 TrustStore = Annotated[
@@ -74,7 +75,7 @@ def load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 
 def accept_code(config: RunConfig, overrides: list[str] | None, trust_store: bool) -> None:
-    """Have a person at the terminal accept the code that only the store names; refuse it where nobody can be asked."""
+    """Have a person at the terminal accept the code that only the store names; refuse it without a terminal."""
     from roundhouse.config.loading import refuse_unnamed_code, unnamed_code
 
     named = overrides or []
@@ -130,6 +131,22 @@ def out(text: str) -> None:
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
+def out_json(value: Any) -> None:
+    """For `--json`."""
+    out(json.dumps(value, indent=1))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on the terminal. Cells are shown as they are: brackets in a name are no markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console().print(table)
+
+
 USAGE = 2
 """As typer has it."""
 NOT_PERMITTED = 77
@@ -138,7 +155,7 @@ FINAL = sorted([USAGE, NOT_PERMITTED, EXIT_CODES[DataError], EXIT_CODES[ConfigEr
 
 
 def exit_code(error: RoundhouseError) -> int:
-    """The number of an error that has reached the command's border.
+    """The exit code of an error that ends the command.
 
     >>> exit_code(ConfigError("no such key"))
     78

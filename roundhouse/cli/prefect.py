@@ -1,11 +1,10 @@
-"""`roundhouse deploy | schedule | alerts`: what stands on a Prefect server, and which server a command talks to.
+"""`roundhouse deploy | schedule | alerts`: objects of a Prefect server, and which server a command talks to.
 
 Invariant: `find_prefect` and `at_prefect` are called before Prefect is imported, since its client reads its settings then.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +19,9 @@ from roundhouse.cli.options import (
     StateOfStoreOption,
     StateOption,
     StoreOption,
-    console,
     out,
+    out_json,
+    print_table,
     state_of,
 )
 
@@ -101,7 +101,7 @@ def deploy_command(
         if not as_json:
             out(line)
     if as_json:
-        out(json.dumps({"server": server, "dry_run": dry_run, "done": lines}, indent=1))
+        out_json({"server": server, "dry_run": dry_run, "done": lines})
     elif dry_run:
         out("nothing was changed (--dry-run)")
 
@@ -154,7 +154,7 @@ def schedule_collect(
         raise ConfigError(
             f"{named}{'must be ' + in_words(first['ctx']['pattern']) if mismatch else first['msg']}"
         ) from None
-    form.resolve()  # an unknown run or override is told now, not at two in the morning
+    form.resolve()  # an unknown run or override is reported now, not at two in the morning
     at_prefect(state_of(store, state))
     from flows.schedules import add_schedule
 
@@ -168,19 +168,12 @@ def schedule_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = Fals
     at_prefect(state)
     from flows.schedules import schedules
 
-    found = schedules()
+    found = [_schedule_facts(each) for each in schedules()]
     if as_json:
-        out(json.dumps([_schedule_facts(each) for each in found], indent=1))
-        return
-    from rich.table import Table
-
-    table = Table("dataset", "run", "version", "cron", "time zone", "next", "keeps", box=None)
-    for each in found:
-        facts = _schedule_facts(each)
-        table.add_row(
-            *(str(facts[name]) for name in ("name", "run", "version", "cron", "timezone", "next", "keep_last"))
-        )
-    console().print(table)
+        return out_json(found)
+    shown = ("name", "run", "version", "cron", "timezone", "next", "keep_last")
+    columns = ("dataset", "run", "version", "cron", "time zone", "next", "keeps")
+    return print_table(columns, ([facts[name] for name in shown] for facts in found))
 
 
 @schedule_app.command("remove")
@@ -269,7 +262,7 @@ def alerts_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False)
 
     found = installed()
     if as_json:
-        out(json.dumps([_automation_facts(each) for each in found], indent=1))
+        out_json([_automation_facts(each) for each in found])
     else:
         _show(found)
 
@@ -284,13 +277,11 @@ def alerts_remove(state: StateOption = DEFAULT_STATE) -> None:
 
 
 def _show(automations: Sequence[Any]) -> None:
-    from rich.table import Table
-
-    table = Table("alert", "on", "does", box=None)
-    for each in automations:
-        facts = _automation_facts(each)
-        table.add_row(facts["name"], "yes" if facts["enabled"] else "no", ", ".join(facts["actions"]))
-    console().print(table if automations else "No alerts are installed: roundhouse alerts install")
+    if not automations:
+        return out("No alerts are installed: roundhouse alerts install")
+    found = map(_automation_facts, automations)
+    rows = ((each["name"], "yes" if each["enabled"] else "no", ", ".join(each["actions"])) for each in found)
+    return print_table(("alert", "on", "does"), rows)
 
 
 def _automation_facts(automation: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +17,13 @@ from roundhouse.cli.options import (
     console,
     error_console,
     out,
+    out_json,
+    print_table,
 )
 
 if TYPE_CHECKING:
     from roundhouse.replay.bisect import Bisection
-    from roundhouse.replay.comparison import Comparison, StageComparison
-    from roundhouse.replay.environment_tests import EnvironmentReport
+    from roundhouse.replay.comparison import Comparison
     from roundhouse.replay.verdicts import VerdictDiff
 
 app = typer.Typer()
@@ -34,6 +34,29 @@ env_app = typer.Typer(no_args_is_help=True, help="Environments against recorded 
 DIFFERS = 1
 """Exit code where nothing was substituted and something differs all the same; of an environment that fails its test, too."""
 METRICS_SHOWN, ROWS_SHOWN, FLIPS_SHOWN = 6, 20, 10
+
+JudgedRun = Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are judged.")]
+JudgedDatasets = Annotated[
+    list[str] | None,
+    typer.Option("--dataset", help="Instead of a run: nightly, nightly@all, nightly@<version>; may be repeated."),
+]
+JudgedIterations = Annotated[
+    str | None, typer.Option("--iterations", help="first:last or one; left out: all that collected.")
+]
+ReplayedStages = Annotated[
+    list[str] | None,
+    typer.Option(help="collect, validate, train or evaluate; may be repeated. Left out: validate and train."),
+]
+ReplayInputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", help="rollouts=<re-scored dataset | path | iteration:7>, base=<version>."),
+]
+ReplayName = Annotated[str, typer.Argument(metavar="NAME", help="A replay.")]
+
+
+def progress(line: str) -> None:
+    """Tell what is being done, on stderr: stdout has the result."""
+    error_console().print(f"[dim]{line}[/]", highlight=False)
 
 
 def span_of(text: str) -> range:
@@ -52,15 +75,9 @@ def span_of(text: str) -> range:
 def replay_run(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose stages run again.")],
     iterations: Annotated[str, typer.Option(help="first:last, such as 10:20, or one iteration.")],
-    stage: Annotated[
-        list[str] | None,
-        typer.Option(help="collect, validate, train or evaluate; may be repeated. Left out: validate and train."),
-    ] = None,
+    stage: ReplayedStages = None,
     overrides: Overrides = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", help="rollouts=<re-scored dataset | path | iteration:7>, base=<version>."),
-    ] = None,
+    inputs: ReplayInputs = None,
     name: Annotated[str | None, typer.Option(help="Of the replay; left out, it follows from the rest.")] = None,
     bounds: Annotated[
         list[str] | None,
@@ -86,7 +103,9 @@ def replay_run(
     from roundhouse.store.run import load_run
 
     gate = DriftGate.parse(bounds or []) if gated or bounds else None
-    substituted = _pairs(inputs or [])
+    substituted = dict(each.partition("=")[::2] for each in inputs or [])
+    if not all(substituted.values()):
+        raise typer.BadParameter("--input takes name=value, such as rollouts=mended.")
     config = substituted_config(load_run(store, run_id).config, overrides or [])
     accept_code(config, overrides, trust_store)
     stages = stage or ["validate", "train"]
@@ -100,9 +119,9 @@ def replay_run(
             inputs=substituted,
             name=name,
             gate=gate,
-            say=lambda line: error_console().print(f"[dim]{line}[/]", highlight=False),
+            say=progress,
         )
-    out(json.dumps(found.as_json(), indent=1)) if as_json else _show(found)
+    out_json(found.as_json()) if as_json else _show(found)
     if found.stopped is not None:
         raise DataError(
             f"Stopped at iteration {found.stopped['iteration']}, whose recorded rollouts are no longer the policy's own: "
@@ -128,40 +147,32 @@ def replays_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False
             comparison = None
         found.append({"name": name, "request": request, "outcome": _outcome(comparison)})
     if as_json:
-        out(json.dumps(found, indent=1))
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("replay", "run", "iterations", "stages", "substituted", "outcome", box=None)
+        return out_json(found)
+    rows = []
     for each in found:
         request = each["request"]
         substituted = [*request["set"], *(f"{key}={value}" for key, value in request["inputs"].items())]
-        table.add_row(
-            Text(each["name"]),
-            Text(request["run_id"]),
-            ":".join(map(str, request["iterations"])),
-            ", ".join(request["stages"]),
-            Text(", ".join(substituted) or "nothing"),
-            Text(each["outcome"]),
+        span, stages = ":".join(map(str, request["iterations"])), ", ".join(request["stages"])
+        rows.append(
+            (each["name"], request["run_id"], span, stages, ", ".join(substituted) or "nothing", each["outcome"])
         )
-    console().print(table)
+    return print_table(("replay", "run", "iterations", "stages", "substituted", "outcome"), rows)
 
 
 @replays_app.command("show")
 def replays_show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A replay.")],
+    name: ReplayName,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """The comparison of a replay with its original, as JSON."""
     from roundhouse.replay.stages import read_comparison
 
-    out(json.dumps(read_comparison(store, name), indent=1))
+    out_json(read_comparison(store, name))
 
 
 @replays_app.command("delete")
 def replays_delete(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A replay.")],
+    name: ReplayName,
     store: StoreOption = DEFAULT_STORE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
@@ -179,12 +190,9 @@ def replays_delete(
 @app.command("rescore")
 def rescore_rollouts(
     name: Annotated[str, typer.Option(help="Dataset that gets the verdicts.")],
-    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are judged.")] = None,
-    dataset: Annotated[
-        list[str] | None,
-        typer.Option(help="Instead of a run: nightly, nightly@all, nightly@<version>; may be repeated."),
-    ] = None,
-    iterations: Annotated[str | None, typer.Option(help="first:last or one; left out: all that collected.")] = None,
+    run_id: JudgedRun = None,
+    dataset: JudgedDatasets = None,
+    iterations: JudgedIterations = None,
     overrides: Overrides = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
@@ -201,11 +209,15 @@ def rescore_rollouts(
     for reference in collections_of(store, source, span)[:1]:
         accept_code(judging_config(store, reference, overrides or []), overrides, trust_store)
 
-    def progress(done: int, total: int) -> None:
-        error_console().print(f"[dim]{done} of {total} rollouts judged[/]", highlight=False)
-
-    diff = rescore(store, source, name, iterations=span, overrides=overrides or [], progress=progress)
-    out(json.dumps(diff.as_json(), indent=1)) if as_json else show_verdicts(diff)
+    diff = rescore(
+        store,
+        source,
+        name,
+        iterations=span,
+        overrides=overrides or [],
+        progress=lambda done, total: progress(f"{done} of {total} rollouts judged"),
+    )
+    out_json(diff.as_json()) if as_json else show_verdicts(diff)
 
 
 @app.command("bisect")
@@ -247,15 +259,14 @@ def bisect_run(
             overrides=overrides or [],
             evaluate=evaluate,
             keep=keep,
-            say=lambda line: error_console().print(f"[dim]{line}[/]", highlight=False),
+            say=progress,
         )
-    out(json.dumps(found.as_json(), indent=1)) if as_json else _show_bisection(found)
+    out_json(found.as_json()) if as_json else _show_bisection(found)
     if found.fall is not None:
         raise typer.Exit(DIFFERS)
 
 
 def _show_bisection(found: Bisection) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     terminal, fall = console(), found.fall
@@ -266,11 +277,11 @@ def _show_bisection(found: Bisection) -> None:
         f"{found.metric} falls from {fall.before:.4g} at version {fall.good} to {fall.after:.4g} at version {fall.bad}, "
         f"{fall.standard_errors:.1f} standard errors"
     )
-    table = Table("put right", "what", found.metric, "recovered", box=None)
+    rows = []
     for trial in found.trials:
         share = "not measured" if trial.recovered is None else f"{trial.recovered:.0%}"
-        table.add_row(trial.cause, Text(trial.what), _number(trial.value), share)
-    terminal.print(table)
+        rows.append((trial.cause, trial.what, _number(trial.value), share))
+    print_table(("put right", "what", found.metric, "recovered"), rows)
     for note in found.notes:
         terminal.print(Text(note, style="yellow"))
     if found.cause:
@@ -315,8 +326,7 @@ def branch_turn(
         made = branch(run, iteration, rollout, turn, name, engine_at(run, number), checkpoint, samples)
     if as_json:
         facts = {"rewards": made.rewards, "before": made.before, "reasons": made.reasons}
-        out(json.dumps({"version": made.version.uri, "generated_tokens": made.generated_tokens} | facts, indent=1))
-        return
+        return out_json({"version": made.version.uri, "generated_tokens": made.generated_tokens} | facts)
     for rollout_id, rewards in made.rewards.items():
         mean = sum(rewards) / len(rewards) if rewards else None
         out(
@@ -324,7 +334,7 @@ def branch_turn(
         )
     for reason, count in made.reasons.items():
         out(f"failed: {count} {reason}")
-    out(f"{made.generated_tokens} tokens generated; {made.version.uri}")
+    return out(f"{made.generated_tokens} tokens generated; {made.version.uri}")
 
 
 @env_app.callback()
@@ -334,12 +344,9 @@ def _env() -> None:
 
 @env_app.command("test")
 def env_test(
-    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are the corpus.")] = None,
-    dataset: Annotated[
-        list[str] | None,
-        typer.Option(help="Instead of a run: nightly, nightly@all, nightly@<version>; may be repeated."),
-    ] = None,
-    iterations: Annotated[str | None, typer.Option(help="first:last or one; left out: all that collected.")] = None,
+    run_id: JudgedRun = None,
+    dataset: JudgedDatasets = None,
+    iterations: JudgedIterations = None,
     overrides: Overrides = None,
     limit: Annotated[int, typer.Option(help="Rollouts of the corpus, at most.", min=1)] = 1000,
     mutants: Annotated[
@@ -368,7 +375,16 @@ def env_test(
         if len(corpus) < limit:
             corpus += read_rollouts(reference)
     report = check_environment(corpus[:limit], config.environment, mutants)
-    out(json.dumps(report.as_json(), indent=1)) if as_json else _show_report(report)
+    if as_json:
+        out_json(report.as_json())
+    else:
+        show_verdicts(report.verdicts)
+        out(f"judged in {report.seconds:.1f} s")
+        if report.score is not None:
+            out(f"mutation score {report.score:.2f}: {len(report.mutants)} mutants")
+        for each in report.mutants:
+            if not each.caught:
+                out(f"not caught, line {each.line}: {each.change}")
     if not report.unchanged or (report.score is not None and report.score < min_score):
         raise typer.Exit(DIFFERS)
 
@@ -386,19 +402,8 @@ def _judged(
     return (run_id if run_id is not None else dataset or []), (None if iterations is None else span_of(iterations))
 
 
-def _show_report(report: EnvironmentReport) -> None:
-    show_verdicts(report.verdicts)
-    out(f"judged in {report.seconds:.1f} s")
-    if report.score is not None:
-        out(f"mutation score {report.score:.2f}: {len(report.mutants)} mutants")
-    for each in report.mutants:
-        if not each.caught:
-            out(f"not caught, line {each.line}: {each.change}")
-
-
 def show_verdicts(diff: VerdictDiff) -> None:
     """Counts, tasks with flips and examples, on the terminal."""
-    from rich.table import Table
     from rich.text import Text
 
     terminal = console()
@@ -406,22 +411,14 @@ def show_verdicts(diff: VerdictDiff) -> None:
     for reason, count in diff.reasons.items():
         terminal.print(Text(f"refused: {count} {reason}", style="yellow"))
     if diff.by_task:
-        table = Table("task", "flipped", "equal", "refused", box=None)
-        for task, own in sorted(diff.by_task.items(), key=lambda item: -item[1]["flipped"])[:ROWS_SHOWN]:
-            table.add_row(Text(task), *(str(own.get(outcome, 0)) for outcome in ("flipped", "equal", "refused")))
-        terminal.print(table)
+        outcomes = ("flipped", "equal", "refused")
+        most = sorted(diff.by_task.items(), key=lambda item: -item[1]["flipped"])[:ROWS_SHOWN]
+        print_table(("task", *outcomes), ([task, *(own.get(each, 0) for each in outcomes)] for task, own in most))
     for row in diff.flipped[:FLIPS_SHOWN]:
         change = f"{row['reward_before']:g} ({row['status_before']}) → {row['reward_after']:g} ({row['status_after']})"
         terminal.print(Text(f"{row['rollout_id']}: {change}"))
     for uri in diff.versions:
         out(uri)
-
-
-def _pairs(inputs: list[str]) -> dict[str, str]:
-    found = dict(each.partition("=")[::2] for each in inputs)
-    if not all(found.values()):
-        raise typer.BadParameter("--input takes name=value, such as rollouts=mended.")
-    return found
 
 
 def _outcome(comparison: dict[str, Any] | None) -> str:
@@ -434,14 +431,22 @@ def _outcome(comparison: dict[str, Any] | None) -> str:
 
 
 def _show(found: Comparison) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    terminal = console()
-    table = Table("iteration", "stage", "outcome", "what differs", box=None)
+    terminal, rows = console(), []
     for stage in found.stages:
-        table.add_row(str(stage.iteration), stage.stage, stage.outcome, Text(_difference(stage)))
-    terminal.print(table)
+        parts = [f"{name}: {each['changed']} of {each['before']} rows" for name, each in stage.rows.items()]
+        parts += [f"weights ({', '.join(stage.weights)})"] if stage.weights else []
+        shown = sorted(stage.metrics)[:METRICS_SHOWN]
+        parts += [f"{name} {_number(stage.metrics[name][0])} → {_number(stage.metrics[name][1])}" for name in shown]
+        if len(stage.metrics) > len(shown):
+            parts.append(f"{len(stage.metrics) - len(shown)} more metrics")
+        for name, means in stage.distribution.items():
+            distance = means["standard_errors"]
+            apart = "neither varies" if distance is None else f"{distance:+.1f} standard errors"
+            parts.append(f"{name} {_number(means['before'])} → {_number(means['after'])} ({apart})")
+        rows.append((stage.iteration, stage.stage, stage.outcome, "; ".join(parts)))
+    print_table(("iteration", "stage", "outcome", "what differs"), rows)
     if found.first is not None:
         terminal.print(Text(f"First difference: iteration {found.first.iteration}, {found.first.stage}", style="bold"))
         for cause in found.first.because:
@@ -449,20 +454,6 @@ def _show(found: Comparison) -> None:
     if any(stage.outcome == "distribution" for stage in found.stages):
         terminal.print("collect and evaluate sample from an engine: they cannot be equal, their means are compared.")
     out(found.uri)
-
-
-def _difference(stage: StageComparison) -> str:
-    parts = [f"{name}: {each['changed']} of {each['before']} rows" for name, each in stage.rows.items()]
-    parts += [f"weights ({', '.join(stage.weights)})"] if stage.weights else []
-    shown = sorted(stage.metrics)[:METRICS_SHOWN]
-    parts += [f"{name} {_number(stage.metrics[name][0])} → {_number(stage.metrics[name][1])}" for name in shown]
-    if len(stage.metrics) > len(shown):
-        parts.append(f"{len(stage.metrics) - len(shown)} more metrics")
-    for name, means in stage.distribution.items():
-        distance = means["standard_errors"]
-        apart = "neither varies" if distance is None else f"{distance:+.1f} standard errors"
-        parts.append(f"{name} {_number(means['before'])} → {_number(means['after'])} ({apart})")
-    return "; ".join(parts)
 
 
 def _number(value: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out, out_json, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,9 +46,8 @@ def runs_status(
             f"Run {run_id!r} has no heartbeat: no process has worked on it since it was created. Start it."
         )
     if as_json:
-        out(json.dumps({"state": beat.state(time.time()), **beat.model_dump(mode="json")}, indent=1))
-        return
-    show(beat, errors)
+        return out_json({"state": beat.state(time.time()), **beat.model_dump(mode="json")})
+    return show(beat, errors)
 
 
 def show(beat: Beat, errors: int) -> None:
@@ -94,7 +93,7 @@ WHY = {
     "datasets": "collected for datasets",
     "branched": "new turns of branches",
     "replayed": "stages run again",
-    "judged": "stored rollouts judged anew",
+    "judged": "answers of a rubric's judge, and stored rollouts judged anew",
 }
 """What each cause means, as `roundhouse.stages.cost.bill_of` counts it."""
 
@@ -113,36 +112,31 @@ def runs_cost(
         return _show_bills(bills, as_json)
     found = run_cost(load_run(store, run_id))
     if as_json:
-        out(json.dumps(found, indent=1))
-        return None
+        return out_json(found)
     from rich.markup import escape
-    from rich.table import Table
 
-    used = Table("used", "", "budget", box=None)
+    used = []
     for name, total in found["totals"].items():
         if total or name in found["budget"]:
             limit = found["budget"].get(name)
             hours = f" ({_duration(total)})" if name.endswith("_hours") else ""
-            used.add_row(name.replace("_", " "), f"{total:,.4g}{hours}", "" if limit is None else f"{limit:,.10g}")
-    console().print(used)
-    console().print(_bill_table(found["bill"], found["currency"]))
+            used.append((name.replace("_", " "), f"{total:,.4g}{hours}", "" if limit is None else f"{limit:,.10g}"))
+    print_table(("used", "", "budget"), used)
+    print_bill(found["bill"], found["currency"])
     for line in found["over_budget"]:
         console().print(f"[yellow]{escape(line)}[/]: the run waits for it to be raised")
     return None
 
 
-def _bill_table(bill: dict[str, dict[str, float]], currency: str) -> Any:
+def print_bill(bill: dict[str, dict[str, float]], currency: str) -> None:
     """A row a cause: tokens with their share, CPU seconds, money where there is a price."""
-    from rich.table import Table
-
-    priced = [currency] if bill["money"] else []
-    table = Table("cause", "tokens", "share", "CPU s", *priced, box=None)
+    priced, rows = [currency] if bill["money"] else [], []
     whole = sum(bill["tokens"].values()) or 1.0
     for cause in [cause for cause in WHY if cause in bill["tokens"] or cause in bill["cpu_seconds"]]:
         tokens, seconds = bill["tokens"].get(cause, 0.0), bill["cpu_seconds"].get(cause, 0.0)
         money = [f"{bill['money'].get(cause, 0.0):,.4g}"] if priced else []
-        table.add_row(f"{cause}: {WHY[cause]}", f"{tokens:,.0f}", f"{tokens / whole:.1%}", f"{seconds:,.1f}", *money)
-    return table
+        rows.append((f"{cause}: {WHY[cause]}", f"{tokens:,.0f}", f"{tokens / whole:.1%}", f"{seconds:,.1f}", *money))
+    print_table(("cause", "tokens", "share", "CPU s", *priced), rows)
 
 
 def _show_bills(bills: dict[str, dict[str, Any]], as_json: bool) -> None:
@@ -153,15 +147,14 @@ def _show_bills(bills: dict[str, dict[str, Any]], as_json: bool) -> None:
             for cause, value in causes.items():
                 total[part][cause] = total[part].get(cause, 0.0) + value
     if as_json:
-        out(json.dumps({"runs": {run_id: found["bill"] for run_id, found in bills.items()}, "total": total}, indent=1))
-        return
+        return out_json({"runs": {run_id: found["bill"] for run_id, found in bills.items()}, "total": total})
     for run_id, found in bills.items():
         tokens, seconds = (sum(found["bill"][part].values()) for part in ("tokens", "cpu_seconds"))
         out(f"{run_id}: {tokens:,.0f} tokens, {seconds:,.1f} CPU s")
     currencies = {found["currency"] for found in bills.values()}
     if len(currencies) > 1:
         total["money"] = {}  # amounts in several currencies have no sum
-    console().print(_bill_table(total, next(iter(currencies), "")))
+    return print_bill(total, next(iter(currencies), ""))
 
 
 def _duration(hours: float) -> str:
@@ -191,36 +184,56 @@ def run_cost(run: Any) -> dict[str, Any]:
 
 @app.command("doctor")
 def runs_doctor(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A synchronous run with two iterations on record.")],
+    run_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run that has collected; what binds takes a synchronous one with two iterations."
+        ),
+    ],
     since: Annotated[
         int | None, typer.Option(help="The first iteration that counts; left out, the second.", min=1)
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Which part of an iteration binds, and what each single change would gain, by simulating the recorded durations."""
+    """Symptoms with cause and remedy; which part of an iteration binds, and what each single change would gain."""
+    from dataclasses import asdict
+
+    from roundhouse.errors import StoreError
     from roundhouse.simulation.doctor import diagnose
+    from roundhouse.simulation.symptoms import symptoms
     from roundhouse.store.run import load_run
 
-    found = diagnose(load_run(store, run_id), since)
+    run = load_run(store, run_id)
+    shown = symptoms(run)
+    found, unknown = None, ""
+    try:
+        found = diagnose(run, since)
+    except StoreError as error:
+        unknown = str(error)
     if as_json:
-        out(json.dumps(found.as_json(), indent=1))
-        return
-    from rich.table import Table
-
-    parts = Table("part", "seconds", "share", box=None)
-    for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1]):
-        parts.add_row(name, f"{seconds:.2f}", f"{seconds / found.seconds:.0%}")
-    console().print(parts)
+        told = {"symptoms": [asdict(each) for each in shown], "unknown": unknown}
+        return out_json((found.as_json() if found else {}) | told)
+    for each in shown:
+        out(f"{each.symptom}: {each.evidence}\n   likely cause: {each.cause}\n   → {each.remedy}")
+    if not shown:
+        out("no symptoms")
+    if found is None:
+        return out(unknown)
+    parts = sorted(found.parts.items(), key=lambda part: -part[1])
+    rows = ((name, f"{seconds:.2f}", f"{seconds / found.seconds:.0%}") for name, seconds in parts)
+    print_table(("part", "seconds", "share"), rows)
     out(
         f"{found.binds} binds: {found.seconds:.2f} s an iteration over {found.iterations} ({found.simulated:.2f} simulated)"
     )
-    changes = Table("change", "iteration", "gain", "error", "what", box=None)
-    for each in found.changes:
-        changes.add_row(each.change, f"{each.seconds:.2f} s", f"{each.gain:+.2f} s", f"± {each.error:.2f}", each.what)
-    console().print(changes)
+    changes = (
+        (each.change, f"{each.seconds:.2f} s", f"{each.gain:+.2f} s", f"± {each.error:.2f}", each.what)
+        for each in found.changes
+    )
+    print_table(("change", "iteration", "gain", "error", "what"), changes)
     for note in found.notes:
         out(note)
+    return None
 
 
 ITERATIONS_SHOWN, SPARK_WIDTH = 16, 32
@@ -248,11 +261,7 @@ def lineage(
     from roundhouse.query.lineage import trained_on
 
     found = trained_on(store, run_id, version)
-    if as_json:
-        out(json.dumps(found.as_json(), indent=1))
-    else:
-        _show_trained_on(found, limit)
-    return None
+    return out_json(found.as_json()) if as_json else _show_trained_on(found, limit)
 
 
 @app.command("compare")
@@ -267,10 +276,7 @@ def compare(
     from roundhouse.query.lineage import compare_runs
 
     found = compare_runs(store, a, b, metrics)
-    if as_json:
-        out(json.dumps(found.as_json(), indent=1))
-    else:
-        _show_comparison(found)
+    return out_json(found.as_json()) if as_json else _show_comparison(found)
 
 
 def _show_trained_on(found: TrainedOn, limit: int) -> None:
@@ -284,12 +290,7 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     for segment in found.segments:
         if segment.note:
             terminal.print(Text(segment.note, style="yellow"))
-    _show_iterations(terminal, found.iterations)
-    _show_rows(terminal, found.rows, limit)
-    return None
-
-
-def _show_iterations(terminal: Console, iterations: list[dict[str, Any]]) -> None:
+    iterations = found.iterations
     from rich.table import Table
     from rich.text import Text
 
@@ -317,6 +318,8 @@ def _show_iterations(terminal: Console, iterations: list[dict[str, Any]]) -> Non
         terminal.print(f"[dim]made with {origins.pop()}[/]", highlight=False)
     if len(shown) < len(iterations):
         terminal.print(f"[dim]{len(shown)} of {len(iterations)} iterations; all of them: --json[/]", highlight=False)
+    _show_rows(terminal, found.rows, limit)
+    return None
 
 
 def _show_rows(terminal: Console, found: list[dict[str, Any]], limit: int) -> None:
@@ -355,7 +358,7 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
 
     found = row_history(store, row, None if run_id is None else [run_id])
     if as_json:
-        return out(json.dumps({"row": row, "collected": found}, indent=1))
+        return out_json({"row": row, "collected": found})
     table = Table(box=None, header_style="bold")
     for name in ("run", "iteration", "rollouts", "trained on", "tokens", "reward", "went into"):
         table.add_column(name, justify="left" if name in ("run", "went into") else "right")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -23,6 +22,8 @@ from roundhouse.cli.options import (
     accept_code,
     console,
     out,
+    out_json,
+    print_table,
     state_of,
 )
 from roundhouse.cli.prefect import at_prefect, find_prefect
@@ -77,8 +78,7 @@ def runs_list(
         raise StoreError(f"No run is in {Location(store).uri}.")
     found = sorted((_facts(load_run(store, run_id)) for run_id in there), key=_KEYS[sort])
     if as_json:
-        out(json.dumps(found, indent=1))
-        return
+        return out_json(found)
     from rich.table import Table
 
     table = Table("run", "state", "age", "environment", "iterations", "held-out before", "after", box=None)
@@ -93,7 +93,7 @@ def runs_list(
             _reward(evaluation["before"]),
             _reward(evaluation["after"]),
         )
-    console().print(table)
+    return console().print(table)
 
 
 @app.command("show")
@@ -104,8 +104,7 @@ def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
     run = load_run(store, run_id)
     facts = _facts(run)
     if as_json:
-        out(json.dumps(facts, indent=1))
-        return
+        return out_json(facts)
     from roundhouse.console import print_summary
 
     age = _age(time.time() - facts["created_at"])
@@ -113,7 +112,7 @@ def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
         f"{run_id}: {facts['state']}, begun {age} ago, {facts['iterations']} of {facts['iterations_wanted']} iterations"
     )
     checkpoints = {"checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none"}
-    print_summary(console(), facts, links(run) | checkpoints, [])
+    return print_summary(console(), facts, links(run) | checkpoints, [])
 
 
 @app.command("delete")
@@ -243,8 +242,8 @@ def runs_track(run_id: str, store: StoreOption = DEFAULT_STORE) -> None:
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
-    if not run.config.tracking.enabled:
-        out(f"Run {run_id} is not tracked: tracking.enabled is false.")
+    if not run.config.tracking.in_mlflow:
+        out(f"Run {run_id} is not in MLflow: tracking.enabled is false, or tracking.sinks does not name it.")
     elif track(run):
         out(f"MLflow has all of run {run_id}.")
     else:
@@ -359,15 +358,13 @@ def raise_limits(store: str, run_id: str, wanted: Sequence[str], comment: str) -
 
 
 def _show_waiting(run: Run) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from roundhouse.stages.promotion import open_questions
 
-    questions = open_questions(run)
-    table = Table("version", "why", "until", "then", box=None)
-    for question in questions:
+    rows = []
+    for question in open_questions(run):
         until = "" if question.until is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(question.until))
         then = "" if question.until is None else question.at_limit
-        table.add_row(str(question.version), Text(question.why), until, then)
-    console().print(table if questions else f"No version of {run.run_id} waits for approval.")
+        rows.append((question.version, question.why, until, then))
+    if not rows:
+        return out(f"No version of {run.run_id} waits for approval.")
+    return print_table(("version", "why", "until", "then"), rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STATE, JsonOption, Overrides, StateOption, console, load, out
+from roundhouse.cli.options import DEFAULT_STATE, JsonOption, Overrides, StateOption, console, load, out_json
 
 app = typer.Typer()
 
@@ -89,7 +88,7 @@ def doctor(
     resolved = None if config is None else load(config, overrides)
     findings = diagnose_cluster(resolved) if kubernetes else diagnose(resolved, state, device, gpus)
     if as_json:
-        out(json.dumps([finding.model_dump() for finding in findings], indent=1))
+        out_json([finding.model_dump() for finding in findings])
     else:
         marks = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
         for finding in findings:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out, out_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +36,7 @@ def verify(
 
     found = check(store, run_id, also=ledger_faults)
     if as_json:
-        out(json.dumps(asdict(found), indent=1))
+        out_json(asdict(found))
     else:
         from rich.markup import escape
 
@@ -68,12 +68,11 @@ def gc(
     if delete:
         verification.collect_garbage(store, found)
     if as_json:
-        out(json.dumps([asdict(item) for item in found], indent=1))
-        return
+        return out_json([asdict(item) for item in found])
     for item in found:
         out(f"{item.name}: {item.reason}")
     done = "deleted" if delete else "found; delete them with --delete"
-    console().print(f"{len(found)} files {done}", highlight=False)
+    return console().print(f"{len(found)} files {done}", highlight=False)
 
 
 commands = typer.Typer()
@@ -118,9 +117,12 @@ def query(
         atexit.register(os._exit, exit_code(error))
         raise
     if as_json:
-        out(json.dumps(_plain_rows(answer), indent=1))
+        out_json(_plain_rows(answer))
     elif as_csv:
-        _write_csv(answer)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(answer.schema.names)
+        for row in _plain_rows(answer):
+            writer.writerow("" if value is None else _cell(value, digits=None) for value in row.values())
     else:
         _show(answer, limit)
     return None
@@ -137,16 +139,12 @@ def _show_tables(as_json: bool) -> None:
         for name, kind in TABLES.items()
     }
     if as_json:
-        out(
-            json.dumps(
-                {name: {field.name: str(field.type) for field in schema} for name, schema in schemas.items()}, indent=1
-            )
-        )
-        return
+        return out_json({name: {field.name: str(field.type) for field in schema} for name, schema in schemas.items()})
     terminal = console()
     for name, schema in schemas.items():
         terminal.print(f"[bold]{name}[/]  [dim]{TABLES[name].about}[/]", highlight=False)
         terminal.print(f"  {', '.join(schema.names)}", highlight=False)
+    return None
 
 
 def _show(answer: pa.Table, limit: int) -> None:
@@ -164,13 +162,6 @@ def _show(answer: pa.Table, limit: int) -> None:
         terminal.print(
             f"[dim]{limit} of {answer.num_rows} rows; all of them: --limit, --csv or --json[/]", highlight=False
         )
-
-
-def _write_csv(answer: pa.Table) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(answer.schema.names)
-    for row in _plain_rows(answer):
-        writer.writerow("" if value is None else _cell(value, digits=None) for value in row.values())
 
 
 def _plain_rows(answer: pa.Table) -> list[dict[str, Any]]:

@@ -20,13 +20,13 @@ from roundhouse.cli.options import (
     error_console,
     load,
     out,
+    out_json,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from roundhouse.config.models import RunConfig
-    from roundhouse.simulation.comparison import Row
     from roundhouse.store.run import Run
 
 T = TypeVar("T")
@@ -150,23 +150,26 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     from rich.markup import escape
 
     from roundhouse.console import RunView, print_summary
+    from roundhouse.fast_imports import gc_paused
+    from roundhouse.stages.report import reaches_target
     from roundhouse.store.lease import driving
     from roundhouse.store.run import open_run
 
     terminal = console()
     run = open_run(config, first_start=True)
-    # Whether it may be continued was decided right here; the flow only goes on.
+    # Whether it may be continued was decided right here; the flow only resumes.
     config = config.model_copy(update={"resume": type(config.resume)()})
     summary, iterations = run.summary(), iterations_of(run)
-    if summary is None or summary["iterations"] < iterations:
+    if summary is None or (summary["iterations"] < iterations and not reaches_target(run, summary["iterations"])):
         with RunView(terminal, iterations) as view:
             view.say(f"[bold]{config.run_id}[/]: {iterations} iterations, store {escape(run.location.uri)}")
             if run.parent is not None:
                 view.say(f"  forked from run {run.parent.run_id} at version {run.parent.version}")
 
             def work() -> dict[str, Any]:
-                from flows._prefect.tuning import tagged
-                from flows.train import training_flow
+                with gc_paused():
+                    from flows._prefect.tuning import tagged
+                    from flows.train import training_flow
 
                 return tagged(training_flow(config), f"run:{config.run_id}")(config)
 
@@ -194,9 +197,11 @@ def track(run: Run) -> bool:
 
 
 def iterations_of(run: Run) -> int:
-    """How many the run has in all; of an offline run, as many as its epochs have batches."""
+    """How many the run has at most; with epochs, no more than they have batches."""
     if run.config.offline is None:
-        return run.config.iterations
+        from roundhouse.stages.collect import with_epochs
+
+        return with_epochs(run).config.iterations
     from roundhouse.stages.offline import with_iterations
 
     return with_iterations(run).config.iterations
@@ -272,33 +277,33 @@ def simulate(
     tree = scenario_tree(config, overrides or [], base)
     rows = compare(list(variants(tree, mode or [], staleness or [], replicas or [])))
     if as_json:
-        out(json.dumps(rows_as_json(rows), indent=1))
+        out_json(rows_as_json(rows))
     else:
-        _print(rows)
+        from rich.table import Table
 
-
-def _print(rows: list[Row]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None)
-    for name in ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost"):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.mode,
-            str(row.staleness),
-            str(row.replicas),
-            f"{row.iterations_per_hour:.2f}",
-            f"{row.speedup:.2f}×",
-            f"{row.iterations_per_gpu_hour:.3f}",
-            f"{row.trainer_wait:.0%}",
-            f"{row.engine_idle:.0%}",
-            f"{row.discarded:.1%}",
+        table = Table(box=None)
+        for name in ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost"):
+            table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(
+                row.mode,
+                str(row.staleness),
+                str(row.replicas),
+                f"{row.iterations_per_hour:.2f}",
+                f"{row.speedup:.2f}×",
+                f"{row.iterations_per_gpu_hour:.3f}",
+                f"{row.trainer_wait:.0%}",
+                f"{row.engine_idle:.0%}",
+                f"{row.discarded:.1%}",
+            )
+        console().print(table)
+        out(
+            "speed: against the first row; /GPU-h: iterations a GPU hour; waits: the trainer; idle: slots of the engine;"
         )
-    console().print(table)
-    out("speed: against the first row; /GPU-h: iterations a GPU hour; waits: the trainer; idle: slots of the engine;")
-    out(f"lost: slot time of attempts that were not trained on. {rows[0].hours:.2f} simulated hours in the first row")
-    console().print("\nage of what was trained on, in versions: share of rollouts", highlight=False)
-    for row in rows:
-        shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
-        out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")
+        out(
+            f"lost: slot time of attempts that were not trained on. {rows[0].hours:.2f} simulated hours in the first row"
+        )
+        console().print("\nage of what was trained on, in versions: share of rollouts", highlight=False)
+        for row in rows:
+            shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
+            out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")

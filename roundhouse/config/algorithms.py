@@ -100,7 +100,7 @@ class TokenLoss(Section):
     in two stages, so that a rollout of several sequences counts once. fixed_length: sum over tokens, divided by rollouts times
     `fixed_length` (Dr. GRPO)."""
     fixed_length: PositiveInt | None = None
-    """Tokens that stand for every rollout's length under loss_aggregation fixed_length; it only sets the loss' size."""
+    """Tokens taken as every rollout's length under loss_aggregation fixed_length; it only sets the loss' size."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference (the starting policy). 0 loads no reference."""
     reference_every: PositiveInt | None = None
@@ -109,7 +109,7 @@ class TokenLoss(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Unset with kl_placement reward: k1, the only one whose reward has the KL's gradient."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """loss: a term beside the policy's, with its own gradient. reward: subtracted from the reward, token by token."""
+    """loss: a term added to the policy's, with its own gradient. reward: subtracted from the reward, token by token."""
     kl_importance_weighting: bool = False
     """Weight the KL term by exp(cur - gen), at most 2, which corrects it for tokens that an older policy sampled."""
     adaptive_kl: AdaptiveKL | None = None
@@ -123,7 +123,7 @@ class TokenLoss(Section):
 
     @property
     def reference_source(self) -> str | None:
-        """What the trainer has to hold beside the policy: `start` (version 0), the directory of a model, or None."""
+        """What the trainer has to hold in addition to the policy: `start` (version 0), the directory of a model, or None."""
         return "start" if self.kl_coefficient > 0 else None
 
     @property
@@ -170,9 +170,10 @@ class TokenLoss(Section):
 class PolicyGradient(TokenLoss):
     """Keys of the algorithms that weigh tokens by an advantage."""
 
-    policy_loss: Literal["clipped", "cispo", "reinforce"] = "clipped"
+    policy_loss: Literal["clipped", "cispo", "reinforce"] | Target = "clipped"
     """clipped: PPO's surrogate. cispo: log-probability weighted by the clipped ratio, no gradient through it. reinforce:
-    log-probability alone, for one update an iteration: nothing corrects for the policy that the others start from."""
+    log-probability alone, for one update an iteration: nothing corrects for the policy that the others start from. Or a
+    function of your own, `module:function` or `path/to/file.py:function` (docs/algorithms.md)."""
     importance_ratio: Literal["token", "sequence", "on_policy"] = "token"
     """token: exp(cur - old) of each token. sequence: the geometric mean of these over the sequence (GSPO). on_policy: 1 with
     a gradient, for one update an iteration."""
@@ -199,7 +200,7 @@ class PolicyGradient(TokenLoss):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """`mismatch_bounds`, or what stands for it."""
+        """`mismatch_bounds`, or its default for the algorithm."""
         return self.mismatch_bounds or DEFAULT_BOUNDS.get(self.mismatch_correction, (0.5, 5.0))
 
     @property
@@ -226,7 +227,7 @@ def _impossible(loss: PolicyGradient) -> list[tuple[bool, str]]:
             f"dual_clip ({loss.dual_clip}) bounds the clipped loss, but policy_loss is {kind}. Unset dual_clip.",
         ),
         (
-            kind != "clipped" and ratio != "token",
+            kind in ("cispo", "reinforce") and ratio != "token",
             f"importance_ratio {ratio} has no meaning with policy_loss {kind}. Set importance_ratio to token, or "
             "policy_loss to clipped.",
         ),

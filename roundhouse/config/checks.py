@@ -15,11 +15,11 @@ rollout that spans a refit, exp(old - gen) is right token by token: each token's
     setting                            because
     mismatch_correction: none          the gradient is that of another distribution's samples, whatever the clip
     seq-mask-tis with its defaults     0.999 to 1.002 is for rounding; a version of lag takes out nearly everything
-    importance_ratio: on_policy        it stands for cur = old = gen
+    importance_ratio: on_policy        it means cur = old = gen
     KL in the loss, unweighted         estimates the KL from tokens that the policy did not sample
     rollout.dynamic_sampling           which groups an iteration has is known only after they were rolled out
 
-Not refused: cross_entropy, which learns from chosen rollouts whoever wrote them; `validation.recompute_tolerance`, which judges
+Not refused: cross_entropy, which learns from chosen rollouts of any policy; `validation.recompute_tolerance`, which judges
 only sequences of the version that trains.
 """
 
@@ -38,13 +38,20 @@ from roundhouse.config.environments import (
     MixtureEnvironment,
     NemoGymEnvironment,
     RemoteEnvironment,
+    WorkerEnvironment,
     environments_in,
 )
-from roundhouse.config.generation import check_transport, inflight_requests, refits_in_flight
+from roundhouse.config.generation import (
+    IN_TRAINER,
+    SAMPLED_BY_REQUEST,
+    check_transport,
+    inflight_requests,
+    refits_in_flight,
+)
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.placement import engine_sleeps
+from roundhouse.config.placement import engine_sleeps, trainer_makes_room
 from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards
-from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService
+from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,9 +68,12 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
         ValueError: names key, value and remedy.
     """
     _environments(config)
+    _passes(config)
     _groups(config, recorded=recorded)
     _sampling(config)
+    _own_engine(config)
     _one_engine(config)
+    _trainer_as_engine(config)
     if (unfit := config.asynchrony.unfit_window(config.rollout.prompts_per_iteration)) is not None:
         raise ValueError(unfit)
     if config.offline is not None and (unsound := unsound_for_old_samples(config.train.algorithm)):
@@ -71,6 +81,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _refits(config)
     _placement(config)
     _reachable_store(config)
+    _tinker(config)
     if not recorded:
         _trainer_gpus(config)
         _optimizer_every(config)
@@ -85,6 +96,13 @@ def _environments(config: RunConfig) -> None:
             own_rows = RemoteEnvironment | AgentEnvironment | CommandEnvironment | NemoGymEnvironment
             if isinstance(each, own_rows) and each.train_tasks is None:
                 raise ValueError(f"{key}.train_tasks is unset: name the JSON lines file of its training task rows.")
+    for key, each in environments_in(environment).items():
+        agents = AgentEnvironment | CommandEnvironment | NemoGymEnvironment | WorkerEnvironment
+        if config.rollout.system_prompt is not None and isinstance(each, agents):
+            raise ValueError(
+                f"rollout.system_prompt is set, but {key}.kind is {each.kind}, which begins conversations itself. Unset it, "
+                "and write the text into the rows (responses_create_params.instructions) or into the agent."
+            )
     gyms = [key for key, each in environments_in(environment).items() if isinstance(each, NemoGymEnvironment)]
     if len(gyms) > 1:
         raise ValueError(
@@ -103,6 +121,28 @@ def _environments(config: RunConfig) -> None:
             f"evaluation.sets has {', '.join(both)}, the name of an environment in the mixture, whose evaluation is reported "
             "under it already. Give the set another name."
         )
+
+
+def _passes(config: RunConfig) -> None:
+    """Refuse an end that cannot come, and to count passes over tasks where there is no pass over all of them."""
+    finish, environment = config.finish, config.environment
+    epochs = config.rollout.epochs
+    if epochs is not None and config.offline is not None:
+        raise ValueError(
+            f"rollout.epochs is {epochs}, but a run with the section offline ends after offline.epochs. Set that instead."
+        )
+    if finish.at_least is not None and finish.metric.startswith("evaluation/") and not config.evaluation.every:
+        raise ValueError(
+            f"finish.at_least is {finish.at_least} of {finish.metric}, but evaluation.every is {config.evaluation.every}: no "
+            "version before the last is evaluated. Set evaluation.every, or finish.metric to reward/mean."
+        )
+    by_weight = isinstance(environment, MixtureEnvironment) and environment.train_tasks is None
+    for key, given in (("rollout.epochs", epochs), ("rollout.drop_last", config.rollout.drop_last)):
+        if given and by_weight:
+            raise ValueError(
+                f"{key} is {given}, but the tasks of the mixture are drawn by weight, each environment's in epochs of its own. "
+                "Name the rows of all in environment.train_tasks, or leave the key out."
+            )
 
 
 def _groups(config: RunConfig, *, recorded: bool) -> None:
@@ -150,7 +190,7 @@ def _optimizer_every(config: RunConfig) -> None:
             f"checkpoint.optimizer_every is {every}, but train.service.kind is process: each step begins from the store and "
             "needs the optimizer's state there. Set optimizer_every to 1, or kind to resident, ray or remote."
         )
-    if engine_sleeps(config):
+    if trainer_makes_room(config):
         raise ValueError(
             f"checkpoint.optimizer_every is {every}, but the trainer gives its memory back after each step (placement): it "
             "needs the optimizer's state in the store. Set optimizer_every to 1, or placement.engine_sleeps to false."
@@ -176,6 +216,22 @@ def _sampling(config: RunConfig) -> None:
         )
 
 
+def _own_engine(config: RunConfig) -> None:
+    """An engine of the user's own is made for one distribution, that of training; greedy is the other that it can draw from."""
+    own = config.generation.sampling.temperature
+    if config.generation.backend in SAMPLED_BY_REQUEST:
+        return
+    asked = {"evaluation.temperature": config.evaluation.temperature} | {
+        f"evaluation.sets.{name}.temperature": each.temperature for name, each in config.evaluation.sets.items()
+    }
+    for key, temperature in asked.items():
+        if temperature not in (None, 0, own):
+            raise ValueError(
+                f"{key} is {temperature}, but generation.backend is {config.generation.backend}, which draws at "
+                f"generation.sampling.temperature ({own}) or greedily. Set {key} to {own} or 0."
+            )
+
+
 def _one_engine(config: RunConfig) -> None:
     generation = config.generation
     if generation.engine_url is not None and generation.replicas != 1:
@@ -186,6 +242,47 @@ def _one_engine(config: RunConfig) -> None:
         raise ValueError(
             f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
             f"({config.infra.engine.ray_service}) both name an engine. Unset one."
+        )
+
+
+def _trainer_as_engine(config: RunConfig) -> None:
+    """Refuse what a trainer that generates cannot do, and what says where or how another engine would run."""
+    generation, service, placement = config.generation, config.train.service, config.placement
+    options = generation.mcore_generation_config
+    if generation.backend not in IN_TRAINER:
+        if options is not None:
+            raise ValueError(
+                f"generation.mcore_generation_config is given, but generation.backend is {generation.backend}. Set it to "
+                "trainer, or leave the section out."
+            )
+        return
+    kind, here = IN_TRAINER[generation.backend], generation.backend == "trainer"
+    processes, staleness = getattr(service, "processes", 1), config.asynchrony.staleness
+    for unfit, key, value, remedy in (
+        (service.kind != kind, "train.service.kind", service.kind, f"Set it to {kind}"),
+        (processes > 1, "train.service.processes", processes, "Set it to 1: ranks hold a part of the model each"),
+        (config.infra.kind == "kubernetes", "infra.kind", "kubernetes", "Set it to local, or generation.backend to vllm"),
+        (staleness > 0, "asynchrony.staleness", staleness, "Set it to 0: the trainer trains or generates"),
+        (generation.engine_url is not None, "generation.engine_url", generation.engine_url, "Leave it out"),
+        (generation.replicas != 1, "generation.replicas", generation.replicas, "Set it to 1"),
+        (generation.weight_sync != "trainer", "generation.weight_sync", generation.weight_sync, "Leave it out"),
+        (generation.gpus_per_replica > 0, "generation.gpus_per_replica", generation.gpus_per_replica, "Leave it out, and set "
+         "train.device"),
+        (generation.threads > 0, "generation.threads", generation.threads, "Leave it out, and set train.threads"),
+        (here and generation.dtype != config.train.dtype, "generation.dtype", generation.dtype, "Set it to train.dtype, "
+         f"{config.train.dtype}"),
+        (placement.colocation != "none", "placement.colocation", placement.colocation, "Leave it out"),
+        (placement.engine_sleeps is not None, "placement.engine_sleeps", placement.engine_sleeps, "Leave it out"),
+        (not here and options is not None, "generation.mcore_generation_config", "given", "Leave it out"),
+    ):  # fmt: skip
+        if unfit:
+            raise ValueError(
+                f"generation.backend is {generation.backend}, the trainer itself, but {key} is {value}. {remedy}."
+            )
+    if options is not None and options.max_tokens < generation.max_model_len:
+        raise ValueError(
+            f"generation.mcore_generation_config.max_tokens is {options.max_tokens}, less than one request of "
+            f"generation.max_model_len ({generation.max_model_len}) may take. Raise the first, or lower the second."
         )
 
 
@@ -209,6 +306,33 @@ def _refits(config: RunConfig) -> None:
         )
 
 
+def _tinker(config: RunConfig) -> None:
+    """Refuse what a service that keeps the weights cannot do."""
+    if not isinstance(config.train.service, TinkerService):
+        return
+    temperature, every = config.generation.sampling.temperature, config.checkpoint.optimizer_every
+    for unfit, what, remedy in (
+        (
+            config.generation.backend != "tinker" and (config.offline is None or config.offline.evaluate),
+            f"whose weights stay there, but generation.backend is {config.generation.backend}",
+            "Set generation.backend to tinker, or train on collected datasets, offline: {datasets: […], evaluate: false}",
+        ),
+        (
+            temperature != 1,
+            f"but generation.sampling.temperature is {temperature}",
+            "It computes at temperature 1 alone",
+        ),
+        (config.train.lora is not None, "but train.lora is set", "Set train.service.lora_rank instead"),
+        (
+            every != 1,
+            f"which keeps the optimizer with the weights, but checkpoint.optimizer_every is {every}",
+            "Set it to 1",
+        ),
+    ):
+        if unfit:
+            raise ValueError(f"train.service.kind is tinker, {what}. {remedy}.")
+
+
 def _placement(config: RunConfig) -> None:
     """Placements that cannot be, and sleep that would free nothing or stop the run.
 
@@ -216,17 +340,17 @@ def _placement(config: RunConfig) -> None:
         ValueError: names key, value and remedy.
     """
     nearness = config.placement.colocation
-    if nearness == "none" and not engine_sleeps(config):
+    if (nearness == "none" and not engine_sleeps(config)) or config.generation.backend in IN_TRAINER:
         return
     if config.infra.kind == "kubernetes":
         raise ValueError(
             f"{_set(config)}, but with infra.kind kubernetes trainer and engine are in pods, which manifests place. Leave the "
             "section placement out, and use node selectors (infra.trainer.node_selector, the RayService's pods)."
         )
-    if isinstance(config.train.service, RemoteService):
+    if isinstance(config.train.service, RemoteService | TinkerService):
         raise ValueError(
-            f"{_set(config)}, but train.service.kind is remote: the server is where it was started, and keeps its memory. Set "
-            "train.service.kind to resident, process or ray, or leave the section placement out."
+            f"{_set(config)}, but train.service.kind is {config.train.service.kind}: the server is where it was started, and "
+            "keeps its memory. Set train.service.kind to resident, process or ray, or leave the section placement out."
         )
     if engine_sleeps(config):
         _sleep(config)
@@ -469,9 +593,9 @@ def refuse_unsound(asynchrony: Asynchrony, config: RunConfig) -> None:
 
 
 def with_correction(asynchrony: Asynchrony, config: RunConfig) -> RunConfig:
-    """The configuration with `DEFAULT_CORRECTION`, where rollouts may be stale and nobody chose a correction.
+    """The configuration with `DEFAULT_CORRECTION`, if rollouts may be stale and no correction is set.
 
-    A correction that was set stays, `none` too: that is then refused, and not replaced behind the user's back.
+    A correction that was set stays, `none` too: that is then refused, not replaced silently.
     """
     algorithm = config.train.algorithm
     chosen = "mismatch_correction" in algorithm.model_fields_set
@@ -520,7 +644,7 @@ def _of_the_loss(algorithm: PolicyGradient, bound: str) -> list[Unsound]:
 def unsound_for_old_samples(algorithm: TokenLoss | Any) -> list[str]:
     """What of an algorithm cannot be right for tokens that another policy sampled: key, value, reason and remedy a line.
 
-    Cross-entropy learns from chosen rollouts, whoever wrote them.
+    Cross-entropy learns from chosen rollouts of any policy.
     """
     if not isinstance(algorithm, TokenLoss):
         return []

@@ -6,12 +6,13 @@ Invariant: only this module knows a weight transport by name. Everything else ta
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, Section, Target, is_recorded
+from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, Target, is_recorded
 from roundhouse.import_string import load_class
 
 if TYPE_CHECKING:
@@ -23,8 +24,13 @@ TRANSPORTS = {
     "delta": "roundhouse.weight_sync.delta:DeltaTransport",
     "adapter": "roundhouse.weight_sync.adapter:AdapterTransport",
     "transfer": "roundhouse.weight_sync.transfer:TransferTransport",
+    "trainer": "roundhouse.generation.trainer_engine:TrainersWeights",
 }
 """Built-in transports: a `roundhouse.weight_sync.base.WeightTransport` by its name."""
+IN_TRAINER = {"trainer": "resident", "tinker": "tinker"}
+"""Backends that draw from the trainer's own weights, and the `train.service.kind` that each is part of."""
+SAMPLED_BY_REQUEST = frozenset(("vllm", "transformers", *IN_TRAINER))
+"""Backends that are told with each request how to draw; one of your own is made for `generation.sampling`."""
 _VLLM_BACKENDS = ("gloo", "nccl")
 _REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 
@@ -92,7 +98,7 @@ def check_transport(config: RunConfig) -> None:
 
 
 TOKEN_VARIABLE = "ROUNDHOUSE_ENGINE_TOKEN"
-"""Environment variable with the token of a standalone engine, which it asks of whoever says what weights are wanted."""
+"""Environment variable with the token of a standalone engine, which requests that set the wanted weights must carry."""
 
 
 InflightRequests = Literal["drain", "continue", "restart"]
@@ -138,10 +144,34 @@ class Sampling(Section):
     """Limit of one model call."""
 
 
+class MegatronCoreGeneration(Section):
+    """NeMo RL's options of generation in the trainer, for `generation.backend: trainer`."""
+
+    buffer_size_gb: PositiveFloat = 20
+    """Keys and values of the requests that are answered together, in GiB: more pulls in more requests at once."""
+    buffer_guaranteed_fraction: Fraction | None = None
+    """Refused, as it needs megatron-core (whose default is 0.1): here a request has all of its memory from the beginning."""
+    num_cuda_graphs: Annotated[int, Field(ge=0)] | None = None
+    """Refused, as it needs megatron-core and CUDA (its default is 16)."""
+    max_tokens: PositiveInt = 16384
+    """Tokens of all requests that are answered together, prompts and what may be generated."""
+
+    @model_validator(mode="after")
+    def _carried_out(self, info: ValidationInfo) -> Self:
+        for name in ("buffer_guaranteed_fraction", "num_cuda_graphs"):
+            if (value := getattr(self, name)) is not None and not is_recorded(info):
+                raise ValueError(f"{name} is {value:g}, which needs megatron-core and CUDA. Leave it out.")
+        return self
+
+
 class GenerationConfig(Section):
     """The inference engine and how it is served."""
 
-    backend: Literal["vllm", "transformers"] = "vllm"
+    backend: str = "vllm"
+    """vllm, transformers, or an engine of your own: `module:Class` of a `roundhouse.generation.interface.GenerationInterface`
+    (`generate`, `prepare_for_generation`, `finish_generation`), or the name of an entry point `roundhouse.backends`. Or the
+    trainer itself, whose weights are then never published to an engine or loaded twice: trainer, in the flow's process
+    (`train.service.kind: resident`), or tinker, at the service that trains (`train.service.kind: tinker`)."""
     replicas: Operational[PositiveInt] = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: PositiveInt = 512
@@ -158,8 +188,10 @@ class GenerationConfig(Section):
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0
     """0 runs on CPU."""
     engine_args: Parameters = Field(default_factory=dict)
-    """More arguments of vLLM's engine, by their names, but none that loads code or replaces what a run depends on. The
-    transformers backend knows `max_num_seqs`."""
+    """More arguments of vLLM's engine, by their names, but none that loads code or replaces what a run depends on. The backends
+    transformers and trainer know `max_num_seqs`."""
+    mcore_generation_config: MegatronCoreGeneration | None = None
+    """How many requests `backend: trainer` answers together, by NeMo RL's names. Unset: 64."""
     engine_url: Operational[str | None] = None
     """Base URL of an engine that runs already (`python -m roundhouse.generation.standalone`). Unset: on Ray Serve."""
     start_timeout_seconds: Operational[PositiveFloat] = 300
@@ -172,8 +204,8 @@ class GenerationConfig(Section):
     """The weight transport: how new weights reach the engine's replicas. store: every node reads the checkpoint. shared-memory:
     put once into this node's memory, as the engine holds them; replicas must be on it. delta: what changed since the version
     that the replicas hold, exact. adapter: the adapter of `train.lora` alone. transfer: from the flow's process straight into
-    the engines. Or one of your own (`kind: custom`). Where it is unavailable (a replica that has just started), the checkpoint
-    is read."""
+    the engines. trainer: they stay in the trainer, which generates (`backend: trainer` or `tinker` alone). Or one of your
+    own (`kind: custom`). Where it is unavailable (a replica that has just started), the checkpoint is read."""
     transfer_backend: Operational[Annotated[TransferBackend, BeforeValidator(known_backend)]] = "gloo"
     """vLLM's weight-transfer engine for `weight_sync: transfer`. gloo: over TCP, from any process into any engine. nccl:
     between GPUs; the process that refits needs one, and so do the engines."""
@@ -187,6 +219,44 @@ class GenerationConfig(Section):
     """Keys and values that the old weights computed stay in use after a refit: cheaper, and no longer what the new weights
     would compute, so log-probabilities differ from the trainer's."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _flat_names(cls, tree: Any) -> Any:
+        """`max_new_tokens`, `temperature`, `top_p` and `top_k` of the section itself are those of `sampling`."""
+        if not isinstance(tree, dict) or not (flat := [name for name in Sampling.model_fields if name in tree]):
+            return tree
+        sampling = tree.get("sampling") or {}
+        nested = sampling.model_dump(exclude_unset=True) if isinstance(sampling, Sampling) else sampling
+        if both := [name for name in flat if name in nested]:
+            raise ValueError(
+                f"{both[0]} and sampling.{both[0]} are both given. Give generation.sampling.{both[0]} alone."
+            )
+        rest = {name: value for name, value in tree.items() if name not in flat}
+        return rest | {"sampling": {**nested, **{name: tree[name] for name in flat}}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_stay(cls, tree: Any) -> Any:
+        """Where the trainer generates, its weights have no way to go."""
+        if not isinstance(tree, dict) or tree.get("backend") not in IN_TRAINER:
+            return tree
+        return {"weight_sync": "trainer"} | tree
+
+    @field_validator("backend")
+    @classmethod
+    def _known_backend(cls, backend: str) -> str:
+        if backend == "megatron":
+            raise ValueError(
+                "backend is megatron, which needs megatron-core and CUDA. Set it to trainer, which generates in the trainer as "
+                "well, with a model of transformers."
+            )
+        named = {"hf": "transformers"}.get(backend, backend)
+        entries = {point.name for point in entry_points(group="roundhouse.backends")}
+        if ":" not in named and named not in {*SAMPLED_BY_REQUEST, *entries}:
+            there = ", ".join(["vllm", "transformers", *IN_TRAINER, *sorted(entries)])
+            raise ValueError(f"there is no backend {backend}; there are {there}, and module:Class for one of your own.")
+        return named
+
     @model_validator(mode="after")
     def _arguments(self, info: ValidationInfo) -> Self:
         if is_recorded(info):
@@ -194,18 +264,22 @@ class GenerationConfig(Section):
         for name, value in self.engine_args.items():
             if (why := _unfit_argument(name, value, self.backend)) is not None:
                 raise ValueError(f"engine_args.{name}: {why}")
-        if self.backend == "transformers" and self.tool_call_parser != "hermes":
+        if self.backend != "vllm" and self.tool_call_parser != "hermes":
             raise ValueError(
-                f"tool_call_parser is {self.tool_call_parser}, but the transformers backend reads hermes alone. Leave it out, "
-                "or set backend to vllm."
+                f"tool_call_parser is {self.tool_call_parser}, but the backend {self.backend} reads hermes alone. Leave it "
+                "out, or set backend to vllm."
             )
         return self
 
 
 def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
     """Why an argument of the engine is refused; None where it is not."""
-    if backend == "transformers":
-        return None if name == "max_num_seqs" else "the transformers backend knows only max_num_seqs. Leave it out."
+    if ":" in backend:
+        return "an engine of your own has none. Leave it out."
+    if backend in ("transformers", "trainer"):
+        return None if name == "max_num_seqs" else f"the {backend} backend knows only max_num_seqs. Leave it out."
+    if backend == "tinker":
+        return "the engine is the service's. Leave it out."
     if name in _OWN_ARGUMENTS:
         return f"{_OWN_ARGUMENTS[name]} Leave it out."
     if name in _CODE_ARGUMENTS or name.endswith(("_cls", "_plugin")):

@@ -53,7 +53,7 @@ class AgentServerConfig(Section):
     max_steps: PositiveInt | None = None
     """Model calls of a rollout; unset: as many as the time limit allows."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole rollout, prompt included, where the model server tells tokens."""
+    """Tokens of a whole rollout, prompt included, if the model server returns tokens."""
     timeout_seconds: PositiveFloat = 2100
     """Time limit of one /run, and of one /v1/responses."""
     model_timeout_seconds: PositiveFloat = 600
@@ -118,7 +118,7 @@ class ModelServerConfig(Section):
     return_token_id_information: bool = True
     """Ask the engines for token IDs and log-probabilities, and put them on the replies' last items."""
     request_prompt_and_generation_token_ids: bool = False
-    """Ask vLLM for token IDs beside the message (`return_token_ids`) as well."""
+    """Also ask vLLM for token IDs next to the message (`return_token_ids`)."""
     uses_reasoning_parser: bool = True
     """The engine or the model separates reasoning: think blocks become reasoning items and are cut out of the history."""
     uses_interleaved_reasoning: bool = True

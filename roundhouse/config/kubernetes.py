@@ -92,11 +92,11 @@ class CollectorPods(Section):
     """Secret whose keys become environment variables: for the store and for gym servers. The engine's token is not among them:
     who has that can change weights."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
-    """More variables, beside those of infra.environment. No secrets: they stand in the run's configuration."""
+    """More variables, in addition to infra.environment. No secrets: the run's configuration is stored."""
 
 
 class RayServiceEngine(Section):
-    """A RayService of KubeRay that answers for the policy. What it costs (GPUs, autoscaling bounds) stands in its manifest."""
+    """A RayService of KubeRay that answers for the policy. Its resources (GPUs, autoscaling bounds) are in its manifest."""
 
     ray_service: ObjectName
     """Its name, in infra.namespace. One run at a time writes to it; several runs have one each."""
@@ -119,13 +119,13 @@ class KubernetesInfra(Section):
     collector: CollectorPods | None = None
     """The pods of a collection that is spread over Jobs. Unset: there are none."""
     engine: RayServiceEngine | None = None
-    """The engine, where KubeRay runs it. Unset: generation.engine_url names one, or Ray Serve runs beside the flow."""
+    """The engine, where KubeRay runs it. Unset: generation.engine_url names one, or Ray Serve runs next to the flow."""
     service_account: ObjectName = "roundhouse-trainer"
     """Of the trainer's pods. Its token is not mounted; a cloud's workload identity uses its annotations."""
     secret: ObjectName | None = None
     """Secret whose keys become environment variables of the pods: AWS_ACCESS_KEY_ID, …; not needed with workload identity."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
-    """More variables of the pods, such as AWS_ENDPOINT_URL. No secrets: they stand in the run's configuration."""
+    """More variables of the pods, such as AWS_ENDPOINT_URL. No secrets: the run's configuration is stored."""
     store_claim: ObjectName | None = None
     """PersistentVolumeClaim that holds the store, mounted at the store's path; for a store that is no bucket."""
     queue: ObjectName | None = None
@@ -135,4 +135,4 @@ class KubernetesInfra(Section):
     keep_jobs_seconds: Annotated[int, Field(ge=0)] = 86_400
     """How long finished Jobs and their pods can be looked at."""
     api_outage_seconds: PositiveFloat = 300
-    """How long the API server may be away before a stage fails; its Jobs go on, and the stage's retry finds them."""
+    """How long the API server may be away before a stage fails; its Jobs keep running, and the stage's retry finds them."""

@@ -23,7 +23,9 @@ from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.checks import refuse_unsound, with_correction
 from roundhouse.config.kubernetes import CollectorPods, TrainerPods
+from roundhouse.config.launchers import LAUNCHERS
 from roundhouse.config.models import RunConfig
+from roundhouse.config.operations import SINKS
 from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.section import RECORDED, operational_keys
@@ -219,10 +221,12 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 _CODE = re.compile(
-    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|workspace|command|verifier|config_paths|python)|train\.algorithm\.target|generation\.weight_sync\.target|infra\..+\.image"
+    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|data_loader|workspace|command|verifier|config_paths|python|parameters\.nexau_agent_(config_path|workspace)|rubric\.criteria\.[\w.-]+\.function)|train\.algorithm\.(target|policy_loss)|(train\.service|rollout\.distribution)\.launcher|generation\.weight_sync\.target|generation\.backend|tracking\.sinks|infra\..+\.image"
 )
 _OURS = {
-    None, "simple", "agent", "mock", TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default
+    None, "vllm", "transformers", "trainer", "tinker", "simple", "agent", "mock", "nexau", "file",
+    "clipped", "cispo", "reinforce", *LAUNCHERS,
+    TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default
 }  # fmt: skip
 """Values of these keys that name no code but Roundhouse's own."""
 
@@ -235,7 +239,7 @@ def unnamed_code(config: RunConfig, overrides: Iterable[str]) -> dict[str, str]:
         key: str(value)
         for key, value in flatten(config.model_dump(mode="json")).items()
         if _CODE.fullmatch(key)
-        and (isinstance(value, list) or value not in _OURS)
+        and (value not in _OURS if not isinstance(value, list) else key != "tracking.sinks" or {*value} - {*SINKS})
         and not any(key == one or key.startswith(f"{one}.") for one in given)
     }
 

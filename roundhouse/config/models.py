@@ -28,6 +28,7 @@ from roundhouse.config.operations import (
     CostConfig,
     EvaluationConfig,
     FailuresConfig,
+    FinishConfig,
     LocalInfra,
     ResumeConfig,
     TrackingConfig,
@@ -97,6 +98,7 @@ class RunConfig(Section):
     """Identity of the run: starting it again continues it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     iterations: Operational[PositiveInt] = 30
+    finish: Operational[FinishConfig] = FinishConfig()
     store: Operational[str] = ".roundhouse/store"
     """Where everything is kept: a path, file:// or s3://bucket/prefix."""
     policy: PolicyConfig = WarmStartPolicy()

@@ -64,6 +64,15 @@ class EvaluationConfig(Section):
     environment, which training must not make worse."""
 
 
+class FinishConfig(Section):
+    """A metric that ends a run before `iterations` do."""
+
+    metric: str = "evaluation/reward/mean"
+    """The metric that `at_least` is compared with, after each iteration that has it (docs/metrics.md)."""
+    at_least: float | None = None
+    """The run ends with the iteration in which the metric reaches this. Unset: no metric ends it."""
+
+
 class CheckpointConfig(Section):
     """What checkpoints hold, and which are kept. The newest complete one and version 0 always are."""
 
@@ -77,7 +86,7 @@ class CheckpointConfig(Section):
 
 
 class ResumeConfig(Section):
-    """What a start does when there is something to go on from."""
+    """What a start does if there is something to resume."""
 
     mode: Literal["auto", "disable", "from_path"] = "auto"
     """`auto` continues the run of this id after its last complete stage, or begins it. `disable` only begins: a run id that
@@ -96,10 +105,18 @@ class ResumeConfig(Section):
         return self
 
 
+SINKS = ("mlflow", "json_lines")
+"""Those that come with Roundhouse."""
+
+
 class TrackingConfig(Section):
-    """MLflow."""
+    """Where the numbers of a run go; the store has them all."""
 
     enabled: bool = True
+    """False: nowhere."""
+    sinks: Annotated[tuple[str, ...], Field(min_length=1)] = ("mlflow",)
+    """`mlflow`, which the other keys are about; `json_lines`, a line an iteration in `metrics/<run_id>.jsonl` of `infra.state`;
+    or `module:Class` of a `roundhouse.tracking.tracker.MetricsSink`."""
     uri: str | None = None
     """Tracking server. Unset: MLFLOW_TRACKING_URI, else the local services' server."""
     experiment: str = "roundhouse"
@@ -109,6 +126,20 @@ class TrackingConfig(Section):
     """Name of the registered model that gets a version for each evaluated checkpoint; null registers none."""
     system_metrics: bool = True
     """Log CPU, memory, disk and network of the run's machine every ten seconds."""
+
+    @property
+    def in_mlflow(self) -> bool:
+        return self.enabled and "mlflow" in self.sinks
+
+    @field_validator("sinks")
+    @classmethod
+    def _names_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in SINKS and ":" not in name:
+                raise ValueError(f"{name!r}: the sinks are {', '.join(SINKS)}, or name a class as module:Class")
+        if len(set(names)) < len(names):
+            raise ValueError(f"a sink is named twice: {', '.join(names)}")
+        return names
 
     @field_validator("register_as")
     @classmethod
@@ -173,7 +204,7 @@ class PriceTable(Section):
 
 
 class Budget(Section):
-    """Limits of a whole run. One that is reached holds it before the next iteration; raised, it goes on."""
+    """Limits of a whole run. One that is reached holds it before the next iteration, until it is raised."""
 
     wall_hours: PositiveFloat | None = None
     """Sum of the iterations' wall time; waiting in between is not counted."""
@@ -225,7 +256,7 @@ class FailuresConfig(Section):
 
 
 def stall_seconds(config: RunConfig) -> float:
-    """`failures.stall_seconds`, or what stands for it: longer than any wait that has a time limit of its own."""
+    """`failures.stall_seconds`, or its default: longer than any wait that has a time limit of its own."""
     if config.failures.stall_seconds is not None:
         return config.failures.stall_seconds
     generation = config.generation
@@ -239,7 +270,7 @@ def stall_seconds(config: RunConfig) -> float:
 
 
 class AlertsConfig(Section):
-    """Thresholds. Each alert is told once, when the number crosses; null switches it off."""
+    """Thresholds. Each alert fires once per crossing; null switches it off."""
 
     reward_below_best: ProperFraction | None = 0.5
     """The reward has collapsed when its mean over the last `reward_window` iterations is below this share of the best such mean

@@ -3,7 +3,7 @@
 Invariants: placement changes where roles are and when they hold memory, never what is computed. Two roles that share a GPU hold
 its memory in turns: the engine sleeps while the trainer works, and the trainer gives its memory back before the engine wakes. A
 configuration that cannot hold this is refused (`config.checks`). `placement()` reads the configuration alone, before anything
-is started; a role stands in exactly one line.
+is started; each role has exactly one line.
 
 `collector` and `validator` are in the flow's process, or in shards (`rollout.distribution`); the trainer shares the flow's
 process with `train.service.kind: resident`.
@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.rollout import InProcessCollection, JobShards
 from roundhouse.config.section import Section
-from roundhouse.config.training import ProcessService, RayService, RemoteService
+from roundhouse.config.training import ProcessService, RayService, RemoteService, TinkerService
 
 if TYPE_CHECKING:
     from roundhouse.config.generation import GenerationConfig
@@ -42,7 +43,14 @@ class PlacementConfig(Section):
 def engine_sleeps(config: RunConfig) -> bool:
     """Whether the engine of this run sleeps while its trainer works."""
     chosen = config.placement.engine_sleeps
+    if config.generation.backend in IN_TRAINER:
+        return True
     return config.placement.colocation == "gpu" if chosen is None else chosen
+
+
+def trainer_makes_room(config: RunConfig) -> bool:
+    """Whether the trainer gives its memory back after each step, to an engine with weights of its own."""
+    return engine_sleeps(config) and config.generation.backend not in IN_TRAINER
 
 
 def served_generation(config: RunConfig) -> GenerationConfig:
@@ -108,10 +116,10 @@ _BESIDE_ENGINE = {
 def placement(config: RunConfig) -> list[RolePlacement]:
     """The places of a run's roles, in the order of an iteration."""
     engine, trainer = _engine(config), _trainer(config)
-    if engine_sleeps(config):
+    if trainer_makes_room(config):
         engine = replace(engine, shares="asleep while the trainer works: its weights and cache give their memory back")
     near = _BESIDE_ENGINE[config.placement.colocation]
-    turns = "holds memory only in its turn" if engine_sleeps(config) else ""
+    turns = "holds memory only in its turn" if trainer_makes_room(config) else ""
     trainer = replace(trainer, shares="; ".join(filter(None, (near, turns))))
     return [engine, _collector(config), RolePlacement("validator", FLOW), trainer]
 
@@ -119,6 +127,8 @@ def placement(config: RunConfig) -> list[RolePlacement]:
 def _engine(config: RunConfig) -> RolePlacement:
     generation, infra = config.generation, config.infra
     gpus = generation.gpus_per_replica * generation.replicas
+    if generation.backend in IN_TRAINER:
+        return RolePlacement("engine", "the trainer itself, asked in its turn")
     if generation.engine_url is not None:
         return RolePlacement("engine", f"a process of its own at {generation.engine_url}", gpus)
     count = f"{generation.replicas} replica{'s' if generation.replicas > 1 else ''}"
@@ -158,7 +168,11 @@ def _trainer(config: RunConfig) -> RolePlacement:
         return RolePlacement("trainer", f"an actor on {cluster}", service.gpus)
     if isinstance(service, RemoteService):
         return RolePlacement("trainer", f"a server at {service.url}")
-    kept = "" if engine_sleeps(config) else ", kept between iterations"
+    if isinstance(service, TinkerService):
+        return RolePlacement("trainer", service.url or "Tinker")
+    kept = "" if trainer_makes_room(config) else ", kept between iterations"
     if service.processes > 1:
-        return RolePlacement("trainer", f"{service.processes} ranks on the flow's machine{kept}")
+        sharing = service.context_parallel * service.tensor_parallel
+        shared = "" if sharing == 1 else f", {sharing} to a microbatch"
+        return RolePlacement("trainer", f"{service.processes} ranks{shared} on the flow's machine{kept}")
     return RolePlacement("trainer", FLOW + kept)

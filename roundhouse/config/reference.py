@@ -20,7 +20,7 @@ INTRODUCTION = """\
 Printed from the code; what the sections are for: [configuration](configuration.md). Keys with ° may change between two starts
 of one run: they steer how it is carried out, not what it is. `kind` chooses among the forms of a section."""
 SHARED = 5
-"""Of two forms of a section that share so many keys, the second is told by its differences."""
+"""Of two forms of a section that share so many keys, the second is described by its differences."""
 
 _BOUNDS = {
     "minimum": "≥ {}",
@@ -66,10 +66,14 @@ def _sections(
     """Each section with its path, a form with its kind in brackets, and whether all of it is operational; outer ones first."""
     yield path or "A run", schema, operational
     for name, key in schema.get("properties", {}).items():
-        forms = [form for form in _forms(key, defs) if "properties" in form]
         marked = operational or "operational" in key
+        inner = f"{path} / {name}" if path else name
+        found = _forms(key, defs)
+        named = [value for each in found for value in each.get("patternProperties", {}).values()]
+        for form in (form for each in named for form in _forms(each, defs) if "properties" in form):
+            yield from _sections(f"{inner} / <name>", form, defs, marked)
+        forms = [form for form in found if "properties" in form]
         for form in forms:
-            inner = f"{path} / {name}" if path else name
             kind = form["properties"].get("kind", {}).get("const")
             yield from _sections(f"{inner} ({kind})" if kind and len(forms) > 1 else inner, form, defs, marked)
 

@@ -87,8 +87,17 @@ def from_nemo_rl(tree: Any) -> Any:
     it is.
 
     Raises:
-        ValueError: one of the three switches that NeMo RL asks for is not on, or the section says something else.
+        ValueError: one of the three switches that NeMo RL asks for is not on, the section says something else, or the policy
+            is Megatron's.
     """
+    tree = _model_named_in_generation(tree)
+    policy = tree.get("policy") if isinstance(tree, dict) else None
+    if isinstance(policy, dict) and "megatron_cfg" in policy:
+        raise ValueError(
+            "policy.megatron_cfg is given, which needs megatron-core and CUDA. Leave it out, and move policy.generation to the "
+            "section generation, with backend trainer: it generates in the trainer as well, and mcore_generation_config has "
+            "buffer_size_gb and max_tokens."
+        )
     if not isinstance(tree, dict) or "env" not in tree:
         return tree
     tree = copy.deepcopy(tree)
@@ -119,6 +128,24 @@ def from_nemo_rl(tree: Any) -> Any:
     settings = [f"++{key}={_text(value)}" for key, value in gym.items()]
     given = {"kind": "nemo_gym", "config_paths": paths} | ({"overrides": settings} if settings else {})
     return tree | {"environment": given | (tree.get("environment") or {})}
+
+
+def _model_named_in_generation(tree: Any) -> Any:
+    """`generation.model_name` is the policy that a run begins with.
+
+    Raises:
+        ValueError: the section policy names one too.
+    """
+    generation = tree.get("generation") if isinstance(tree, dict) else None
+    if not isinstance(generation, dict) or "model_name" not in generation:
+        return tree
+    if tree.get("policy"):
+        raise ValueError(
+            f"generation.model_name is {generation['model_name']!r}, and the section policy is given too. Name the model in "
+            "policy alone: policy.kind pretrained, policy.path."
+        )
+    rest = {key: value for key, value in generation.items() if key != "model_name"}
+    return tree | {"generation": rest, "policy": {"kind": "pretrained", "path": generation["model_name"]}}
 
 
 def _found(tree: Tree) -> Iterator[tuple[Renamed, Any, Any]]:

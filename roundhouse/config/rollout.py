@@ -38,7 +38,7 @@ class Shards(Section):
 
 
 class ProcessShards(Shards):
-    """Processes beside the stage's own, or where their launcher starts them."""
+    """Processes in addition to the stage's own, or where their launcher starts them."""
 
     kind: Literal["process"] = "process"
     launcher: LauncherName = "subprocess"
@@ -91,10 +91,23 @@ class RolloutConfig(Section):
     """Tasks (groups) an iteration."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Rollouts of each task."""
+    epochs: PositiveInt | None = None
+    """Passes over the training tasks, after which the run ends if `iterations` has not ended it. Unset: tasks repeat for as
+    long as there are iterations."""
+    shuffle: bool = True
+    """Draw the tasks of each epoch in an order of its own, from the run's seed. False: in the order of the file."""
+    drop_last: bool = False
+    """Leave out what is left of an epoch when it fills no iteration. False: the next epoch fills the iteration up, also the
+    last."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Leave out training tasks whose prompt, rendered with their tools, has more tokens. Unset: none."""
     max_turns: PositiveInt = 4
     """Model calls a rollout."""
     max_tokens: PositiveInt = 400
     """Tokens of a whole rollout, prompt included; it is truncated there."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """First message of each conversation whose task row has neither `instructions` nor a system message of its own. Not for
+    agents, workers and commands, which begin their conversations themselves. Demonstrations of a warm start do not have it."""
     concurrency: Operational[PositiveInt | None] = 128
     """Rollouts in flight at once, in all shards together. Null: as many as there are."""
     distribution: Operational[Distribution] = InProcessCollection()
@@ -105,20 +118,34 @@ class RolloutConfig(Section):
     """Time limit of one tool call."""
     parallel_tool_calls: bool = False
     """Run the tool calls of one reply at the same time, where their order does not matter: in an environment without
-    session state, or on a remote server of which you know it. Outputs stand in the order of the calls either way."""
+    session state, or on a remote server of which you know it. Outputs are in the order of the calls either way."""
     dynamic_sampling: DynamicSampling | None = None
     """Unset: one round, whatever its rewards; groups without spread are not trained on either way."""
     retry: Operational[RetryPolicy] = RetryPolicy()
     max_failed_fraction: Operational[Fraction] = 0.2
     """The collect stage fails when a larger share of its rollouts failed."""
 
+    @property
+    def counts_epochs(self) -> bool:
+        """The first epoch begins with iteration 1. Otherwise, as it always was, with an iteration 0 that is not made."""
+        return self.epochs is not None or self.drop_last or not self.shuffle
+
+    @model_validator(mode="after")
+    def _further_rounds(self) -> Self:
+        if self.dynamic_sampling is not None and not self.shuffle:
+            raise ValueError(
+                "shuffle is false, but rollout.dynamic_sampling draws further rounds in orders of their own. Set shuffle to "
+                "true, or leave dynamic_sampling out."
+            )
+        return self
+
 
 class ValidationConfig(Section):
     """The gate between collection and training."""
 
     on_break: Literal["reject", "truncate", "split"] = "reject"
-    """A prompt that does not continue the recorded tokens: refuse the rollout, keep it up to the last contiguous turn,
-    or begin a new sequence of the same rollout."""
+    """A prompt that renders the recorded tokens otherwise: refuse the rollout, keep it up to the last contiguous turn,
+    or begin a new sequence of the same rollout. A sub-agent, a branch or a compacted history is no such break."""
     min_group_size: PositiveInt = 2
     """Groups with fewer valid rollouts are omitted."""
     min_group_fraction: Fraction = 0.5
@@ -214,12 +241,17 @@ NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})(?:@(?P<version>[A
 """How a dataset of the run's own store is named."""
 
 
+CHAT_ROWS = ".jsonl"
+"""How the name of a file of chat rows ends."""
+
+
 class OfflineConfig(Section):
     """Train from datasets that were collected before (`roundhouse collect`, a schedule), of this or another run."""
 
     datasets: Annotated[tuple[str, ...], Field(min_length=1)]
     """`nightly` is the newest version of a dataset of this store, `nightly@20261121T020000Z-v000012` one version, `nightly@all`
-    every version there is when the run begins; a path or URI of a version's directory is one of any store."""
+    every version there is when the run begins; a path or URI of a version's directory is one of any store, and one that ends in
+    `.jsonl` is a file of chat rows."""
     epochs: Operational[PositiveInt] = 1
     """Passes over all of it. The run's iterations follow from it; the key `iterations` does not count."""
     groups: PositiveInt | None = None
@@ -239,9 +271,9 @@ class OfflineConfig(Section):
     """The same of whole rollouts, whose weight is the product over their tokens: how much of the data the policy could have
     said. It falls faster the longer rollouts are; lower it to 0 for very long ones."""
     max_clipped_fraction: Operational[Fraction] = 0.3
-    """Share of the tokens whose importance weight lies outside of `train.algorithm.mismatch_bounds`."""
+    """Share of the tokens whose importance weight is outside of `train.algorithm.mismatch_bounds`."""
     on_stale: Operational[Literal["refuse", "warn"]] = "refuse"
-    """What happens beyond a bound. warn: it is logged and recorded, and training goes on."""
+    """What happens beyond a bound. warn: it is logged and recorded, and training continues."""
     evaluate: Operational[bool] = True
     """Evaluate on held-out tasks as `evaluation` says, which needs an engine. false: no engine, and nothing is promoted."""
 
@@ -249,10 +281,10 @@ class OfflineConfig(Section):
     @classmethod
     def _named(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if "/" not in name and NAMED.fullmatch(name) is None:
+            if "/" not in name and not name.endswith(CHAT_ROWS) and NAMED.fullmatch(name) is None:
                 raise ValueError(
                     f"{name!r} is no dataset: give a name (nightly), a version (nightly@20261121T020000Z-v000012), all "
-                    "versions (nightly@all) or the path of a version's directory."
+                    "versions (nightly@all), the path of a version's directory, or a file of chat rows (demos.jsonl)."
                 )
         if len(set(names)) < len(names):
             raise ValueError(f"a dataset is named twice: {', '.join(names)}. For more passes over it, raise epochs.")

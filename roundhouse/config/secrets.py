@@ -40,10 +40,10 @@ _PLAIN_WORDS = frozenset(("key", "keys", "tokens"))
 _OWNERS = frozenset(("api", "access", "auth", "secret", "private", "service", "account", "subscription", "signing"))
 # fmt: on
 _SCHEMES = frozenset(("none", "basic", "bearer", "digest", "oauth2", "token"))
-"""How somebody is authenticated, not with what: `auth: bearer`."""
+"""The way of authentication, not the credential: `auth: bearer`."""
 _NAME, _PLACEHOLDERS = re.compile(r"[A-Za-z_][\w .-]*"), "${<%="
 _SIGNATURES = frozenset(("sig", "signature", "x-amz-signature", "x-goog-signature"))
-"""Of a URL's query: whoever has such a URL may do what it was signed for."""
+"""Of a URL's query: such a URL by itself permits what it was signed for."""
 _TEXT_TOKENS = frozenset(("bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk"))
 """Before `token`, which is then one of a vocabulary."""
 _USER = re.compile(r"(\w+)://([^/@\s]+)@")

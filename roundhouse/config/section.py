@@ -6,10 +6,16 @@ when the run began.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -42,9 +48,33 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         hide_input_in_errors=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The explanations under the fields become descriptions here: pydantic's `use_attribute_docstrings` would parse the
+        source of every section in each process that imports them, which takes a third as long as importing them."""
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for section in cls.__mro__:
+            if issubclass(section, Section):
+                for name, explanation in _explanations(section).items():
+                    if name in properties:
+                        properties[name].setdefault("description", explanation)
+        return made
+
+
+def _explanations(section: type[Section]) -> dict[str, str]:
+    """The strings under a section's own fields."""
+    (found,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(found, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(below.value.value)
+        for field, below in pairwise(found.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
 
 
 RECORDED = {"recorded": True}

@@ -16,7 +16,15 @@ from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, is_recorded
 
 
-class PretrainedPolicy(Section):
+class TemplatedPolicy(Section):
+    """What the kinds that begin with a model of somebody else share."""
+
+    chat_template: str | None = None
+    """Takes the place of the model's own chat template: `hermes` is Roundhouse's, ChatML with tools, calls and results in
+    Hermes' notation, for models with ChatML's tokens; anything else is the path of a Jinja file. Unset: the model's own."""
+
+
+class PretrainedPolicy(TemplatedPolicy):
     """Start from a model directory of yours."""
 
     kind: Literal["pretrained"]
@@ -25,7 +33,7 @@ class PretrainedPolicy(Section):
     file:// or s3:// URI."""
 
 
-class BundledPolicy(Section):
+class BundledPolicy(TemplatedPolicy):
     """Start from a pretrained model that a package of the Python index brings along."""
 
     kind: Literal["bundled"]
@@ -65,12 +73,43 @@ PolicyConfig = Annotated[PretrainedPolicy | BundledPolicy | WarmStartPolicy, Fie
 TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
 
 
-class ResidentService(Section):
+class RankedService(Section):
+    """What the kinds share that may train in several processes."""
+
+    processes: PositiveInt = 1
+    """Above 1, as many ranks hold the model together, each on a GPU of its own where there are some."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share each microbatch, a part of its tokens each and in attention a part of the heads (Ulysses), for sequences
+    that are too long for one GPU. It divides `processes`, which shard the parameters as ever."""
+
+    tensor_parallel: PositiveInt = 1
+    """Neighbouring ranks that share each matrix of a layer, by its columns or rows, for layers that are too wide for one GPU to
+    gather; over the fast links of one machine. `processes` is a multiple of it, at least twice as many."""
+
+    @model_validator(mode="after")
+    def _ranks_in_groups(self, info: ValidationInfo) -> Self:
+        context, tensor = self.context_parallel, self.tensor_parallel
+        if is_recorded(info):
+            return self
+        if self.processes % (context * tensor):
+            product = f" x train.service.tensor_parallel {tensor}" if tensor > 1 else ""
+            raise ValueError(
+                f"train.service.context_parallel is {context}{product}, but train.service.processes is {self.processes}, "
+                f"which it does not divide. Set processes to {context * tensor} or a multiple of it."
+            )
+        if tensor > 1 and self.processes == tensor:
+            raise ValueError(
+                f"train.service.tensor_parallel is {tensor}, as many as train.service.processes: matrices are split over ranks "
+                "that FSDP2 shards in addition. Set tensor_parallel to 1, which shards over all of them, or processes to "
+                f"{2 * tensor} or more."
+            )
+        return self
+
+
+class ResidentService(RankedService):
     """On the flow's machine, kept in memory between iterations: in the process of the train stage, or in several of its own."""
 
     kind: Literal["resident"] = "resident"
-    processes: PositiveInt = 1
-    """Above 1, as many ranks hold the model together, each on a GPU of its own where there are some."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one verb with several processes: a rank that hangs is noticed after it, and all are ended."""
     launcher: LauncherName = "subprocess"
@@ -86,12 +125,10 @@ class ResidentService(Section):
         return launcher
 
 
-class ProcessService(Section):
+class ProcessService(RankedService):
     """A process for each step, as a Kubernetes Job runs it; it reads from the store and writes to it."""
 
     kind: Literal["process"] = "process"
-    processes: PositiveInt = 1
-    """Above 1, torchrun starts this many, which share the work."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of a step; the process is ended after it."""
     launcher: LauncherName | None = None
@@ -136,8 +173,26 @@ class RemoteService(Section):
     """How long a request whose answer did not arrive is repeated."""
 
 
+class TinkerService(Section):
+    """Tinker's API (thinkingmachines.ai), or another that speaks it: an adapter on a model of the service's. Weights stay
+    there, so that rollouts are drawn there too (`generation.backend: tinker`). Needs the package tinker."""
+
+    kind: Literal["tinker"]
+    base_model: str
+    """By the service's name, such as Qwen/Qwen3-8B. `policy.path` is its Hugging Face directory here."""
+    lora_rank: PositiveInt = 32
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    """Unset: Tinker's."""
+    token_variable: VariableName = "TINKER_API_KEY"
+    """Environment variable that holds the key."""
+    token_file: str | None = None
+    """File that holds it instead, such as a mounted secret."""
+    timeout_seconds: PositiveFloat = 3600
+    """Time limit of one request, its wait in the service's queue included."""
+
+
 TrainServiceConfig = Annotated[
-    ResidentService | ProcessService | RayService | RemoteService, Field(discriminator="kind")
+    ResidentService | ProcessService | RayService | RemoteService | TinkerService, Field(discriminator="kind")
 ]
 
 
@@ -151,7 +206,7 @@ class OptimizerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Optimizer steps, counted over the whole run."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up."""
+    """The learning rate after the warm-up."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps from the end of the warm-up until the rate has fallen; needed unless the schedule is constant."""
     final_share: Fraction = 0.1
@@ -183,7 +238,7 @@ class LoraConfig(Section):
         "up_proj",
         "down_proj",
     )
-    """Names of the layers that get one, without what stands before the last dot."""
+    """Names of the layers that get one: the part after the last dot."""
 
 
 class TrainConfig(Section):
@@ -218,6 +273,33 @@ class TrainConfig(Section):
     threads: Operational[Annotated[int, Field(ge=0)]] = 0
     """CPU threads; 0 takes one for a model below ten million parameters, else all cores. Where training and collection overlap,
     this and `generation.threads` together should not exceed the cores."""
+
+    check_memory: Operational[bool] = True
+    """Refuse a run on this machine whose memory plan (`roundhouse doctor CONFIG --device …`) does not fit its GPU, or what is
+    free of its memory. False starts it all the same."""
+
+    @property
+    def parallelism(self) -> dict[str, int]:
+        """Ranks that share each microbatch and each matrix, by the keys of `service`."""
+        keys = ("context_parallel", "tensor_parallel")
+        return {key: getattr(self.service, key, 1) for key in keys}
+
+    @model_validator(mode="after")
+    def _layout_fits(self, info: ValidationInfo) -> Self:
+        context, tensor = self.parallelism.values()
+        if is_recorded(info):
+            return self
+        if tensor > 1 and self.lora is not None:
+            raise ValueError(
+                f"train.service.tensor_parallel is {tensor}, but train.lora is set: adapters are not split. Set "
+                "tensor_parallel to 1."
+            )
+        if context > 1 and not self.packing:
+            raise ValueError(
+                f"train.service.context_parallel is {context}, but train.packing is false: a row of one sequence "
+                "after another is what the ranks share. Set train.packing to true, or context_parallel to 1."
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

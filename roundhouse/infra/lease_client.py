@@ -40,13 +40,13 @@ _supervisors: list[subprocess.Popen[bytes]] = []
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """The wish of one holder for some services."""
+    """One holder's request for some services."""
 
     state: StateDirectory
     holder: ServiceHolder
     services: tuple[str, ...]
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Service -> port name -> number, for ports somebody insists on."""
+    """Service -> port name -> number, for ports that are fixed by the caller."""
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unawaited: Collection[str] = ()
     """Services that are asked for and not waited for: only their address has to be known. That one fails is no error."""
@@ -64,7 +64,7 @@ class LeaseRequest:
                 self._refuse_conflicts(name, record if alive and name in wanted.services else None)
                 if self.holder not in lease.holders:
                     added.add(name)
-                # Pages that an earlier run left up pass to whoever asks next, and end with them.
+                # Pages that an earlier run left up belong to the next caller and end with it.
                 others = [holder for holder in lease.holders if holder.kind != "kept" and holder != self.holder]
                 lease.holders, lease.asked = [*others, self.holder], revision
                 lease.ports = dict(self.ports.get(name, lease.ports))
@@ -161,7 +161,7 @@ def _is_there(
 def release(
     state: StateDirectory, holder: ServiceHolder, services: Collection[str], *, keep: Collection[str] = ()
 ) -> None:
-    """Give up the holder's leases; those in `keep` stay, as nobody's in particular. Waits until the others have ended."""
+    """Release the holder's leases; services in `keep` stay without a holder. Waits until the others have ended."""
     with state.lock():
         wanted = state.wanted()
         for name in services:

@@ -2,7 +2,8 @@
 
 Invariant: one cluster serves all foreign servers of a start, unless the configuration names one (`ray_head_node_address`). It
 runs in the Python of the first of them, since all members of a cluster must have the same version of Ray. Only who has the
-token of this start can join it.
+token of this start can join it. Whatever other cluster runs on the machine, or ran (Ray keeps the address of the last one, also
+of a dead one, and joins it where no address is given), is not asked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SCRIPT = """
 import os, pathlib, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 import ray
-ray.init(include_dashboard=False)
+ray.init(address="local", include_dashboard=False)
 place = pathlib.Path(sys.argv[1])
 place.with_suffix(".part").write_text(ray.get_runtime_context().gcs_address)
 os.replace(place.with_suffix(".part"), place)

@@ -1,4 +1,4 @@
-"""How each local service is started: its ports, command, environment and how to tell that it is healthy.
+"""How each local service is started: its ports, command, environment and health check.
 
 Invariant: a service spec is a pure function of the state directory and the ports. Everything a service writes lies under the
 state directory, and every server listens on the loopback interface only (but for statistics and metrics of Serve's HAProxy,
@@ -103,6 +103,8 @@ def prefect_client(state: StateDirectory, port: int) -> dict[str, str]:
         "PREFECT_API_URL": f"http://{LOOPBACK}:{port}/api",
         "PREFECT_API_AUTH_STRING": prefect_auth_string(state),
         "PREFECT_HOME": str(state.path / "prefect"),
+        # This server has none of these tokens, and each new client, one an iteration, would ask for one first.
+        "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
 

@@ -1,7 +1,7 @@
 """The services a run needs on this machine: Prefect, MLflow, Ray, and a resources server where wanted.
 
 Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, also none of a supervisor that
-was killed. Both may be called any number of times. A service runs as long as somebody holds it: a person (`up` without an
+was killed. Both may be called any number of times. A service runs as long as it has a holder: a person (`up` without an
 owner, ended by `down`), or a process (`owner`), which loses it by ending, however it ends.
 
     with local_services(".roundhouse/services", keep=("prefect", "mlflow")) as services:
@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundhouse.activity import announce
+from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.models import KubernetesInfra, LocalInfra, RunConfig
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.ports import LOOPBACK
@@ -169,7 +170,7 @@ def up(
         owner: number of the process to which they belong. None: they stay until `down`.
         ports: insist on ports, by service (`prefect`) or service and port name (`ray.serve`).
         arguments: more arguments of a service's command, by service.
-        unawaited: those of the services that nobody waits for; they may come up later, or never.
+        unawaited: those of the services that are not waited for; they may come up later, or never.
         time_limit: seconds until all are healthy on an idle machine; a busy one gets more (`roundhouse.cpu.slowness`).
         on_progress: called with a service's record whenever its status changed.
 
@@ -178,11 +179,20 @@ def up(
             started has then been ended again.
     """
     holder = ServiceHolder("user") if owner is None else ServiceHolder.of_process(owner)
+    # {"prefect": 4200, "ray.serve": 8000} -> {"prefect": {"http": 4200}, "ray": {"serve": 8000}}
+    found: dict[str, dict[str, int]] = {}
+    for key, port in (ports or {}).items():
+        name, _, port_name = key.partition(".")
+        (name,) = lease_client.known([name])
+        port_name = port_name or SERVICE_SPECS[name].ports[0]
+        if port_name not in SERVICE_SPECS[name].ports:
+            raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(SERVICE_SPECS[name].ports)}.")
+        found.setdefault(name, {})[port_name] = port
     wish = LeaseRequest(
         StateDirectory(state_dir),
         holder,
         lease_client.known(tuple(services)),
-        _by_service(ports or {}),
+        found,
         arguments or {},
         unawaited,
     )
@@ -191,7 +201,7 @@ def up(
 
 
 def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str] | None = None) -> list[str]:
-    """End the services (None: all), whoever holds them, and everything they started. Returns those that ran.
+    """End the services (None: all), with any holder, and everything they started. Returns those that ran.
 
     Raises:
         InfraError: a process could not be ended.
@@ -225,7 +235,7 @@ def local_services(
     """The services for the time of a block, owned by this process.
 
     At a normal end the services of `keep` stay up until `down` or the next run; the others end. On an exception (Ctrl-C
-    too) all end, except what somebody else holds. Should this process be killed, the supervisor ends them.
+    too) all end, except what has another holder. If this process is killed, the supervisor ends them.
     """
     names = tuple(services)
     if not names:
@@ -251,16 +261,16 @@ def local_services(
 
 
 def needed_services(config: RunConfig) -> tuple[str, ...]:
-    """The local services that a run uses: no Ray where its engine is named, no MLflow where it tracks elsewhere or nothing, and
-    in a cluster no Prefect where there is a server already."""
+    """The local services that a run uses: no Ray where its engine is named or is its trainer, no MLflow where it tracks
+    elsewhere or nothing, and in a cluster no Prefect where there is a server already."""
     elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
     unused = set()
-    if config.generation.engine_url is not None:
+    if config.generation.engine_url is not None or config.generation.backend in IN_TRAINER:
         unused.add("ray")
     if isinstance(config.infra, KubernetesInfra):
         unused |= {"ray"} if config.infra.engine is not None else set()
         unused |= {"prefect"} if "PREFECT_API_URL" in os.environ else set()
-    if elsewhere or not config.tracking.enabled:
+    if elsewhere or not config.tracking.in_mlflow:
         unused.add("mlflow")
     return tuple(name for name in DEFAULT_SERVICES if name not in unused)
 
@@ -269,19 +279,6 @@ def has_engine_here(config: RunConfig) -> bool:
     """Whether the run's policy answers by the engine of its local services. Offline training without evaluation needs none."""
     answers = config.offline is None or config.offline.evaluate
     return answers and "ray" in needed_services(config)
-
-
-def _by_service(ports: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """{"prefect": 4200, "ray.serve": 8000} -> {"prefect": {"http": 4200}, "ray": {"serve": 8000}}"""
-    found: dict[str, dict[str, int]] = {}
-    for key, port in ports.items():
-        name, _, port_name = key.partition(".")
-        (name,) = lease_client.known([name])
-        port_name = port_name or SERVICE_SPECS[name].ports[0]
-        if port_name not in SERVICE_SPECS[name].ports:
-            raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(SERVICE_SPECS[name].ports)}.")
-        found.setdefault(name, {})[port_name] = port
-    return found
 
 
 @contextmanager
@@ -339,7 +336,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
-    """Have the engine for the block, from when nobody else has it. Within the block this process may have it again."""
+    """Hold the engine for the block, once no other process holds it. Nested blocks of this process are allowed."""
     mine = EngineUse(run_id, ServiceHolder.this_process())
     if _had_already(state, mine):
         yield

@@ -1,8 +1,8 @@
-"""Files of the local services: who wants them (`wanted.json`) and what runs (`services.json`).
+"""Files of the local services: their leases (`wanted.json`) and what runs (`services.json`).
 
-Invariant: a service is wanted exactly as long as somebody holds a lease on it. Clients write leases under the state lock;
+Invariant: a service is wanted exactly as long as there is a lease on it. Clients write leases under the state lock;
 only the supervisor writes what runs, and it holds `supervisor.lock` as long as it lives, so that "is it alive" never
-rests on a process number that may belong to somebody else by now.
+relies on a process number alone, which may have been reused.
 
     <state>/wanted.json      leases: service -> holders, fixed ports, arguments, number of the newest request
     <state>/services.json    what runs: process, ports, addresses, log, status; ports stay on record after a stop
@@ -59,13 +59,13 @@ class ServiceHolder:
 
 @dataclass(slots=True)
 class ServiceLease:
-    """The wish for one service."""
+    """What is wanted of one service."""
 
     holders: list[ServiceHolder]
     asked: int
     """Number of the newest request for it."""
     ports: dict[str, int] = field(default_factory=dict)
-    """Ports that somebody insisted on."""
+    """Ports that the caller fixed."""
     arguments: list[str] = field(default_factory=list)
     """More arguments of its command."""
 
@@ -176,7 +176,7 @@ class StateDirectory:
         return WantedServices(data.get("revision", 0), leases)
 
     def wishes_changed(self) -> int:
-        """When somebody last wrote `wanted.json`, in nanoseconds; 0 without one."""
+        """When `wanted.json` was last written, in nanoseconds; 0 without one."""
         try:
             return (self.path / "wanted.json").stat().st_mtime_ns
         except OSError:

@@ -1,6 +1,6 @@
 """The small process that keeps the local services: `python -m roundhouse.infra.supervisor <state directory>`.
 
-Invariant: what runs follows who holds a lease. A service with a live holder is kept running; one without is ended; a holder
+Invariant: leases decide what runs. A service with a live holder is kept running; one without is ended; a holder
 that is a process loses its leases the moment that process is gone, even by SIGKILL. With no lease left, or on SIGTERM, the
 supervisor ends everything and itself. There is one supervisor a state directory.
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
 LOOK_SECONDS = 0.04
-"""How often a tick looks for new wishes, which are followed at once."""
+"""How often a tick looks for new leases, which take effect at once."""
 ORPHAN_GRACE_SECONDS = 3.0
 
 
@@ -67,7 +67,7 @@ class Supervisor:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     async def _tick(self, stop: asyncio.Event, seen: int) -> None:
-        """Wait a tick; less when it is told to stop, or wishes were written since `seen`."""
+        """Wait a tick; less if a stop is requested, or leases were written since `seen`."""
         until = time.monotonic() + TICK_SECONDS
         while time.monotonic() < until and self.state.wishes_changed() == seen:
             with contextlib.suppress(TimeoutError):
@@ -75,7 +75,7 @@ class Supervisor:
                 return
 
     def _current_wishes(self) -> WantedServices:
-        """The leases of those who are alive. A state directory that is gone wants nothing."""
+        """The leases of live holders; none if the state directory is gone."""
         if not self.state.path.exists():
             return WantedServices()
         wanted = self.state.wanted()

@@ -59,7 +59,7 @@ class Program:
     """Of the configuration, to raise when it takes longer."""
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those that every program of its launcher has."""
+    """Variables in addition to those that every program of its launcher has."""
     iteration: int = 0
     kind: str = "train"
     """Of the stage."""
@@ -97,7 +97,7 @@ class Launcher(ABC):
     same_machine: ClassVar[bool] = False
     """Whether its programs see this machine's files and its loopback interface."""
     ending_seconds: float = 10.0
-    """How long programs take to end when they are told to."""
+    """How long programs may take to end after they are asked to."""
 
     def __init__(self, run: Run | None) -> None:
         """`run` is the run whose stage starts the programs; None for one that needs none."""
@@ -124,7 +124,7 @@ class Launcher(ABC):
         return {"cache": str(own)}
 
     def metrics(self) -> dict[str, float]:
-        """What the programs cost the process that waits for them, beside their own work; whole once it is closed."""
+        """CPU seconds of the process that waits for the programs, their own not counted; final once it is closed."""
         return {}
 
     def close(self) -> None:

@@ -40,8 +40,6 @@ CAUSE_SECONDS = 10.0
 MARGIN_SECONDS = 5.0
 """For the leading rank to report that its peers hang, beyond the time limit of a collective."""
 _RANK = re.compile(r"rank (\d+) of \d+: pid (\d+)")
-_FIRST_FAILURE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
-"""In torchrun's report."""
 
 
 class ResidentRanks(ChannelService):
@@ -139,15 +137,8 @@ class RunningRanks:
         states = ", ".join(f"rank {rank} (pid {pid}) {_state(pid)}" for rank, pid in sorted(self.pids.items()))
         ended = self._error
         self.close()
-        found = _FIRST_FAILURE.search(str(ended)) if ended is not None else None
-        if found is not None:
-            code = int(found[2])
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            cause = f"rank {found[1]} of {self.service.processes} {how}"
-        elif ended is not None:
-            cause = str(ended)
-        else:
-            cause = f"no answer within train.service.timeout_seconds ({self.service.timeout_seconds:g} s): {states}"
+        limit = self.service.timeout_seconds
+        cause = ended or f"no answer within train.service.timeout_seconds ({limit:g} s): {states}"
         return InfraError(
             f"The resident ranks were lost in {what}: {cause}. Their weights are lost; the next attempt starts them anew from "
             f"the last checkpoint. The leading rank said: {error}"

@@ -7,6 +7,8 @@ kernel ends it with its parent, and all that it has started carries its mark. Ra
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +29,12 @@ from roundhouse.store.run import Run
 from roundhouse.training.service.job_entry import SPEC, error_of, read_error
 
 _LAST_LINES = 12
+_FAILED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+)", re.MULTILINE)
+"""In torchrun's report."""
 POLL_SECONDS = 0.5
 """How often the process's log is looked at for a sign of life."""
 ENDING_SECONDS = 5.0
-"""For a process that was told to end to write down what it has."""
+"""Grace period in which a process that was asked to end stores what it has."""
 RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """torchrun opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 
@@ -58,11 +62,35 @@ class SubprocessLauncher(Launcher):
             {**RANKS_MEET_BY_FILE, **program.environment},
         )
         if (code := process.run(program.stage, said, stopped)) != 0:
-            raise read_error(program.place) or process.error_of(code)
+            raise (
+                _error_of_ranks(process, program, code)
+                if ranks
+                else read_error(program.place) or process.error_of(code)
+            )
         return program.place
 
     def close(self) -> None:
         self._scratch.cleanup()
+
+
+def _error_of_ranks(process: ChildProcess, program: Program, code: int) -> RoundhouseError:
+    """The cause where several ranks failed: one that was killed leaves no error, and the others say that they lost a peer."""
+    told = read_error(program.place)
+    if told is not None and not isinstance(told, InfraError):
+        return told  # nothing that a peer's end causes
+    failed = [(int(rank), int(ended)) for rank, ended in _FAILED_RANK.findall(process.log.read_text(errors="replace"))]
+    killed = [
+        each for each in failed if each[1] < 0 and each[1] != -signal.SIGTERM
+    ]  # with which torchrun ends the others
+    if not failed or (told is not None and not killed):
+        return told or process.error_of(code)
+    rank, ended = (killed or failed)[-1]  # torchrun's first one is the last in its report
+    of = f"rank {rank} of {program.ranks}"
+    if ended >= 0:
+        return error_of(ended, of, process.last_lines())
+    return InfraError(
+        f"{of} was killed by signal {-ended}{'' if told is None else f'. Another rank then said: {told}'}"
+    )
 
 
 def torchrun(ranks: int, meeting: Path) -> list[str]:
@@ -93,11 +121,11 @@ class ChildProcess:
         Args:
             module: whose activity it is.
             said: given each line of the log, once and in order.
-            stopped: once set, the process is told to end, and ended.
+            stopped: once set, the process is asked to end, and killed if it does not.
 
         Raises:
             InfraError: it took too long.
-            Stopped: it was told to end.
+            Stopped: it was asked to end.
         """
         parent = ["-m", "roundhouse.infra.die_with_parent", str(os.getpid())]
         mark = f"program-{uuid.uuid4().hex}"
@@ -118,7 +146,7 @@ class ChildProcess:
 
     def error_of(self, code: int) -> RoundhouseError:
         """What an exit code says, with the end of the log."""
-        return error_of(code, f"{self.what}'s process", self._last_lines())
+        return error_of(code, f"{self.what}'s process", self.last_lines())
 
     def _wait(
         self, process: subprocess.Popen[bytes], said: Callable[[str], None] | None, stopped: threading.Event | None
@@ -144,8 +172,9 @@ class ChildProcess:
                 if time.monotonic() >= deadline:
                     raise InfraError(
                         f"{self.what} took longer than {self.timeout_key} ({self.timeout_seconds:.0f} s) and was ended. Raise "
-                        f"it. The last it said: {self._last_lines()}"
+                        f"it. The last it said: {self.last_lines()}"
                     )
 
-    def _last_lines(self) -> str:
+    def last_lines(self) -> str:
+        """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])

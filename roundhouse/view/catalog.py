@@ -1,4 +1,4 @@
-"""What lies in the store (runs, iterations, stages), and what of it is looked at (a scope and its filters).
+"""Contents of the store (runs, iterations, stages), and the part that is viewed (a scope and its filters).
 
 Invariant: what is complete never changes, so it is read once; what is not is looked at again, at most every few seconds.
 
@@ -124,6 +124,26 @@ class Catalog:
                 row["cost"] = current_names(manifest.details.get("totals", {}))
         return list(rows.values())
 
+    def replays(self, run_id: str) -> list[dict[str, Any]]:
+        """The replays of a run, newest first: name, request, and the comparison; None while a replay has none."""
+        found = []
+        for name in (self.root / "replays").names():
+            place = self.root / f"replays/{name}"
+            try:
+                identity = json.loads(place.read("run.json"))
+            except NotFound:
+                continue
+            if (request := identity["replay"])["run_id"] != run_id:
+                continue
+            try:
+                comparison = json.loads(place.read("comparison.json"))
+            except NotFound:
+                comparison = None
+            found.append(
+                {"name": name, "created_at": identity["created_at"], "request": request, "comparison": comparison}
+            )
+        return sorted(found, key=lambda replay: -replay["created_at"])
+
     def tokenizer_file(self, run_id: str) -> bytes | None:
         """tokenizer.json of the run's policy; None when no checkpoint has one. Of a dataset, the policy's that collected it."""
         if is_dataset(run_id):
@@ -197,7 +217,7 @@ class Catalog:
 
 
 ROLLOUT_STAGES = ("collect", "evaluate")
-"""Stages that hold rollouts. What was collected goes on to validate and train; what was evaluated does not."""
+"""Stages that hold rollouts. Collected rollouts are validated and trained on; evaluated ones are not."""
 
 
 class ViewError(RoundhouseError):
@@ -248,11 +268,13 @@ class Scope:
 
 
 PREFIX = "datasets/"
-"""Of the name under which a dataset stands among the runs; no run id has a slash."""
+"""Of the name under which a dataset is listed among the runs; no run id has a slash."""
 LARGEST = 2**31 - 1
 
 _MOMENT = re.compile(r"(\d{8}T\d{6}Z)-v\d+")
 _DRAW = re.compile(r"v(\d+)-i(\d+)")
+_OF_ITERATION = re.compile(r".+-i(\d{6})(?:-v\d{6}-[0-9a-f]{8})?")
+"""Rollouts of a run's iteration, judged anew (`quickstart-i000012`) or branched (`quickstart-i000012-v000015-1f3c9a2e`)."""
 
 
 def is_dataset(run_id: str) -> bool:
@@ -277,6 +299,8 @@ def _number(label: str) -> int | None:
         return int(moment.timestamp()) // 60
     if (match := _DRAW.fullmatch(label)) is not None:
         return (int(match[1]) * 100_000 + int(match[2])) % LARGEST
+    if (match := _OF_ITERATION.fullmatch(label)) is not None:
+        return int(match[1])
     return None
 
 

@@ -55,7 +55,10 @@ class Details:
         stages = {stage.stage: stage for stage in index.stages if stage.iteration == iteration}
         own = stages[scope.stage]
         [row] = _rows_of(own, "rollouts", ROLLOUTS, rollout_id, only=file)
-        turns = _turns(own, file, rollout_id)
+        # Collection writes the turns of a part of rollouts as a part of the same number. Where that is not so, all are read.
+        match = _PART.search(file)
+        found = _rows_of(own, "turns", TURNS, rollout_id, only=f"turns-{match[1]}") if match else []
+        turns = sorted(found or _rows_of(own, "turns", TURNS, rollout_id), key=lambda turn: turn["turn"])
         sequences, columns, refused = _trained(stages, rollout_id)
         streams = streams_of(turns, sequences, columns)
         decoder = self.decoder(scope.run_id)
@@ -129,13 +132,6 @@ def _rows_of(
     names = [name for name in scanned.schema.names if name not in ("run_id", "iteration", "stage", "complete")]
     found = scanned.to_table(columns=names, filter=ds.field("rollout_id") == rollout_id)
     return found.to_pylist(maps_as_pydicts="lossy")
-
-
-def _turns(stage: StageFiles, file: str, rollout_id: str) -> list[dict[str, Any]]:
-    """Collection writes the turns of a part of rollouts as a part of the same number. Where that is not so, all are read."""
-    match = _PART.search(file)
-    found = _rows_of(stage, "turns", TURNS, rollout_id, only=f"turns-{match[1]}") if match else []
-    return sorted(found or _rows_of(stage, "turns", TURNS, rollout_id), key=lambda turn: turn["turn"])
 
 
 def _trained(stages: dict[str, StageFiles], rollout_id: str) -> tuple[list[Any], list[Any], list[Any]]:

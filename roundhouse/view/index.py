@@ -1,7 +1,7 @@
 """The rows of a scope without their texts and tokens, in memory: what a table of rollouts shows, filters and sorts by.
 
-Invariant: it holds a few dozen bytes a rollout, whatever the rollout said. Where each row lies is part of it, so that the text
-of one rollout is read from one file.
+Invariant: it holds a few dozen bytes a rollout, whatever the rollout said. The position of each row is part of it, so that the
+text of one rollout is read from one file.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ class Index:
         self._searches: OrderedDict[str, str] = OrderedDict()
         self._names = itertools.count()
         self._lock = threading.Lock()
-        self._build()
-
-    def _build(self) -> None:
         read = dataset_of(self._rollouts, "rollouts", ROLLOUTS).to_table(columns=[*_READ, "__filename"])
         files: dict[str, int] = {}
         numbers = []
@@ -95,7 +92,7 @@ class Index:
         return self._rows("SELECT count(*) AS n FROM rollouts")[0]["n"]
 
     def position(self, filters: Filters, iteration: int, rollout_id: str) -> int | None:
-        """Where a rollout stands among the matching rows."""
+        """Position of a rollout among the matching rows."""
         where, values = self._where(filters)
         found = self._rows(
             f"""SELECT place FROM (SELECT iteration, rollout_id, row_number() OVER (ORDER BY {filters.order}) - 1 AS place

@@ -169,6 +169,7 @@ class Answers:
             "group": self.group,
             "quarantine": self.quarantine,
             "compare": self.compare,
+            "replays": self.replays,
         }
 
     def store(self, parameters: Parameters) -> dict[str, Any]:
@@ -214,6 +215,9 @@ class Answers:
             "rows": self.details.quarantined(scope),
         }
 
+    def replays(self, parameters: Parameters) -> list[dict[str, Any]]:
+        return self.catalog.replays(Scope.of(parameters).run_id)
+
     def compare(self, parameters: Parameters) -> dict[str, Any]:
         """The tasks that two scopes share, with the mean reward in each."""
         sides = [Scope.of(parameters), Scope.of(parameters, "b_")]
@@ -257,7 +261,7 @@ def _number(parameters: Parameters, name: str) -> int:
 
 MODULES = (
     "dom", "state", "source", "table", "timeline", "filters", "conversation", "group", "tokens", "rollout", "quarantine",
-    "compare", "app",
+    "compare", "replays", "app",
 )  # fmt: skip
 """The page's scripts, each after those that it imports."""
 

@@ -76,7 +76,11 @@ def diagnose(
         reachability.foreign,
     ]
     if config is not None:
-        checks.append(partial(reachability.configured, config))
+        checks += [
+            partial(reachability.configured, config),
+            partial(reachability.topology, config),
+            partial(machine.batch, config),
+        ]
     planned = [] if config is None or device is None else machine.memory_plan(config, device, gpus)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [*(finding for findings in pool.map(_guarded, checks) for finding in findings), *planned]

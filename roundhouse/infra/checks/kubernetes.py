@@ -34,11 +34,11 @@ NEEDED: tuple[Right, ...] = (
 ENGINE: tuple[Right, ...] = tuple((verb, "ray.io", "rayservices") for verb in ("get", "list", "watch", "patch"))
 """The same, where the engine is a RayService."""
 DANGEROUS: tuple[Right, ...] = (("get", "", "secrets"), ("create", "", "pods"), ("create", "", "pods/exec"))
-"""What a run never does: whoever holds its token should not be able to."""
+"""What a run never does, and what its token therefore should not permit."""
 
 
 def cluster(infra: KubernetesInfra) -> list[Finding]:
-    """All findings; ends within seconds where nobody answers."""
+    """All findings; ends within seconds if the API server does not answer."""
     try:
         connection = connect(infra.model_copy(update={"api_outage_seconds": PATIENCE_SECONDS}))
     except RoundhouseError as error:
@@ -106,7 +106,7 @@ def ray(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         detail = f"infra.engine.ray_service: there is no {name} in {infra.namespace}"
         return [fail("kuberay", detail, "kubectl apply -k k8s/overlays/gpu, or change the key.")]
     if not service.get("status"):
-        return [warn("kuberay", f"RayService {name} is there, but nobody has looked at it", remedy)]
+        return [warn("kuberay", f"RayService {name} exists, but no operator has reported on it", remedy)]
     holder = (service["metadata"].get("annotations") or {}).get(f"{LABEL}run")
     return [ok("kuberay", f"RayService {name} is there and {f'serves run {holder}' if holder else 'free'}")]
 

@@ -7,6 +7,7 @@ package that the lock names is installed in that version, or a finding says so; 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import platform
 import re
@@ -236,7 +237,7 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     from roundhouse.training.memory_plan import USABLE, device_memory, plan_memory, remedies
 
     memory = USABLE * device_memory(device)
-    if (shape := _shape_of(config)) is None:
+    if (shape := shape_of(config)) is None:
         said = f"policy.kind {config.policy.kind} from a GGUF file has no config.json before it is converted"
         return [warn("memory plan", said, "Name the converted directory in policy.path.")]
     processes = getattr(config.train.service, "processes", 1)
@@ -257,7 +258,35 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     return [ok("memory plan", said)]
 
 
-def _shape_of(config: RunConfig) -> PreTrainedConfig | None:
+def batch(config: RunConfig) -> list[Finding]:
+    """Rollouts in flight, held against how many of full length the key-value caches of vLLM's replicas on CPU have room for."""
+    rollout, generation = config.rollout, config.generation
+    wanted = rollout.prompts_per_iteration * rollout.group_size
+    flying = min(rollout.concurrency or wanted, wanted)
+    said = f"{wanted} rollouts an iteration, {flying} in flight"
+    served_here = generation.gpus_per_replica == 0 and generation.engine_url is None and generation.backend == "vllm"
+    shape = shape_of(config) if served_here else None
+    if shape is None:
+        return [ok("batch", said)]
+    from roundhouse.generation.transformers_engine import key_value_bytes
+
+    rollout_gib = key_value_bytes(shape, generation.dtype) * min(rollout.max_tokens, generation.max_model_len) / 2**30
+    room = int(generation.kv_cache_gib / rollout_gib) * generation.replicas
+    said += f", room for {room} (generation.kv_cache_gib, replicas)"
+    if flying > room:
+        needed = math.ceil(10 * -(-flying // generation.replicas) * rollout_gib) / 10
+        remedy = (
+            f"Set generation.kv_cache_gib to {needed:g}, or rollout.concurrency to {max(room, 1)}: what has no room is "
+            "computed again later."
+        )
+        return [warn("batch", said, remedy)]
+    if flying < min(wanted, room):
+        remedy = f"Set rollout.concurrency to {min(wanted, room)}: a larger batch takes fewer passes of the model."
+        return [warn("batch", said, remedy)]
+    return [ok("batch", said)]
+
+
+def shape_of(config: RunConfig) -> PreTrainedConfig | None:
     """The policy's config.json; None where there is none yet."""
     from roundhouse.fast_imports import lean_transformers
 
@@ -267,10 +296,10 @@ def _shape_of(config: RunConfig) -> PreTrainedConfig | None:
     policy = config.policy
     with tempfile.TemporaryDirectory() as scratch:
         if isinstance(policy, WarmStartPolicy):
-            from roundhouse.environments import load_any
+            from roundhouse.environments import demonstrating
             from roundhouse.policy.warm_start import write_engine_files
 
-            write_engine_files(policy, load_any(config.environment), config.seed, Path(scratch))
+            write_engine_files(policy, demonstrating(config.environment), config.seed, Path(scratch))
         elif isinstance(policy, PretrainedPolicy):
             source = model_location(Location(policy.path))
             if "config.json" not in source.names():

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import tempfile
 import threading
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 
-from roundhouse.config.environments import AgentEnvironment, EnvironmentConfig, RemoteEnvironment, environments_in
+from roundhouse.config.environments import (
+    AgentEnvironment,
+    EnvironmentConfig,
+    RemoteEnvironment,
+    Rubric,
+    environments_in,
+)
 from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.environments import first_task
 from roundhouse.errors import ConfigError, RoundhouseError
+from roundhouse.generation.exchange import problem_of
 from roundhouse.http import ports
 from roundhouse.infra import processes
 from roundhouse.infra.checks import Finding, fail, ok, warn
@@ -30,6 +39,8 @@ from roundhouse.infra.state import ServiceRecord
 from roundhouse.policy.bundled import BUNDLED, bundled_file
 from roundhouse.policy.gguf import check_gguf, gguf_file
 from roundhouse.policy.model_directory import check_model_directory
+from roundhouse.rollout.clients import first_question
+from roundhouse.rollout.rubric import refuse_unfit_rubric
 from roundhouse.store.location import AlreadyExists, Location
 from roundhouse.store.manifest import model_location
 
@@ -141,7 +152,7 @@ def services(state_dir: Path) -> list[Finding]:
 def configured(config: RunConfig) -> list[Finding]:
     """What the configuration points to outside the local services."""
     findings = []
-    if config.tracking.enabled and (uri := config.tracking.uri or "").startswith("http"):
+    if config.tracking.in_mlflow and (uri := config.tracking.uri or "").startswith("http"):
         findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
     for key, environment in environments_in(config.environment).items():
         if isinstance(environment, RemoteEnvironment):
@@ -152,11 +163,69 @@ def configured(config: RunConfig) -> list[Finding]:
             findings += _agent(environment)
         else:
             findings.append(_environment(environment))
+        if environment.rubric is not None:
+            findings.append(_rubric(environment.rubric, key))
+    findings += _engine(config)
     if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
         findings.append(_model(model_location(Location(config.policy.path)).local_path))
     elif isinstance(config.policy, BundledPolicy):
         findings.append(_bundled(config.policy.name))
     return findings
+
+
+def _engine(config: RunConfig) -> list[Finding]:
+    """A rollout's exchange with the engine that is there before the run: the one that is named, or that of local services."""
+    url = config.generation.engine_url
+    if url is None:
+        services = status(Path(config.infra.state) / "services")
+        if not services.is_ready("ray") or _status(f"{services.serve_url}/v1/models") != 200:
+            return []
+        url = services.serve_url
+    try:
+        question = first_question(config.environment)
+    except ConfigError:
+        return []  # the environment is a finding of its own
+    if problem := problem_of(url, config.generation, *question):
+        return [fail("engine", f"{problem.symptom}: {problem.cause}", problem.remedy)]
+    return [ok("engine", f"{url}: models, chat, tokenize and recorded tokens work as a rollout needs them")]
+
+
+NEAR_SECONDS, FAR_SECONDS = 0.002, 0.01
+"""Time to open a connection: within a rack, and beyond what a rollout of many calls should pay for each."""
+
+
+def topology(config: RunConfig) -> list[Finding]:
+    """How far engine and environment servers are from here, where rollouts call both: one node is best, one rack is well, and
+    another site is to be avoided."""
+    urls = {"generation.engine_url": config.generation.engine_url} | {
+        f"{key}.url": getattr(environment, "url", None)
+        for key, environment in environments_in(config.environment).items()
+    }
+    seconds = {key: _seconds_to(url) for key, url in urls.items() if url is not None}
+    measured = {key: each for key, each in seconds.items() if each is not None}
+    said = (
+        ", ".join(f"{key}: {each * 1000:.1f} ms" for key, each in measured.items()) or "engine and environment are here"
+    )
+    if far := [key for key, each in measured.items() if each > FAR_SECONDS]:
+        remedy = f"Bring {' and '.join(far)} nearer: every call pays it. Same node, else same rack, never another site."
+        return [warn("topology", said, remedy)]
+    where = "on one rack" if any(each > NEAR_SECONDS for each in measured.values()) else "as near as one node"
+    return [ok("topology", said if not measured else f"{said}: {where}")]
+
+
+def _seconds_to(url: str) -> float | None:
+    """Time to open a connection, the best of three; None where there is none."""
+    parts = httpx.URL(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    taken = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        try:
+            with socket.create_connection((parts.host, port), timeout=PROBE_SECONDS):
+                taken.append(time.perf_counter() - begun)
+        except OSError:
+            return None
+    return min(taken)
 
 
 def _agent(environment: AgentEnvironment) -> list[Finding]:
@@ -239,6 +308,15 @@ def _environment(config: EnvironmentConfig) -> Finding:
     except ConfigError as error:
         return fail("environment", str(error), "Correct the section environment.")
     return ok("environment", f"{config.kind}: " + ("in another process" if task is None else "a task was drawn"))
+
+
+def _rubric(rubric: Rubric, key: str) -> Finding:
+    """Its functions are imported, and its judge is asked something."""
+    try:
+        refuse_unfit_rubric(rubric, key, ask=True)
+    except ConfigError as error:
+        return fail("judge", str(error), f"Correct {key}.rubric.")
+    return ok("judge", f"{key}.rubric can judge")
 
 
 def _bundled(name: str) -> Finding:

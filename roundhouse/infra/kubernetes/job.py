@@ -37,7 +37,7 @@ Object = dict[str, Any]
 Say = Callable[[str], None]
 
 STOP_SECONDS = 0.5
-"""How often who waits looks whether the Job is still wanted."""
+"""How often a waiting caller checks whether the Job is still wanted."""
 MOST_TRIES = 50
 """Numbers that are looked through; a Job's time to live frees them."""
 GONE_SECONDS = 120.0
@@ -52,7 +52,7 @@ class RunJobs:
         self._namespace = namespace
         self._lock = threading.Lock()
         self._waiters: dict[str, threading.Event] = {}
-        """By the uid of the Job that somebody waits for."""
+        """By the uid of the Job that is waited for."""
         self._own = OwnedResources(cluster, namespace)
         selector = f"{LABEL}run-uid={run_uid}"
         self._jobs = Watched(cluster, self._own.path("batch/v1", "jobs"), selector, self._wake)
@@ -115,7 +115,7 @@ class RunJobs:
             self._pods.forget(uid)
 
     def end_others(self, annotations: dict[str, str], wanted: Container[str]) -> None:
-        """Delete the Jobs with these annotations that are under way for what nobody wants now.
+        """Delete the running Jobs with these annotations that are no longer wanted.
 
         Args:
             wanted: digests of what is (`StageIdentity`).
@@ -234,7 +234,7 @@ class RunJobs:
     def _explained(
         self, keys: PodKeys, job: Object, known: list[Object], told: Callable[[], RoundhouseError | None]
     ) -> RoundhouseError:
-        """The error of a Job that failed: as its process told it, else with the end of its log."""
+        """The error of a Job that failed: as its process reported it, else with the end of its log."""
         pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *self._fresh_pods(job)]}.values())
         failed = judge(job, pods, keys)
         assert isinstance(failed, Failed)
@@ -271,7 +271,7 @@ class RunJobs:
         raise InfraError(f"Job {name} was not gone {GONE_SECONDS:g} s after it was deleted. Is its node there?")
 
     def _is_there(self, name: str, uid: str) -> bool:
-        """Ask for a Job that the watch has not told of yet, or not any more."""
+        """Read a Job that the watch has not reported yet, or no longer reports."""
         try:
             found = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
         except ApiRefused as refused:
@@ -285,7 +285,7 @@ class RunJobs:
             return self._waiters.setdefault(uid, threading.Event())
 
     def _wake(self, item: Object | None) -> None:
-        """Wake who waits for the Job, or for the Job of the pod; everybody when anything may have changed."""
+        """Wake the callers that wait for the Job, or for the Job of the pod; all of them if anything may have changed."""
         with self._lock:
             if item is None:
                 concerned = list(self._waiters.values())
@@ -298,7 +298,7 @@ class RunJobs:
 
 
 def is_under_way(job: Object) -> bool:
-    """Whether a Job goes on, unless it is being deleted."""
+    """Whether a Job is still running, unless it is being deleted."""
     return not job["metadata"].get("deletionTimestamp") and isinstance(judge(job, []), Waiting)
 
 
@@ -321,7 +321,7 @@ class Unwanted(Exception):
 
 
 class _ServerAway(InfraError):
-    """Nothing is known of the Job any more; it goes on."""
+    """The Job cannot be observed any more; it is still running."""
 
 
 class _Over(Exception):

@@ -9,7 +9,7 @@ Each failure is the error of the kind that decides about a retry, with what a pe
     no node for the pod, deadline           InfraError    yes
     exit 75, killed by a signal             InfraError    yes
     out of memory of a training step        ConfigError   no: the same step needs the same memory
-    out of memory of a shard                InfraError    yes: another try goes on with what it had written
+    out of memory of a shard                InfraError    yes: another try resumes from what it had written
     image or secret that is not there       ConfigError   no
     exit 65, 74, 78                         DataError, StoreError, ConfigError
 """
@@ -51,7 +51,7 @@ class _Rank(IntEnum):
 
 @dataclass(frozen=True)
 class Waiting:
-    """The Job goes on."""
+    """The Job is still running."""
 
     text: str
     """One line for a person; changes when something changed."""

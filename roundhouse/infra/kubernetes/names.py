@@ -45,7 +45,7 @@ class StageIdentity:
         }
 
     def annotations(self) -> dict[str, str]:
-        """What tells a Job that is this piece of work from one that has its name by accident."""
+        """Distinguishes a Job of this work from one that has its name by accident."""
         return {f"{LABEL}digest": self.digest}
 
     def about(self) -> dict[str, str | int]:

@@ -8,10 +8,10 @@ with the wanted version; what a replica that starts later wants is the same text
                                  ^      409: somebody was quicker      ask: replicas' own word ──> all there
                                  └─────────────┘                             └──> failed, refused, no operator: the error
 
-A RayService serves one run. The run's name stands on it, and another one is refused until that run has finished: versions are
-numbers, and a number of another run would be taken for the own.
+A RayService serves one run. It is annotated with the run's name, and another run is refused until that one has finished:
+versions are numbers, and a number of another run would be taken for the own.
 
-In `serveConfigV2`, only the policy's application is ours; whatever else stands in the text stays. What is written is equal to
+In `serveConfigV2`, only the policy's application is ours; everything else in the text stays. What is written is equal to
 what Serve receives: KubeRay reads the text into Go's values and writes it again, in which every number is a float64, so
 
     300.0 arrives as 300      1763760000123456789 arrives as 1763760000123456800
@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
@@ -40,7 +39,13 @@ from roundhouse.infra.kubernetes.names import LABEL, label_value
 from roundhouse.infra.kubernetes.watching import Watched
 from roundhouse.retry import Backoff
 from roundhouse.store.location import Location
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport, desired_state
+from roundhouse.weight_sync.replica_state import (
+    RefitOptions,
+    ReplicaReport,
+    application_digest,
+    arguments_of,
+    desired_state,
+)
 
 Object = dict[str, Any]
 
@@ -67,8 +72,8 @@ class ServedRun:
 
 
 @dataclass(frozen=True)
-class RayServiceServed:
-    """The engine of a run, run by KubeRay (`engine_services.EngineService`)."""
+class RayServiceServed(deployment.EngineService):
+    """The engine of a run, run by KubeRay."""
 
     infra: KubernetesInfra
     engine: RayServiceEngine
@@ -81,17 +86,8 @@ class RayServiceServed:
         inside = f"http://{self.engine.ray_service}-serve-svc.{self.infra.namespace}.svc:8000"
         return (self.engine.url or inside).rstrip("/")
 
-    def replicas(self) -> list[ReplicaReport]:
-        try:
-            reply = httpx.get(f"{self.url}/rh/replicas", timeout=deployment.CALL_TIMEOUT_SECONDS)
-            return (
-                [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
-            )
-        except (httpx.HTTPError, ValueError, KeyError):
-            return []
-
     def application(self, config: GenerationConfig, model_dir: str) -> str:
-        return deployment.digest_of(dict(as_handed_on(deployment.wanted_application(config, model_dir, {}))))
+        return application_digest(as_handed_on(arguments_of(deployment.engine_arguments(config), model_dir, None)))
 
     def start(self, config: GenerationConfig, model_dir: str) -> None:
         with self._connected() as cluster:
@@ -192,7 +188,7 @@ class RayServiceServed:
 
 @dataclass
 class _RefitWait:
-    """From the written wish to all replicas' word."""
+    """From writing the desired state until all replicas report it."""
 
     served: RayServiceServed
     cluster: Cluster
@@ -201,7 +197,7 @@ class _RefitWait:
     seconds: float
     began: float = field(default_factory=time.monotonic)
     changed_since: bool = False
-    """Whether KubeRay has told of another status than at the start."""
+    """Whether KubeRay has reported another status than at the start."""
 
     def until_all_are_there(self) -> list[ReplicaReport]:
         import threading
@@ -227,7 +223,7 @@ class _RefitWait:
                 first = first or word
                 self.changed_since |= (word.status, word.message) != (first.status, first.message)
                 found = self.served.replicas()
-                digest = deployment.digest_of(self.application)
+                digest = application_digest(self.application["args"])
                 if word.is_running and deployment.all_there(found, self._count, digest, self._desired):
                     return found
                 self._raise_failures(word)

@@ -33,7 +33,7 @@ class PodKeys:
     less_memory: str
     """What else to do when memory runs out, as the end of a sentence."""
     out_of_memory: type[ConfigError | InfraError]
-    """Whether the same work needs the same memory again, or goes on from what it had written down."""
+    """Whether a retry needs the same memory again, or resumes from what was written."""
 
     @property
     def remedy_for_start(self) -> str:

@@ -4,6 +4,7 @@ import { compareView } from "./compare.js";
 import { empty, h, number, replace, svg } from "./dom.js";
 import { clear, FilterBar } from "./filters.js";
 import { quarantineView } from "./quarantine.js";
+import { replaysView } from "./replays.js";
 import { RolloutPane } from "./rollout.js";
 import { ask, exportInfo, forget, isExport } from "./source.js";
 import { address, FILTERS, followHistory, go, isDataset, onChange, scope, state } from "./state.js";
@@ -40,7 +41,7 @@ function drawTop() {
       : h("b.run", {}, run?.run_id ?? now.run),
     h("span.iteration", {}, (now.iteration || "all") === "all" ? (isDataset(now.run) ? "all versions" : "all iterations") : timeline.name(now.iteration)),
     !isExport && !isDataset(now.run) && h("nav.switch", { "aria-label": "Stage" }, stage("collect"), stage("evaluate")),
-    h("nav.views", {}, link("rollouts", "Rollouts"), link("quarantine", "Quarantine"), !isExport && link("compare", "Compare")),
+    h("nav.views", {}, link("rollouts", "Rollouts"), link("quarantine", "Quarantine"), !isExport && link("compare", "Compare"), !isExport && !isDataset(now.run) && link("replays", "Replays")),
     h("button.icon", { type: "button", title: "Dark or light (t)", "aria-label": "Dark or light", onclick: switchTheme }, "◐"),
     h("button.icon", { type: "button", title: "Keys (?)", "aria-label": "Keys", onclick: () => help.showModal() }, "?"));
 }
@@ -104,6 +105,7 @@ async function changed(now) {
   if (differs("run")) guarded(async () => { await timeline.load(store.runs.find((run) => run.run_id === now.run)?.currency); drawTop(); })();
   else if (differs("iteration", "stage")) timeline.draw();
   if (now.view === "quarantine") return quarantineView(other);
+  if (now.view === "replays") return replaysView(other);
   if (now.view === "compare") {
     if (before.view !== "compare") replace(other);
     return compareView(other, store);

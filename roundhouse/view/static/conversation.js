@@ -4,8 +4,11 @@ import { h, number, seconds } from "./dom.js";
 
 const LONG = 6000;
 
-/** The items of a rollout. `turns` are its model calls; each run of the policy's items is one of them. */
-export function conversation(items, turns = [], { compact = false } = {}) {
+/**
+ * The items of a rollout. `turns` are its model calls; each run of the policy's items is one of them. `branch` gives the command that
+ * continues the rollout from a turn.
+ */
+export function conversation(items, turns = [], { compact = false, branch = null } = {}) {
   if (!Array.isArray(items)) return h("pre.plain", {}, String(items ?? ""));
   const runs = grouped(items);
   const count = runs.filter((run) => run.policy).length;
@@ -13,7 +16,7 @@ export function conversation(items, turns = [], { compact = false } = {}) {
   return h(`.conversation${compact ? ".compact" : ""}`, {}, runs.map((run) => {
     if (!run.policy) return run.items.map(shown);
     turn += 1;
-    return h("section.turn", {}, run.items.map(shown), !compact && count === turns.length && footer(turns[turn]));
+    return h("section.turn", {}, run.items.map(shown), !compact && count === turns.length && footer(turns[turn], branch));
   }));
 }
 
@@ -28,9 +31,15 @@ function grouped(items) {
   return runs;
 }
 
-function footer(turn) {
-  return h("footer", {}, `turn ${turn.turn}`, h("span", {}, `${number(turn.generated_tokens)} tokens`), h("span", {}, seconds(turn.latency_seconds)),
-    h("span", {}, `version ${turn.policy_version}`), h("span", {}, turn.finish_reason), !turn.trained && h("span.tag.warn", {}, "not trained on"));
+function footer(turn, branch) {
+  const command = branch && h("pre.code.command", { hidden: true }, branch(turn.turn));
+  const show = () => {
+    command.hidden = !command.hidden;
+    if (!command.hidden) navigator.clipboard?.writeText(command.textContent).catch(() => getSelection().selectAllChildren(command));
+  };
+  return [h("footer", {}, `turn ${turn.turn}`, h("span", {}, `${number(turn.generated_tokens)} tokens`), h("span", {}, seconds(turn.latency_seconds)),
+    h("span", {}, `version ${turn.policy_version}`), h("span", {}, turn.finish_reason), !turn.trained && h("span.tag.warn", {}, "not trained on"),
+    command && h("button.more", { type: "button", title: "Show and copy the command that continues the rollout from this turn", onclick: show }, "branch")), command];
 }
 
 function shown(item) {

@@ -4,7 +4,7 @@ import { conversation, pretty } from "./conversation.js";
 import { dot, empty, h, moment, number, replace, seconds, signed } from "./dom.js";
 import { groupView } from "./group.js";
 import { ask } from "./source.js";
-import { address, go, scope, state } from "./state.js";
+import { address, go, isDataset, scope, state } from "./state.js";
 import { tokenView } from "./tokens.js";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", group: "Group", task: "Task & record" };
@@ -40,7 +40,7 @@ export class RolloutPane {
     const tab = TABS[state().tab] ? state().tab : "conversation";
     const content = h(`.tab.tab-${tab}`);
     replace(this.element, heading(detail), verdict(detail), tabs(tab), content);
-    if (tab === "conversation") replace(content, conversation(detail.rollout.messages, detail.turns));
+    if (tab === "conversation") replace(content, conversation(detail.rollout.messages, detail.turns, { branch: branchOf(detail) }));
     if (tab === "tokens") replace(content, tokenView(detail));
     if (tab === "task") replace(content, record(detail));
     if (tab === "group") replace(content, await groupView(detail.rollout.group_id, detail.iteration));
@@ -104,6 +104,13 @@ function verdict({ rollout, quarantine, columns, turns }) {
     rollout.failure_code && h(".notice.bad", {}, h("b", {}, `${rollout.failure_kind ?? ""} failure: ${rollout.failure_code}`), h("p", {}, rollout.failure_detail)),
     quarantine && h(".notice.warn", {}, h("b", {}, `Kept from training (${quarantine.outcome}): ${quarantine.reason}`),
       h("p", {}, quarantine.evidence, quarantine.turn !== null && ` Turn ${quarantine.turn}.`)));
+}
+
+/** The command that continues a collected rollout of a run from a turn; null for others, which have none. */
+function branchOf({ rollout, iteration, stage, run_id: run }) {
+  if (stage !== "collect" || isDataset(run)) return null;
+  const quoted = (text) => (/^[\w./:@-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
+  return (turn) => `roundhouse branch ${quoted(run)} --iteration ${iteration} --rollout ${quoted(rollout.rollout_id)} --turn ${turn} --name branches`;
 }
 
 function tabs(chosen) {
