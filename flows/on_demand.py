@@ -10,6 +10,7 @@ from prefect import flow
 from flows._prefect.signals import redeliver_lost_signals
 from flows._prefect.tuning import OpaqueConfig, untagged_tasks
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, open_to_collect, retain_versions, version_for
+from roundhouse.stages.refit import own_gym
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, no_such_version, open_run, version_named
 from tasks.stages import collect_dataset, refit_to, starting_policy
@@ -57,7 +58,8 @@ def _collect(
     if checkpoint is None:
         raise no_such_version(run, version)
     refit_to(run, checkpoint)
-    return collect_dataset(run, name, draw, checkpoint)
+    with own_gym(run):
+        return collect_dataset(run, name, draw, checkpoint)
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.run_id}", persist_result=True, result_serializer="json")
@@ -69,4 +71,5 @@ def evaluate(config: OpaqueConfig, version: int | None = None) -> Reference:
         checkpoint = (run.latest_checkpoint() or start) if version is None else run.checkpoint(version).reference()
         if checkpoint is None:
             raise no_such_version(run, version)
-        return evaluate_stage(run, checkpoint)
+        with own_gym(run):
+            return evaluate_stage(run, checkpoint)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from prefect import Flow, flow
@@ -15,26 +17,33 @@ from flows.between_iterations import after_last_iteration, before_iteration
 from flows.iteration import carry_out, has_engine, source_of
 from flows.prefect_log import reports_to_prefect
 from roundhouse.config.models import RunConfig
+from roundhouse.errors import ConfigError
+from roundhouse.stages.collect import with_epochs
 from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end, own_gym
+from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import driving
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.tracking.catalogue import meaning_of
 from tasks.health import heartbeat
 from tasks.report import finish_run, finished_summary, report_iteration, tracked
 from tasks.stages import evaluate, prepare_offline, promote, start_engine, starting_policy
+
+log = logging.getLogger(__name__)
 
 
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
 def train(config: OpaqueConfig) -> dict[str, Any]:
     """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
     refuse_unready(config)
-    run = open_run(config, first_start=is_first_start())
+    _refuse_unknown_metric(config)
+    run = with_epochs(open_run(config, first_start=is_first_start()))
     if (summary := finished_summary(run)) is not None:
         return summary
     with _driven(run):
-        if not run.is_reported(config.iterations):
+        if not run.is_reported(run.config.iterations):
             start_engine(run)  # it loads while MLflow is imported and the starting policy made
         with own_gym(run):
             return _iterate(run, starting_policy(run))
@@ -45,6 +54,7 @@ def train(config: OpaqueConfig) -> dict[str, Any]:
 )
 def train_offline(config: OpaqueConfig) -> dict[str, Any]:
     """Train a policy from collected datasets; only evaluation needs an engine. Started again, it goes on as `train` does."""
+    _refuse_unknown_metric(config)
     run = with_iterations(open_run(config, first_start=is_first_start()))
     if (summary := finished_summary(run)) is not None:
         return summary
@@ -89,11 +99,26 @@ def _iterate(run: Run, start: Reference) -> dict[str, Any]:
         report_iteration(run, run.first_version)
     with source_of(run):
         for k in range(next_iteration(run), config.iterations + 1):
+            if reaches_target(run, k - 1):
+                end = config.finish
+                log.info("the run ends with iteration %d: %s is at least %g", k - 1, end.metric, end.at_least)
+                run = replace(run, config=config.model_copy(update={"iterations": k - 1}))
+                break
             before_iteration(run, k)
             carry_out(run, k)
             forget_results()
     after_last_iteration(run)
     return finish_run(run)
+
+
+def _refuse_unknown_metric(config: RunConfig) -> None:
+    """Refuse a target that no iteration could reach, since no stage reports the metric."""
+    finish = config.finish
+    if finish.at_least is not None and meaning_of(finish.metric) is None:
+        raise ConfigError(
+            f"finish.metric is {finish.metric!r}, which no stage reports. Name one of docs/metrics.md, such as "
+            "evaluation/reward/mean or reward/mean."
+        )
 
 
 def next_iteration(run: Run) -> int:

@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
-from roundhouse.activity import announce
+from roundhouse.activity import ACTIVITY, FailureListener, announce
 from roundhouse.health.errors import Alert, ErrorInfo, ErrorReporter, Health, Severity
 from roundhouse.health.heartbeat import Beat, Heartbeat
+from roundhouse.health.policy import code_of
 from roundhouse.store.run import Run
 
+FAILURE_SECONDS = 60.0
+"""How often failures of one kind in tracked work are reported: a thousand model calls may fail for one reason."""
 GAUGE_SECONDS = 60.0
 """How often the gauges go to MLflow: its database keeps every point."""
 _TAG_CHARACTERS = 500
@@ -39,10 +42,28 @@ def reporter_of(run: Run) -> ErrorReporter:
 
 @contextmanager
 def heartbeat(run: Run) -> Iterator[None]:
-    """The run's record follows what this process does, for the time of a block."""
+    """The run's record follows what this process does, for the time of a block, and has the failures of its tracked work."""
     every = run.config.failures.heartbeat_seconds
-    with Heartbeat(run.location, reporter_of(run), every, on_beat=_gauges(run)):
+    with (
+        Heartbeat(run.location, reporter_of(run), every, on_beat=_gauges(run)),
+        ACTIVITY.failures_to(_failures(reporter_of(run))),
+    ):
         yield
+
+
+def _failures(reporter: ErrorReporter, clock: Callable[[], float] = time.monotonic) -> FailureListener:
+    """Reports a failure of tracked work as information: whoever tracks it may try again, and a stage that fails has its own
+    error. Of one module and type at most one a minute."""
+    told: dict[tuple[str, str], float] = {}
+
+    def failed(module: str, what: str, error: Exception) -> None:
+        kind = (module, type(error).__name__)
+        if what.startswith("stage") or clock() - told.get(kind, -FAILURE_SECONDS) < FAILURE_SECONDS:
+            return
+        told[kind] = clock()
+        reporter.report_exception(module, what, error, Severity.INFO, {"code": code_of(error)})
+
+    return failed
 
 
 def tell(run: Run, alert: Alert, about: str, severity: Severity = Severity.WARNING) -> None:

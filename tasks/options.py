@@ -4,7 +4,7 @@ A stage's result is a small reference; Prefect keeps it as JSON. Prefect's own c
 whether a stage is complete, so that Retry in the UI and a new start of the same run take the same path.
 
 At the border an error is typed (`roundhouse.health.policy`), reported once, and a stage in which nothing moves is given up
-(`roundhouse.health.watchdog`). Which kinds are tried again is said here; what the run does then,
+(`roundhouse.activity`). Which kinds are tried again is said here; what the run does then,
 in `flows.iteration.carry_out`.
 """
 
@@ -22,10 +22,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.tasks import Task
 
-from roundhouse.activity import announce
+from roundhouse.activity import Stalled, announce, supervised
 from roundhouse.config.operations import stall_seconds
 from roundhouse.health.policy import Kind, code_of, kind_of, severity_of, typed
-from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run

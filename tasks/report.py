@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +27,24 @@ from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_page
 from roundhouse.stages.train import release_trainer
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.tracking.mlflow import PLOT
-from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker, plot_run
+from roundhouse.tracking.tracker import Sinks, Tracker, catch_up, open_tracker, plot_run
 from roundhouse.trajectories.records import as_markdown
 from tasks.options import STAGE
 
+log = logging.getLogger(__name__)
+
+ARTIFACTS_SECONDS = 10.0
+"""How long the end of a run waits for artifacts that are still on their way to Prefect."""
+_artifacts = ThreadPoolExecutor(1, "artifacts")
+"""Makes and sends an iteration's artifacts and metrics: the next iteration need not wait for them."""
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
+_sinks: dict[str, Sinks] = {}
+"""The other sinks, likewise."""
 _opening = threading.Lock()
 _linked: set[str] = set()
 """Runs whose MLflow page this process has linked, by run uid."""
@@ -46,12 +58,16 @@ def tracked(run: Run) -> Iterator[None]:
     """
     try:
         tracker_of(run)
+        _sinks[run.uid] = Sinks(run)
         yield
+        _await_artifacts()
     except (Exception, Pause):
+        _await_artifacts()
         if (tracker := opened_tracker(run)) is not None:
             tracker.settle()
         raise
     finally:
+        _sinks.pop(run.uid, None)
         if (tracker := _trackers.pop(run.uid, None)) is not None:
             tracker.stop()
 
@@ -64,16 +80,10 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     if (tracker := tracker_of(run)) is not None:
         tracker.update()
         _link(run, tracker)
-    create_progress_artifact(
-        key=_key(run, "progress"),
-        progress=100 * iteration / run.config.iterations,
-        description=f"iteration {iteration} of {run.config.iterations}",
-    )
-    create_markdown_artifact(
-        key=_key(run, "iteration"),
-        markdown=iteration_page(run, iteration, manifests),
-        description=f"Iteration {iteration}",
-    )
+    if (sinks := _sinks.get(run.uid)) is not None:
+        _artifacts.submit(sinks.update)
+    sent = _artifacts.submit(copy_context().run, _show_iteration, run, iteration, manifests)
+    sent.add_done_callback(partial(_log_failure, iteration))
     if StageKind.EVALUATE in manifests and run.config.tracking.enabled:
         _show_conversations(run, iteration)
     announce("iteration", iteration=iteration, metrics=stage.iteration_metrics(manifests))
@@ -100,9 +110,12 @@ def finish_run(run: Run) -> dict[str, Any]:
 
 
 def finished_summary(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that has made all its iterations; None while it has not. MLflow is given what it lacked then."""
+    """The summary of a run that has made all its iterations or reached its target, with MLflow given what it lacked; None
+    while it has not."""
     summary = run.summary()
-    if summary is None or summary["iterations"] < run.config.iterations:
+    if summary is None:
+        return None
+    if summary["iterations"] < run.config.iterations and not stage.reaches_target(run, summary["iterations"]):
         return None
     if summary.get("mlflow_complete") is False and catch_up(run):
         summary = run.summary()
@@ -120,6 +133,30 @@ def tracker_of(run: Run) -> Tracker | None:
         if run.uid not in _trackers:
             _trackers[run.uid] = open_tracker(run)
         return _trackers[run.uid]
+
+
+def _show_iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) -> None:
+    create_progress_artifact(
+        key=_key(run, "progress"),
+        progress=100 * iteration / run.config.iterations,
+        description=f"iteration {iteration} of {run.config.iterations}",
+    )
+    create_markdown_artifact(
+        key=_key(run, "iteration"),
+        markdown=iteration_page(run, iteration, manifests),
+        description=f"Iteration {iteration}",
+    )
+
+
+def _await_artifacts() -> None:
+    with suppress(TimeoutError):
+        _artifacts.submit(lambda: None).result(ARTIFACTS_SECONDS)
+
+
+def _log_failure(iteration: int, sent: Future[None]) -> None:
+    """A page that could not be made is no failure of the run: the store has all that it shows."""
+    if (error := sent.exception()) is not None:
+        log.warning("Prefect has no artifacts of iteration %d: %s", iteration, error)
 
 
 def _link(run: Run, tracker: Tracker) -> None:

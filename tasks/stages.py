@@ -23,6 +23,7 @@ from roundhouse.stages import refit as refit_stage
 from roundhouse.stages import train as train_stage
 from roundhouse.stages import validate as validate_stage
 from roundhouse.stages.datasets import TaskDraw
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, Skip
 from roundhouse.store.stage import StageKind, read_manifest
@@ -83,13 +84,13 @@ def collect_dataset(run: Run, name: str, draw: TaskDraw, checkpoint: Reference) 
 @stage_task(name="validate", task_run_name="validate {iteration}")
 def validate(run: Run, iteration: int, rollouts: Reference) -> Reference:
     """Prove the tokens of an iteration, and set aside what cannot be proved."""
-    return validate_stage.validate_iteration(run, iteration, rollouts, policy_stage.vocabulary_size(run))
+    return validate_stage.validate_iteration(run, iteration, rollouts, validate_stage.vocabulary_size(run))
 
 
 @stage_task(name="train", task_run_name="train {iteration}")
 def train_step(run: Run, iteration: int, sequences: Reference, base: Reference) -> Reference:
     say = get_run_logger().info  # a Job's log is the task's
-    cache = policy_stage.checkpoint_cache(run.config)
+    cache = checkpoint_cache(run.config)
     return train_stage.train_iteration(run, iteration, sequences, base, cache, say)
 
 
@@ -141,7 +142,7 @@ def skip_iteration(run: Run, iteration: int, why: Skip) -> Reference:
 @stage_task(name="offline", task_run_name="datasets")
 def prepare_offline(run: Run, base: Reference) -> Reference:
     """Fix the datasets, and judge them."""
-    cache = policy_stage.checkpoint_cache(run.config)
+    cache = checkpoint_cache(run.config)
     return offline_stage.prepare_offline(run, base, lambda batch: train_stage.log_probs_under(run, base, batch, cache))
 
 

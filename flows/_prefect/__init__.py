@@ -8,7 +8,6 @@
 | `orphans` | a flow run whose process is gone stays Running | #16746 |
 | `suspension` | a suspension ends after 300 s, and a flow run may not hear of it | none known |
 | `signals` | a SIGTERM that is raised in a finalizer is dropped | #14219 |
-| `scheduled_time` | a retry moves a flow run's scheduled start | none known |
 | `delivery` | a process that ends waits for a server that has ended | #14854 |
 
 References are issues and pull requests of PrefectHQ/prefect. tests/flows/test_prefect_workarounds.py fails where one is not
