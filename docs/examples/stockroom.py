@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, closing_text, returns, says
+from roundhouse.environments.base import TaskRow, Verdict, closing_text, tool
+from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, returns, says
 
 GOODS = ("bolts", "nuts", "nails", "screws", "hooks", "rings", "pins", "springs")
 SHELVES = "ABCDEFGH"
