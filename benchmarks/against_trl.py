@@ -33,8 +33,7 @@ from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.service.verbs import token_positions
-from roundhouse.training.step import TrainStep
-from roundhouse.training.trainer import Trainer
+from roundhouse.training.trainer import Trainer, TrainStep
 
 VOCABULARY, GROUP, ROLLOUTS, RATE = 258, 8, 64, 1e-4
 

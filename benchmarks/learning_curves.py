@@ -1,4 +1,4 @@
-"""Learning curves: the quickstart's task, trained with several algorithms and seeds by the library alone, in one process.
+"""Learning curves: a configuration's task, trained with several algorithms and seeds by the library alone, in one process.
 
     python benchmarks/learning_curves.py [--algorithms grpo rloo gspo] [--seeds 0 1 2] [--iterations 25] [--config FILE]
                                          [--output docs/images/learning-curves] [--work DIR]
@@ -51,7 +51,7 @@ class PolicyInProcess:
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
         self.codec = ChatCodec(str(directory), config.generation.max_model_len)
-        self.engine = TransformersEngine(config.generation, str(directory), MODEL, self.codec)
+        self.engine = TransformersEngine(config.generation, str(directory), self.codec)
         self.version = 0
 
     async def take(self, directory: Path, version: int) -> None:
@@ -85,7 +85,7 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
     policy = PolicyInProcess(config, start)
     await policy.engine.start()
     await policy.take(start, 0)
-    before = await _heldout(config, policy)
+    before, sampled_before = await _heldout(config, policy, True), await _heldout(config, policy, False)
     for iteration in range(1, iterations + 1):
         rows = sample_tasks(
             open_environment(config.environment).tasks("train"),
@@ -105,14 +105,16 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
             trainer.save(Path(directory))
             await policy.take(Path(directory), iteration)
         curve.append(report.metrics["reward"])
-    after = await _heldout(config, policy)
+    after, sampled_after = await _heldout(config, policy, True), await _heldout(config, policy, False)
     policy.engine.shutdown()
     return {
         "algorithm": config.train.algorithm.kind,
         "seed": config.seed,
         "reward": [round(value, 4) for value in curve],
-        "heldout_before": before,
-        "heldout_after": after,
+        "heldout_before": before[0],
+        "heldout_after": after[0],
+        "sampled_before": sampled_before,
+        "sampled_after": sampled_after,
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
 
@@ -133,14 +135,16 @@ async def _roll_out(
         return await collect(specs, policy, environment, config.rollout, sampling, on_policy=not greedy)
 
 
-async def _heldout(config: RunConfig, policy: PolicyInProcess) -> float:
-    """Mean greedy reward of the held-out tasks."""
+async def _heldout(config: RunConfig, policy: PolicyInProcess, greedy: bool) -> tuple[float, float, int]:
+    """Of the held-out tasks, one rollout each: mean reward, its standard error, and how many they are."""
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
-    rollouts = await _roll_out(config, policy, rows, 1, 0, greedy=True)
-    return round(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None), 4)
+    rollouts = await _roll_out(config, policy, rows, 1, 0, greedy)
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    error = statistics.stdev(rewards) / len(rewards) ** 0.5
+    return round(statistics.fmean(rewards), 4), round(error, 4), len(rewards)
 
 
-def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
+def plot(runs: Sequence[dict[str, Any]], file: Path, what: str) -> None:
     """Each algorithm's mean over seeds, with the range between its worst and best seed."""
     import matplotlib as mpl
 
@@ -157,7 +161,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
             steps, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.15
         )
     axes.set(xlabel="iteration", ylabel="mean reward of the training rollouts", ylim=(0, 1))
-    axes.set_title("The quickstart's task: mean over seeds, and the range between the worst and the best")
+    axes.set_title(f"{what}: mean over seeds, and the range between the worst and the best")
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -195,7 +199,7 @@ def main() -> None:
             results.write_text(
                 json.dumps({"machine": platform.processor() or platform.machine(), "runs": runs}, indent=1)
             )
-            plot(runs, arguments.output.with_suffix(".png"))
+            plot(runs, arguments.output.with_suffix(".png"), base.run_id)
     last = [{"algorithm": r["algorithm"], "seed": r["seed"], "last": statistics.fmean(r["reward"][-3:])} for r in runs]
     print(json.dumps({"bench": "learning_curves", "results": last}))
 

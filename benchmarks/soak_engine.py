@@ -66,7 +66,9 @@ class InstantEngine:
 
 
 def _answer(prompt: str, rng: random.Random) -> str:
-    a, b, c = (int(number) for number in _QUESTION.findall(prompt)[-1])
+    if not (questions := _QUESTION.findall(prompt)):
+        return "A word."  # to what a run asks before it relies on an engine
+    a, b, c = (int(number) for number in questions[-1])
     kind = rng.choice(("right", "wrong", "call"))
     if kind == "call" and "<tool_response>" not in prompt:
         call = {"name": "calculate", "arguments": {"expression": f"{a}*{b}"}}

@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.packing import pack
-from roundhouse.training.step import plan_updates
-from roundhouse.training.trainer import Trainer
+from roundhouse.training.trainer import Trainer, plan_updates
 
 VOCABULARY, UPDATES = 512, 4
 
@@ -113,7 +112,7 @@ def plain_case(name: str, model_dir: Path, batch: TrainingSequences, device: str
     def run() -> dict[str, float]:
         nonlocal iteration
         iteration += 1
-        parts = plan_updates(range(len(batch)), UPDATES, 1, 0, iteration)
+        parts = plan_updates(range(len(batch)), range(len(batch)), UPDATES, 1, 0, iteration)
         torch.set_num_threads(1)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             with torch.no_grad():

@@ -1,5 +1,6 @@
 """Shared fixtures. `OMP_NUM_THREADS=1` keeps two cores useful: more threads make every CPU engine slower here."""
 
+import functools
 import gc
 import os
 
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -27,6 +29,9 @@ hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
+# A request without a client reads the certificates of all authorities, 0.05 s of CPU, and tests that wait for a server ask it
+# twenty times a second. Their servers speak plain HTTP.
+httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 SHARED = {
     "served deployments": (
@@ -59,12 +64,16 @@ SLOWEST = [line for line in (Path(__file__).parent / "slowest.txt").read_text().
 """Files that are started first: a long file that is started last keeps one worker busy and the others idle."""
 
 
+APART = {"tests/benchmarks/test_commands.py", "tests/replay/test_bisect.py"}
+"""Files of long tests that share no fixture: as one piece of work they would keep one worker busy when the others are done."""
+
+
 class ByService(LoadScopeScheduling):
-    """A worker takes a file at a time, or the files that share a service, in the order of the collection."""
+    """A worker takes a file at a time, or files that share a service, or one test, in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        return GROUPS.get(file, file)
+        return nodeid if file in APART else GROUPS.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByService:

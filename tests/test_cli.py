@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import re
@@ -10,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from roundhouse.cli import app, reports
@@ -344,7 +342,9 @@ def test_the_summary_says_how_long_the_start_took_and_the_starting_policy_of_it(
     assert int(said[1]) >= 100
 
 
-def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(tmp_path: Path) -> None:
+def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.00728 CPU hours were 26 s, and "untrained" was not explained."""
     run = write_run(str(tmp_path / "store"), iterations=1)
     totals = {"cpu_hours": 0.00728, "wall_hours": 3.0, "generated_tokens": 10.0}
@@ -354,8 +354,8 @@ def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(tm
     assert "3 (3 h)" in shown
     assert "trained: a step gave them weight" in shown
     bill = {"tokens": dict.fromkeys(reports.WHY, 1.0), "cpu_seconds": {"judged": 2.0}, "money": {"judged": 0.5}}
-    terminal = Console(record=True, width=120, file=io.StringIO())
-    terminal.print(reports._bill_table(bill, "EUR"))
-    told = terminal.export_text()
+    monkeypatch.setenv("COLUMNS", "120")
+    reports.print_bill(bill, "EUR")
+    told = capsys.readouterr().out
     assert "untrained: no weight" in told
     assert all(f"{cause}: {meaning}" in told for cause, meaning in reports.WHY.items())

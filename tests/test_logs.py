@@ -74,6 +74,10 @@ def test_a_process_has_labels_of_its_own_and_bad_settings_are_refused(
     with pytest.raises(ConfigError, match="ROUNDHOUSE_LOG is 'yaml'"):
         set_up_logs()
     monkeypatch.setenv(logs.VARIABLE, "json")
+    monkeypatch.setenv(logs.LEVEL_VARIABLE, "loud")
+    with pytest.raises(ConfigError, match="ROUNDHOUSE_LOG_LEVEL is 'loud'"):
+        set_up_logs()
+    monkeypatch.delenv(logs.LEVEL_VARIABLE)
     monkeypatch.setenv(logs.LABELS_VARIABLE, "[1]")
     with pytest.raises(ConfigError, match="ROUNDHOUSE_LOG_LABELS"):
         set_up_logs()

@@ -43,7 +43,7 @@ def test_an_iteration_runs_without_the_removable_parts() -> None:
     )
     assert done.returncode == 0, done.stderr
     entered = done.stdout.splitlines()
-    assert "roundhouse.training.step" in entered
+    assert "roundhouse.training.trainer" in entered
     assert not [name for name in entered if name.startswith(REMOVABLE)]
 
 

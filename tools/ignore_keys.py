@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import inspect
 import json
 import os
 import re
 import select
-import signal
 import sys
 import time
 import typing
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from _pytest.runner import runtestprotocol
 from pydantic import BaseModel
@@ -180,8 +181,13 @@ def record(reads: set[tuple[str, str]]) -> None:
     target.model_dump = dump
 
 
+PR_SET_CHILD_SUBREAPER = 36
+
+
 def forked(work: Callable[[], Any], seconds: float) -> Any:
-    """What the work returns, done in a fork; None where it takes too long or dies."""
+    """What the work returns, done in a fork; None where it takes too long or dies. Nothing that the work started is left: what
+    loses its parent becomes a child of this process, services in sessions of their own too."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     there, here = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -197,9 +203,13 @@ def forked(work: Callable[[], Any], seconds: float) -> Any:
             break
         text += piece
     os.close(there)
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    while started := psutil.Process().children(recursive=True):
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0):
+                continue
     return json.loads(text) if text.endswith(b"\n") else None
 
 

@@ -22,12 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rollouts import HERE, Weather, free_port, rows, served, wait_for
 
-from roundhouse.collection.parts import journal_parquet
+from roundhouse.collection.collector import journal_parquet
 from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import collect
-from roundhouse.rollout.journal import TurnJournal
+from roundhouse.rollout.collector import TurnJournal, collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table

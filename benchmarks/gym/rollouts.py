@@ -39,6 +39,8 @@ import psutil
 from roundhouse.environments.base import Environment, Verdict, task_row, tool
 
 HERE = Path(__file__).resolve().parent
+ENDS_WITH_US = (sys.executable, "-m", "roundhouse.infra.die_with_parent", str(os.getpid()))
+"""Before a command: the servers get SIGTERM when this process ends, however it ends."""
 ROUNDHOUSE = (sys.executable, "-c", "from roundhouse.cli import main; main()")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
 PEER_AGENT = "example_single_tool_call_simple_agent"
@@ -176,7 +178,7 @@ def started(engine: str) -> Iterator[tuple[str, list[int]]]:
         Path(directory, "servers.json").write_text(json.dumps(tree))  # JSON is YAML
         command = [*ROUNDHOUSE, "gym", "start", "servers.json", "--no-ray", "--head-port", "0", "--json"]
         process = subprocess.Popen(
-            command, env=ENVIRONMENT, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [*ENDS_WITH_US, *command], env=ENVIRONMENT, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         try:
             assert process.stdout is not None
@@ -195,7 +197,7 @@ def _children_cpu() -> float:
 @contextlib.contextmanager
 def served(*command: str) -> Iterator[int]:
     """A process that is stopped at the end; its pid."""
-    process = subprocess.Popen([sys.executable, *command], env=ENVIRONMENT)
+    process = subprocess.Popen([*ENDS_WITH_US, sys.executable, *command], env=ENVIRONMENT)
     try:
         yield process.pid
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from roundhouse.cli.reports import app
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
 from roundhouse.simulation.doctor import diagnose, load_slope
+from roundhouse.simulation.symptoms import symptoms
 from roundhouse.store import stage as stages
 from roundhouse.store.run import Run, open_run
-from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 GROUPS, SIZE, TOKENS = 4, 4, 50
@@ -174,3 +176,74 @@ def test_the_command_prints_the_parts_and_the_changes(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, ["doctor", "r", "--store", str(tmp_path), "--json"]).stdout)
     gains = [each["gain"] for each in found["changes"]]
     assert gains == sorted(gains, reverse=True)
+
+
+def sick(place: Path, rollouts: list[Rollout], metrics: dict[str, float] | None = None, **keys: Any) -> Run:
+    """A run with one iteration on record, of these rollouts."""
+    run = open_run(parse_config({"run_id": "r", "store": str(place), "iterations": 1} | keys))
+    committed(run, 1, "collect", 1000.0, 10.0, {}, rollouts)
+    committed(run, 1, "validate", 1010.0, 0.1, metrics)
+    return run
+
+
+def member(sample: int, /, said: str = "a word", **changes: Any) -> Rollout:
+    turn = Turn(0, None, [1], 1, "d", [2], [-0.1], 0, "stop", 0.1)
+    made = Rollout("g", sample, {}, "e", Status.COMPLETED, reward=float(sample % 2), turns=[turn], seconds=1.0)
+    made.started_at, made.items = 1000.0, [{"role": "assistant", "content": said}]
+    return replace(made, **changes)
+
+
+TOOLS = {"responses_create_params": {"tools": [{"type": "function", "name": "add"}]}}
+CALL = {"type": "function_call", "name": "add", "arguments": "{}"}
+FAILED = {
+    "status": Status.FAILED,
+    "reward": None,
+    "failure_kind": FailureKind.INFRA,
+    "failure_code": "engine_unreachable",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "metrics", "symptom", "cause"),
+    [
+        ({}, {}, None, None),
+        (FAILED | {"failure_detail": "refused"}, {}, "fail with engine_unreachable", "no HTTP server"),
+        (
+            {"task": TOOLS, "said": '<tool_call>\n{"name": "add"'},
+            {},
+            "tool calls are not parsed",
+            "tool_call_parser is",
+        ),
+        ({"task": TOOLS, "items": [CALL, {"role": "assistant", "content": "<tool_call>"}]}, {}, None, None),
+        ({}, {"validate/token_breaks/merge": 3.0}, "token discontinuity", "merge"),
+        ({"reward": 0.0}, {}, "every reward is 0", "verifier returns its default"),
+        ({"reward": 0.0, "status": Status.TRUNCATED}, {}, "every reward is 0", "cut off"),
+        ({"environment_seconds": 0.9}, {}, "slow rollouts", "latency"),
+    ],
+)
+def test_each_planted_symptom_is_told_with_its_cause_and_a_remedy_and_a_sound_run_has_none(
+    tmp_path: Path, changes: dict[str, Any], metrics: dict[str, float], symptom: str | None, cause: str | None
+) -> None:
+    found = symptoms(sick(tmp_path, [member(sample, **changes) for sample in range(4)], metrics))
+    assert [each.symptom for each in found if symptom is None or symptom not in each.symptom] == []
+    for each in found:
+        assert cause is not None
+        assert cause in each.cause
+        assert each.evidence
+        assert each.remedy
+    assert bool(found) is (symptom is not None)
+
+
+def test_few_long_rollouts_that_an_iteration_waits_for_are_slow_for_want_of_parallelism(tmp_path: Path) -> None:
+    rollouts = [member(sample, seconds=40.0 if sample == 0 else 1.0) for sample in range(16)]
+    [found] = symptoms(sick(tmp_path, rollouts))
+    assert "low parallelism" in found.cause
+    assert "of 16 rollouts in flight" in found.evidence
+
+
+def test_the_command_tells_symptoms_of_a_run_whose_times_it_cannot_judge(tmp_path: Path) -> None:
+    sick(tmp_path, [member(sample, reward=0.0) for sample in range(4)])
+    shown = CliRunner().invoke(app, ["doctor", "r", "--store", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "every reward is 0" in shown.stdout
+    assert "nothing to draw durations from" in shown.stdout

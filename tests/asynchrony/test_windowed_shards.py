@@ -10,7 +10,7 @@ import pytest
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.parts import written_rollouts
+from roundhouse.collection.collector import written_rollouts
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.prefetch import collect_chosen

@@ -298,7 +298,9 @@ def test_how_many_rollouts_of_a_dataset_are_looked_at_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     sample = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(offline, "read_manifest", lambda reference: mock.Mock(finished_at=time.time(), inputs={}))
+    monkeypatch.setattr(
+        offline, "read_manifest", lambda reference: mock.Mock(finished_at=time.time(), inputs={}, details={})
+    )
     monkeypatch.setattr(offline, "label_of", lambda reference: "d")
     monkeypatch.setattr(offline, "_sample", sample)
     run = open_run(config(store=str(tmp_path), **from_dataset(precheck_rollouts=count)))

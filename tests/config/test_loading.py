@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from roundhouse.config.loading import (
     differences,
     load_config,
     parse_config,
+    unnamed_code,
 )
 from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.config.training import ProcessService
@@ -68,6 +70,13 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
         ({"generation": {"sampling": {"top_p": 0.9}}}, "top_p"),
         ({"generation": {"backend": "transformers", "tool_call_parser": "llama3_json"}}, "tool_call_parser"),
         ({"train": {"minibatches": 500}}, "train.minibatches"),
+        (
+            {
+                "rollout": {"system_prompt": "Be brief."},
+                "environment": {"kind": "command", "command": ["run"], "train_tasks": "a.jsonl"},
+            },
+            "rollout.system_prompt is set, but environment.kind is command",
+        ),
         ({"seed": "many"}, "seed"),
     ],
 )
@@ -281,6 +290,36 @@ def test_gpus_that_no_trainer_would_use_are_refused() -> None:
     assert parse_config(on_kubernetes, recorded=True).train.service == ProcessService(processes=2)
 
 
+@pytest.mark.parametrize("kind", ["resident", "process"])
+def test_a_layout_that_cannot_work_is_refused(kind: str) -> None:
+    train = {"service": {"kind": kind, "processes": 4, "context_parallel": 3}}
+    with pytest.raises(
+        ConfigError, match=r"context_parallel is 3, but train\.service\.processes is 4, .* Set processes to 3"
+    ):
+        parse_config({"run_id": "a", "train": train})
+    padded = {"service": {"kind": kind, "processes": 4, "context_parallel": 2}, "packing": False}
+    with pytest.raises(ConfigError, match=r"context_parallel is 2, but train\.packing is false"):
+        parse_config({"run_id": "a", "train": padded})
+    both = {"service": {"kind": kind, "processes": 4, "context_parallel": 2, "tensor_parallel": 4}}
+    with pytest.raises(
+        ConfigError, match=r"context_parallel is 2 x train\.service\.tensor_parallel 4, but .* Set processes to 8"
+    ):
+        parse_config({"run_id": "a", "train": both})
+    unsharded = {"service": {"kind": kind, "processes": 2, "tensor_parallel": 2}}
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel is 2, as many as train\.service\.processes: .* processes to 4 or more"
+    ):
+        parse_config({"run_id": "a", "train": unsharded})
+    adapter = {"service": {"kind": kind, "processes": 4, "tensor_parallel": 2}, "lora": {}}
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 2, but train\.lora is set"):
+        parse_config({"run_id": "a", "train": adapter})
+    for each in (train, padded, both, unsharded, adapter):
+        parse_config({"run_id": "a", "train": each}, recorded=True)
+    service = {"kind": kind, "processes": 4, "context_parallel": 2, "tensor_parallel": 2}
+    found = parse_config({"run_id": "a", "train": {"service": service}}).train.parallelism
+    assert found == {"context_parallel": 2, "tensor_parallel": 2}
+
+
 @pytest.mark.parametrize(
     ("changed", "other"),
     [
@@ -293,3 +332,32 @@ def test_gpus_that_no_trainer_would_use_are_refused() -> None:
 def test_only_keys_that_are_not_marked_operational_make_another_run(changed: dict, other: list[str]) -> None:
     found = changes_of_identity(parse_config({"run_id": "a"}), parse_config({"run_id": "a", **changed}))
     assert list(found) == other
+
+
+def test_the_tool_is_learnt_by_reward_from_the_version_that_its_demonstrations_make() -> None:
+    root = Path(__file__).parents[2]
+    shown, rewarded = (load_config(root / f"configs/tool/{name}.yaml") for name in ("demonstrations", "reward"))
+    rows = re.search(r"demonstrations calculator -o (\S+) --count (\d+)", (root / "Makefile").read_text())
+    assert rows is not None
+    assert shown.offline is not None
+    assert shown.offline.datasets == (rows[1],)
+    version = -(-int(rows[2]) // (shown.offline.groups or 1))
+    assert rewarded.policy.path.endswith(f"{shown.store}/runs/{shown.run_id}/checkpoints/{version:06d}")
+    optimizer = shown.train.optimizer
+    assert optimizer.warmup_steps + (optimizer.decay_steps or 0) == version * shown.train.minibatches
+
+
+def test_a_store_names_no_loss_and_no_launcher_unasked() -> None:
+    train = {"algorithm": {"policy_loss": "a:loss"}, "service": {"kind": "process", "launcher": "b:Launcher"}}
+    config = parse_config(
+        {"run_id": "r", "train": train, "rollout": {"distribution": {"kind": "process", "launcher": "c:Mine"}}}
+    )
+    named = {
+        "train.algorithm.policy_loss": "a:loss",
+        "train.service.launcher": "b:Launcher",
+        "rollout.distribution.launcher": "c:Mine",
+    }
+    assert unnamed_code(config, []) == named
+    assert unnamed_code(config, [f"{key}={value}" for key, value in named.items()]) == {}
+    plain = {"algorithm": {"policy_loss": "cispo"}, "service": {"kind": "process", "launcher": "subprocess"}}
+    assert unnamed_code(parse_config({"run_id": "r", "train": plain}), []) == {}

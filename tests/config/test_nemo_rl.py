@@ -32,6 +32,12 @@ def test_the_switch_of_nemo_rl_is_the_environment_kind_nemo_gym() -> None:
     assert before == THEIRS, "what was given is as it was"
 
 
+def test_megatrons_generation_in_the_trainer_is_refused_with_what_there_is_here() -> None:
+    policy = {"model_name": "m", "megatron_cfg": {"enabled": True}, "generation": {"backend": "megatron"}}
+    with pytest.raises(ConfigError, match=r"policy\.megatron_cfg is given, which needs megatron-core.*backend trainer"):
+        parse_config({"run_id": "r", "policy": policy})
+
+
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
@@ -52,3 +58,28 @@ def test_each_switch_that_is_off_is_refused_by_its_key(place: str, value: Any, s
     section[leaf] = value
     with pytest.raises(ConfigError, match=said):
         parse_config(tree)
+
+
+def test_the_flat_names_of_generation_are_those_of_sampling_and_both_are_refused() -> None:
+    flat = {
+        "backend": "hf",
+        "max_new_tokens": 100,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": None,
+        "model_name": "/models/m",
+    }
+    config = parse_config({"run_id": "r", "generation": flat})
+    sampling = config.generation.sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (100, 0.7, 1.0, None)
+    assert (config.generation.backend, config.policy.kind, config.policy.path) == (
+        "transformers",
+        "pretrained",
+        "/models/m",
+    )
+    for generation, told in (
+        ({"temperature": 0.7, "sampling": {"temperature": 1.0}}, "Give generation.sampling.temperature alone"),
+        ({"model_name": "m"}, "Name the model in policy alone"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            parse_config({"run_id": "r", "generation": generation, "policy": {"kind": "warm_start"}})

@@ -37,6 +37,13 @@ from roundhouse.config.placement import placement
             {"train": {"service": {"kind": "ray"}}, "placement": {"colocation": "spread"}},
             ["trainer:   an actor on the flow's Ray cluster, else a local one; on another node than the engine"],
         ),
+        (
+            {
+                "offline": {"datasets": ["d"], "evaluate": False},
+                "train": {"service": {"kind": "tinker", "base_model": "b"}, "algorithm": {"kind": "cross_entropy"}},
+            },
+            ["trainer:   Tinker"],
+        ),
         ({"rollout": {"distribution": {"kind": "process", "shards": 3}}}, ["collector: 3 shards (process)"]),
         (
             {

@@ -134,7 +134,7 @@ def until(
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds, f"not within {seconds:g} s: {what}\n{evidence()}"
-        time.sleep(0.05)
+        time.sleep(0.2)
     return time.monotonic() - begun
 
 

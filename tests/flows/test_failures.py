@@ -17,11 +17,10 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.events.worker import EventsWorker
 
 from flows.iteration import carry_out
-from roundhouse.activity import ACTIVITY
+from roundhouse.activity import ACTIVITY, Stalled, run_interruptible
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, DataError, DiskFull, InfraError
-from roundhouse.health.watchdog import Stalled, run_interruptible
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run, skip_of

@@ -27,6 +27,13 @@ from roundhouse.config.loading import flatten, load_config, parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.run import Run, open_run
 
+
+@pytest.fixture(autouse=True)
+def _presets_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served flows, which other tests of this directory share with these, have presets of their own."""
+    monkeypatch.delenv("ROUNDHOUSE_PRESETS", raising=False)
+
+
 FORMS = (TrainForm, TrainOfflineForm, CollectForm, EvaluateForm, ForkForm, ReplayForm)
 
 

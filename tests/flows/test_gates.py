@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from flows.alerts import ALERTS, install, installed
+from roundhouse.activity import Stalled
 from roundhouse.config.operations import FailuresConfig
-from roundhouse.health.watchdog import Stalled
 from roundhouse.stages.cost import raises
 from roundhouse.store.run import Promoted, promoted_version
 from roundhouse.store.stage import read_manifest

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from flows._prefect.orphans import settle_orphans
-from flows._prefect.scheduled_time import _PLANNED
 from flows.controls import pause
 from flows.deployments import deployments
 from flows.forms import CollectForm
@@ -54,7 +53,7 @@ def test_a_schedule_is_one_a_dataset_and_survives_a_new_registration_of_the_depl
     assert schedules() == []
 
 
-def test_planned_flow_runs_know_their_moment_from_a_key_that_no_retry_moves(form: CollectForm, served: Served) -> None:
+def test_planned_flow_runs_keep_their_moment_through_a_retry(form: CollectForm, served: Served) -> None:
     deployment = served.deployment("collect")["id"]
     wanted = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
     add_schedule(form, "0 2 * * *")
@@ -66,11 +65,17 @@ def test_planned_flow_runs_know_their_moment_from_a_key_that_no_retry_moves(form
     assert len(planned) > 1
     assert len({run["expected_start_time"] for run in planned}) == len(planned)
     for run in planned:
-        found = _PLANNED.fullmatch(run["idempotency_key"])
-        assert found is not None, run["idempotency_key"]
-        assert datetime.fromisoformat(found["moment"]) == datetime.fromisoformat(run["expected_start_time"])
+        assert run["auto_scheduled"]
         assert datetime.fromisoformat(run["expected_start_time"]).hour == 2
         assert run["parameters"]["settings"]["name"] == "nights"
+    retried, *_ = planned
+    again = {"type": "SCHEDULED", "name": "AwaitingRetry", "state_details": {"scheduled_time": "2030-01-01T00:00:00Z"}}
+    for state in ({"type": "RUNNING"}, {"type": "FAILED"}, again):
+        served.call("POST", f"flow_runs/{retried['id']}/set_state", state=state, force=True)
+    after = served.call("GET", f"flow_runs/{retried['id']}")
+    kept = ("expected_start_time", "auto_scheduled")
+    assert [after[name] for name in kept] == [retried[name] for name in kept], "a retry is for the same night"
+    served.call("DELETE", f"flow_runs/{retried['id']}")
     remove_schedule("nights")
     assert served.call("POST", "flow_runs/filter", **wanted) == [], "a removed schedule plans nothing"
 

@@ -30,7 +30,7 @@ async def policy(policies: dict[str, Path], tmp_path: Path) -> AsyncIterator[Ser
     directory = str(policies["first"])
     codec = ChatCodec(directory, 512)
     codec.stop_token_ids = frozenset()
-    engine = TransformersEngine(GenerationConfig(backend="transformers"), directory, "policy", codec)
+    engine = TransformersEngine(GenerationConfig(backend="transformers"), directory, codec)
     await engine.start()
     policy = ServedPolicy(engine, directory, "r", cache=NodeCache(tmp_path / "cache", 10**9))
     await policy.apply(DesiredPolicy(1, directory, request=1))

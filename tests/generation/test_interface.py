@@ -14,13 +14,16 @@ from transformers import AutoTokenizer
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import ConfigError
 from roundhouse.generation import deployment, vllm_worker
+from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.interface import (
     GenerationInterface,
+    ListGeneration,
     VllmGeneration,
     configure_generation_config,
     create_backend,
 )
 from roundhouse.generation.protocol import Generated
+from roundhouse.generation.serve_app import APPLICATION
 from roundhouse.generation.transformers_engine import build_model
 from roundhouse.generation.vllm_engine import engine_arguments
 from tests.generation import tiny
@@ -79,6 +82,9 @@ def test_a_rows_tokens_depend_on_its_seed_alone(backend):
 def test_new_weights_are_in_after_loading(backend, policies):
     backend.load_weights(str(policies["untied-second"]))
     assert_true_of(policies["untied-second"], backend.generate(batch(), greedy=False))
+    backend.finish_generation()
+    backend.prepare_for_generation()
+    assert_true_of(policies["untied-second"], backend.generate(batch(), greedy=False))
     backend.load_weights(str(policies["untied"]))
     assert_true_of(policies["untied"], backend.generate(batch(), greedy=False))
 
@@ -108,6 +114,26 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(tokenized, policies):
         create_backend(tokenized, str(policies["first"]), "sglang")
 
 
+def test_rows_that_a_limit_ended_are_truncated_and_stops_are_those_of_a_run(backend, tokenized, policies):
+    output = backend.generate(batch(), greedy=False)
+    assert output["truncated"].dtype == torch.bool
+    for row, cut in enumerate(output["truncated"].tolist()):
+        last = int(output["output_ids"][row, int(output["unpadded_sequence_lengths"][row]) - 1])
+        assert cut is (last not in tokenized.stop_token_ids)
+    assert tokenized.stop_token_ids == ChatCodec(str(policies["first"]), 256).stop_token_ids
+
+
+def test_a_prompt_that_fills_the_context_is_refused(policies):
+    config = CONFIG.model_copy(update={"max_model_len": 4})
+    made = create_backend(
+        configure_generation_config(config, AutoTokenizer.from_pretrained(policies["first"])),
+        str(policies["first"]),
+        "transformers",
+    )
+    with pytest.raises(ValueError, match=r"generation\.max_model_len is 4"):
+        made.generate(batch(), greedy=False)
+
+
 def test_a_gpu_is_a_matter_of_configuration():
     config = GenerationConfig(gpus_per_replica=1, dtype="bfloat16", engine_args={"tensor_parallel_size": 2})
     arguments = engine_arguments(config, "/m")
@@ -134,7 +160,7 @@ def test_a_key_becomes_an_argument_of_vllm(keys, argument, expected):
 def test_the_configured_sampling_is_what_a_backend_is_asked_for(tokenized):
     asked = []
 
-    class Recording(GenerationInterface):
+    class Recording(ListGeneration):
         prepare_for_generation = finish_generation = load_weights = None
 
         def answer(self, prompts, draws):
@@ -158,10 +184,11 @@ def test_serve_has_as_long_as_the_configuration_says(key, works, policies, monke
     serve = mock.MagicMock()
     monkeypatch.setattr(deployment, "_Serve", serve)
     client = serve.return_value.__enter__.return_value
-    client.application.return_value = {"deployments": [{"user_config": {"policy_version": 0}}]}
+    application = {"deployments": [{"user_config": {"policy_version": 0}}]}
+    client.applications.return_value = {APPLICATION: application}
     config, endpoint = GenerationConfig(**{key: 77}), mock.Mock(http_url="http://there:1")
     if works == "ensure":
         deployment.ensure_deployed(config, str(policies["first"]), endpoint, weights="/weights")
     else:
         deployment.refit(config, endpoint, weights="/weights", version=1)
-    assert client.put_application.call_args.args[1] == client.wait.call_args.args[1] == 77
+    assert client.put_applications.call_args.args[1] == client.wait.call_args.args[1] == 77

@@ -6,6 +6,7 @@ The nodes declare GPUs that they have not; Ray places by what is declared.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +24,9 @@ from roundhouse.config.models import RunConfig
 from roundhouse.config.placement import REPLICA_CPUS, reservation
 from roundhouse.errors import InfraError
 from roundhouse.generation.deployment import engine_arguments
-from roundhouse.generation.serve_app import APPLICATION, DEPLOYMENT, arguments_of, build, placement_options
+from roundhouse.generation.serve_app import APPLICATION, DEPLOYMENT, build, placement_options
 from roundhouse.training.service.actor import RayTrainService
+from roundhouse.weight_sync.replica_state import arguments_of
 from tests.generation import tiny
 from tests.generation.cluster import free_ports
 
@@ -35,7 +37,18 @@ STARTS = 3
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def own_place() -> Iterator[None]:
+    """Ray's directory is this module's own: in /tmp/ray it would leave its address, which other clients of Ray join."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rhn", dir="/tmp", ignore_cleanup_errors=True) as place,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_TMPDIR", place)  # sockets have short names
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(own_place: None) -> Iterator[Cluster]:
     node = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80_000_000}
     before = set(psutil.Process().children(recursive=True))
     for start in range(STARTS):

@@ -231,7 +231,7 @@ def wait_until_all_wait_for(serve: ServeEndpoint, version: int) -> None:
     """The refit raises with the first replica's refusal; the second may not have been told yet."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        found = deployment.replicas(serve)
+        found = deployment.RayServeEngine(serve).replicas()
         if len(found) == 2 and all(r.desired and r.desired["policy_version"] == version and not r.ready for r in found):
             return
         time.sleep(0.1)
@@ -258,7 +258,7 @@ def test_replicas_take_a_transfer_as_ranks_of_one_group(
     deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]
 ) -> None:
     sending_config = config.model_copy(update={"weight_sync": "transfer"})
-    ids = [replica.replica_id for replica in deployment.replicas(deployed)]
+    ids = [replica.replica_id for replica in deployment.RayServeEngine(deployed).replicas()]
     second = policies["second"]
     with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:
         options = RefitOptions(digest_of(second), sending.source("float32").model_dump())
@@ -278,7 +278,7 @@ def test_a_killed_replica_comes_back_at_the_wanted_version(deployed, config, pol
     os.kill(before[0].pid, signal.SIGKILL)
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
-        found = deployment.replicas(deployed)
+        found = deployment.RayServeEngine(deployed).replicas()
         if len(found) == 2 and before[0].pid not in {r.pid for r in found} and all(r.ready for r in found):
             break
         time.sleep(0.5)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig
 from roundhouse.rollout.agents import run_rollout
-from roundhouse.rollout.journal import TurnJournal
+from roundhouse.rollout.collector import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout

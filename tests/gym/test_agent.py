@@ -10,6 +10,7 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineUnreachable
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.conversation import Conversation
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, derive_seed, digest_tokens
 from tests.gym.playground import (
     SAMPLING,
@@ -71,6 +72,28 @@ async def test_a_rollout_runs_tools_in_order_and_is_judged():
     assert rollout.metrics["agent_tool_failures"] == 0
     assert rollout.metrics["words"] == 3
     assert "prompt_token_ids" not in json.dumps(rollout.items)
+
+
+@pytest.mark.parametrize(
+    ("params", "first"),
+    [
+        ({}, "Be brief."),
+        ({"instructions": "Be polite."}, "Be polite."),
+        ({"input": [{"role": "developer", "content": "Be exact."}, {"role": "user", "content": "Go."}]}, "Be exact."),
+    ],
+)
+async def test_the_system_prompt_stands_first_and_on_record_unless_the_row_has_one(params: dict[str, Any], first: str):
+    row, seen = counter_row(), []
+
+    def script(messages: list[dict[str, Any]], seed: int) -> Reply:
+        seen.append(messages[0])
+        return says("7")
+
+    row["responses_create_params"] |= params
+    rollout = await play(row=row, policy=ScriptedPolicy(script), system_prompt="Be brief.")
+    assert seen == [{"role": "system", "content": first}]
+    again = Conversation(rollout.task, "a replay has the text without the key")
+    assert again.messages[0] == seen[0]
 
 
 async def test_turns_store_only_what_a_prompt_adds_and_rebuild_to_what_the_engine_saw():

@@ -56,6 +56,9 @@ SHOWN_BY: dict[str, dict[str, str]] = {
         "--rollouts": COLLECTED, "--inputs": HERE, "--allow-partial": "tests/gym/exchange/test_profile_and_message_log.py",
     },
     "collate": {"--output-dir": COLLECTED, "--mode": HERE, "--search-dir": HERE, "--overwrite": HERE},
+    "demonstrations": dict.fromkeys(
+        ["--output", "--count", "--good-fraction", "--parameters", "--seed"], "tests/stages/test_chat_rows.py"
+    ),
     "import": {"--name": COLLECTED, "--version": HERE, "--store": COLLECTED, "--policy-version": HERE},
     "export": {
         "--output": COLLECTED, "--iteration": HERE, "--stage": HERE, "--format": HERE, "--agent": HERE, "--store": COLLECTED,

@@ -1,8 +1,12 @@
 """The Gymnasium protocol: in this process, over HTTP, and against a server written from the contract alone."""
 
 import asyncio
+import contextlib
 import json
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +33,7 @@ from tests.gym.playground import (
     by_turn,
     calls,
     comparable,
+    free_port,
     rollout_config,
     says,
     serving,
@@ -364,3 +369,20 @@ async def test_a_step_whose_answer_was_lost_is_asked_again_only_where_that_is_ha
         assert (rollout.status, len(ids), len(set(ids))) == (Status.COMPLETED, 2, 1)
     else:
         assert (rollout.failure_code, ids) == ("environment_unreachable", [None])
+
+
+def test_the_command_serves_a_world_as_well() -> None:
+    """It ended with a NameError: the module ran before the half of it that serves worlds was defined."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", "--environment", "frozen_lake"]
+    with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            while True:
+                assert server.poll() is None, server.stderr.read()
+                with contextlib.suppress(httpx.HTTPError):
+                    assert httpx.get(url, timeout=60).json() == {"status": "ok"}
+                    break
+                time.sleep(0.1)
+        finally:
+            server.terminate()

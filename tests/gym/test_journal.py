@@ -17,8 +17,7 @@ from roundhouse.environments.base import Environment, GymStep, Split, TaskRow, V
 from roundhouse.generation.protocol import EngineUnreachable
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient
-from roundhouse.rollout.collector import collect
-from roundhouse.rollout.journal import TurnJournal
+from roundhouse.rollout.collector import TurnJournal, collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.replay import JOURNAL
 from roundhouse.trajectories.records import Rollout, Status

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.config.models import RolloutConfig
 from roundhouse.environments.base import task_row
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.rollout.plan import plan_rollouts, sample_tasks
+from roundhouse.rollout.plan import iterations_of, plan_rollouts, round_tasks, sample_tasks
 
 
 def rows(count: int):
@@ -57,6 +58,31 @@ def test_epochs_seeds_and_iterations_shuffle_differently():
 
 def test_the_choice_is_the_same_on_every_machine():
     assert [row["task_id"] for row in sample_tasks(rows(8), 3, 1, 5)] == ["t4", "t7", "t1", "t5", "t2"]
+
+
+def test_unshuffled_tasks_come_in_the_order_of_the_rows_and_the_last_may_be_dropped():
+    def drawn(**options: bool) -> list[str]:
+        return [row["task_id"] for k in range(4) for row in sample_tasks(rows(5), 3, k, 2, **options)]
+
+    assert drawn(shuffle=False) == ["t0", "t1", "t2", "t3", "t4", "t0", "t1", "t2"]
+    assert drawn(shuffle=False, drop_last=True) == ["t0", "t1", "t2", "t3"] * 2
+    dropping = drawn(drop_last=True)
+    assert all(len(set(dropping[begin : begin + 4])) == 4 for begin in (0, 4))
+    with pytest.raises(ConfigError, match=r"5 training tasks do not fill one of 6 \(rollout.prompts_per_iteration"):
+        sample_tasks(rows(5), 3, 0, 6, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "tasks", "iterations"), [(False, 5, 5), (True, 5, 4), (False, 4, 4), (True, 4, 4)]
+)
+def test_epochs_take_so_many_iterations(drop_last: bool, tasks: int, iterations: int):
+    assert iterations_of(tasks, RolloutConfig(prompts_per_iteration=2, drop_last=drop_last, epochs=2)) == iterations
+
+
+def test_shuffled_epochs_that_are_counted_begin_with_the_first_iteration():
+    config = RolloutConfig(prompts_per_iteration=4, epochs=1)
+    drawn = [row["task_id"] for k in (1, 2) for row in round_tasks(rows(8), config, 0, k, 1)]
+    assert sorted(drawn) == [f"t{number}" for number in range(8)], "each once"
 
 
 def test_sampling_from_nothing_is_refused():

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundhouse.config.models import ValidationConfig
 from roundhouse.rollout.conversation import chain_calls
 from roundhouse.trajectories.records import digest_tokens
 from roundhouse.trajectories.schemas import rebuild_prompts
+from roundhouse.trajectories.validation import CollectionLimits, validate
+from tests.trajectories.rollouts import rollout
+
+BOTH = CollectionLimits(vocabulary_size=100, policy_version=3, max_age=3)
+"""What the capture and a rollout of version 0 were collected under."""
 
 
 def call(number: int, prompt: list[int], generation: list[int], **fields: Any) -> dict[str, Any]:
@@ -41,6 +47,18 @@ def test_sub_agents_and_compactions_are_roots_and_the_main_line_goes_on_around_t
     assert chained.reason is None
     assert [turn.parent for turn in chained.turns] == [None, None, 0, 1, None]
     assert chained.roots == 3
+
+
+def test_each_conversation_of_an_agent_behind_the_model_server_is_a_sequence():
+    asked, sub_agent = list(range(1, 13)), list(range(20, 33))
+    calls = [call(0, asked, [13, 14]), call(1, sub_agent, [33]), call(2, [*asked, 13, 14, 15], [16])]
+    made = rollout()
+    made.turns = chain_calls(calls).turns
+    found = validate([made, rollout(sample=1)], ValidationConfig(), vocabulary_size=100, policy_version=3, terms=BOTH)
+    assert (found.reasons, set(found.forks)) == ({}, {"g/0"})
+    rows = [row for row in found.sequences.to_pylist() if row["rollout_id"] == "g/0"]
+    assert [row["token_ids"] for row in rows] == [[*asked, 13, 14, 15, 16], [*sub_agent, 33]]
+    assert [sum(row["loss_mask"]) for row in rows] == [3, 1]
 
 
 def test_the_longest_prefix_is_the_parent():

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.activity import Activity
+from roundhouse.activity import ACTIVITY, Activity
+from roundhouse.config.loading import parse_config
+from roundhouse.health.errors import Severity
+from roundhouse.store.run import open_run
+from tasks.health import heartbeat, reporter_of
 
 
 class Clock:
@@ -111,3 +117,44 @@ def test_a_block_that_raises_leaves_nothing_in_flight() -> None:
     with pytest.raises(KeyError), activity.track("collect", "rollout"):
         raise KeyError
     assert activity.summary() == "nothing in flight"
+
+
+def test_a_failure_in_tracked_work_is_reported_once_by_its_innermost_block_and_raised_on() -> None:
+    activity = Activity()
+    told: list[tuple[str, str, str]] = []
+    with activity.failures_to(lambda module, what, error: told.append((module, what, str(error)))):
+        with (
+            pytest.raises(ValueError, match="refused"),
+            activity.track("collect", "rollout", "g0/1"),
+            activity.track("engine", "model call"),
+        ):
+            raise ValueError("refused")
+        with pytest.raises(KeyboardInterrupt), activity.track("collect", "rollout", "g0/2"):
+            raise KeyboardInterrupt
+        with activity.track("collect", "rollout", "g0/3"):
+            pass
+    assert told == [("engine", "model call", "refused")]
+    with pytest.raises(ValueError, match="later"), activity.track("engine", "model call"):
+        raise ValueError("later")
+    assert len(told) == 1
+    assert activity.is_quiescent()
+
+
+def test_a_run_records_failures_of_its_tracked_work_one_a_minute_of_a_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A server for the events of a process that knows none; it would be started for this test and end with the last.
+    monkeypatch.setattr("prefect.events.worker.should_emit_events_to_ephemeral_server", lambda: False)
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
+    with heartbeat(run):
+        for error in (TimeoutError("first"), TimeoutError("second"), ConnectionError("other")):
+            with suppress(OSError), ACTIVITY.track("engine", "model call", "g0/1"):
+                raise error
+    reported = [
+        (each.module_name, each.work_context, each.message, each.severity) for each in reporter_of(run).errors()
+    ]
+    assert reported == [
+        ("engine", "model call g0/1", "first", Severity.INFO),
+        ("engine", "model call g0/1", "other", Severity.INFO),
+    ]
+    assert reporter_of(run).health().status == "healthy"

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from roundhouse.activity import ACTIVITY
+from roundhouse.activity import ACTIVITY, Stalled, supervised
 from roundhouse.config.loading import parse_config
 from roundhouse.environments.base import Environment
 from roundhouse.errors import InfraError
-from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.launch.subprocesses import ChildProcess
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.manifest import Reference

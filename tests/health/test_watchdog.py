@@ -12,9 +12,8 @@ import traceback
 
 import pytest
 
-from roundhouse.activity import Activity
+from roundhouse.activity import Activity, Stalled, run_interruptible, supervised
 from roundhouse.errors import InfraError
-from roundhouse.health.watchdog import Stalled, run_interruptible, supervised
 
 LIMIT = 0.3
 

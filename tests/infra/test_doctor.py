@@ -224,3 +224,34 @@ def test_a_check_that_breaks_is_a_finding_and_hides_no_other(tmp_path: Path, mon
     findings = by_name(diagnose(None, tmp_path))
     assert "the driver is gone" in findings["gpu"].detail
     assert findings["memory"].status in ("ok", "warn")
+
+
+def test_a_batch_is_held_against_the_room_in_the_engines_cache() -> None:
+    def finding(**generation: float) -> Finding:
+        tree = {"run_id": "r", "environment": {"kind": "sort"}, "generation": generation}
+        rollout = {"prompts_per_iteration": 16, "group_size": 8, "concurrency": 64, "max_tokens": 400}
+        (found,) = machine.batch(parse_config(tree | {"rollout": rollout}))
+        return found
+
+    enough, small = finding(kv_cache_gib=64), finding(kv_cache_gib=0.001)
+    assert (enough.status, small.status) == ("warn", "warn")
+    assert "Set rollout.concurrency to 128" in enough.remedy
+    assert "generation.kv_cache_gib" in small.remedy
+    needed = float(small.remedy.split("kv_cache_gib to ")[1].split(",")[0])
+    rest = finding(kv_cache_gib=needed)
+    assert rest.detail.startswith("128 rollouts an iteration, 64 in flight, room for")
+    assert "rollout.concurrency to" in rest.remedy or rest.status == "ok"
+
+
+def test_a_server_far_from_here_is_told_and_one_beside_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(FastAPI()) as url:
+        tree = {"kind": "remote", "url": url, "train_tasks": "rows.jsonl"}
+        config = parse_config({"run_id": "r", "environment": tree, "generation": {"engine_url": url}})
+        (near,) = reachability.topology(config)
+        assert near.status == "ok"
+        assert "environment.url: " in near.detail
+        monkeypatch.setattr(reachability, "FAR_SECONDS", 0.0)
+        (far,) = reachability.topology(config)
+    assert far.status == "warn"
+    assert "environment.url" in far.remedy
+    assert "Same node" in far.remedy

@@ -21,8 +21,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from roundhouse.generation.deployment import ServeEndpoint
-from roundhouse.generation.serve_app import application_digest
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.weight_sync.replica_state import application_digest
 from tests.k8s.validation import CRDS, crd_of
 
 Object = dict[str, Any]

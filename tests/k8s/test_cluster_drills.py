@@ -19,7 +19,7 @@ import pytest
 import yaml
 from urllib3.exceptions import HTTPError
 
-from roundhouse.collection.parts import FLUSH_SECONDS
+from roundhouse.collection.collector import FLUSH_SECONDS
 from roundhouse.infra.kubernetes.cluster import ApiRefused
 from tests.k8s.nodes import until
 from tests.k8s.overlay import Deployed, deployed_overlay

@@ -189,6 +189,16 @@ def test_every_selector_selects_a_pod(overlay: str) -> None:
             assert any(wanted.items() <= has.items() for has in labels), item["metadata"]["name"]
 
 
+def test_the_gym_prefers_the_node_of_an_engine_else_its_zone() -> None:
+    manifests = yaml.safe_load_all((Path(__file__).parents[2] / "k8s/base/gym.yaml").read_text())
+    [gym] = [each["spec"]["template"]["spec"] for each in manifests if each["kind"] == "Deployment"]
+    terms = gym["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    keys = [term["podAffinityTerm"]["topologyKey"] for term in terms]
+    assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+    labels = [term["podAffinityTerm"]["labelSelector"]["matchLabels"] for term in terms]
+    assert labels == [{"ray.io/node-type": "worker"}] * 2
+
+
 @pytest.mark.parametrize("trainer", [{}, {"pods": 1, "gpus": 0, "node_selector": {}}])
 def test_the_manifests_of_a_training_step_are_valid_and_restricted(trainer: Object) -> None:
     for item in train_manifests(**trainer):

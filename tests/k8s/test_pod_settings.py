@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
 import pytest
 
 from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
@@ -111,7 +112,12 @@ def test_how_long_the_api_server_may_be_away(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_where_a_rayservice_answers_and_how_long_its_operator_may_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(rayservice.httpx, "get", lambda url, **given: asked.append(url) or mock.Mock(status_code=503))
+
+    def get(client: httpx.Client, url: str) -> httpx.Response:
+        asked.append(f"{client.base_url}".rstrip("/") + url)
+        return httpx.Response(503)
+
+    monkeypatch.setattr(httpx.Client, "get", get)
     settings = RayServiceEngine(ray_service="engine", url="http://there:1", operator_seconds=7)
     served = RayServiceServed(KubernetesInfra(engine=settings), settings, ServedRun("r", "u", "/r"))
     assert served.replicas() == []

@@ -27,6 +27,7 @@ from roundhouse.infra.kubernetes.rayservice import (
     told,
     with_application,
 )
+from roundhouse.stages import refit
 from roundhouse.stages.refit import refit_iteration
 from roundhouse.stages.report import report_iteration
 from roundhouse.store.run import open_run
@@ -116,7 +117,12 @@ def test_a_refit_writes_the_version_to_the_rayservice_and_changes_no_cluster(sce
     assert after["metadata"]["annotations"]["roundhouse/run"] == "mine"
 
 
-def test_the_refit_stage_and_the_iterations_report_count_its_calls(scene: Scene, tmp_path: Path) -> None:
+def test_the_refit_stage_and_the_iterations_report_count_its_calls(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        refit, "refuse_unfit_engine", lambda *_: None
+    )  # the Serve of the scene has replicas and no model
     infra = scene.engine().infra.model_dump(mode="json") | {"store_claim": "store", "state": str(tmp_path / "state")}
     generation = CONFIG.model_dump(mode="json")
     run = open_run(parse_config({"run_id": "mine", "store": str(tmp_path), "infra": infra, "generation": generation}))

@@ -30,7 +30,7 @@ def test_our_own_template_shows_tools_and_roles() -> None:
 def test_a_template_that_ignores_tools_is_refused_only_where_tasks_have_some() -> None:
     refuse_unfit_template(ChatTemplate("plain", PLAIN), [])
     assert "ignores tools: calculate is not in the prompt" in refused(PLAIN, TOOLS)
-    assert "chat_template.jinja" in refused(PLAIN, TOOLS)
+    assert "policy.chat_template: hermes" in refused(PLAIN, TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,14 @@ def test_a_template_that_ignores_tools_is_refused_only_where_tasks_have_some() -
 )
 def test_what_a_template_drops_is_named(template: str, tools: list, what: str) -> None:
     assert what in refused(template, tools)
+
+
+def test_a_template_without_the_system_prompt_is_refused() -> None:
+    said = "Answer briefly."
+    refuse_unfit_template(ChatTemplate("ours", CHAT_TEMPLATE), TOOLS, said)
+    without = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"leaves out rollout\.system_prompt\. Unset it"):
+        refuse_unfit_template(ChatTemplate("model", without), [], said)
 
 
 def test_no_content_beside_a_call_is_empty_text_for_templates_that_break_on_null() -> None:

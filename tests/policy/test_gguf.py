@@ -11,7 +11,14 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.infra.checks import reachability
 from roundhouse.policy import bundled, gguf
+from roundhouse.policy.chat_template import template_in
+from roundhouse.policy.tokenizer import CHAT_TEMPLATE
+from roundhouse.stages import policy as stages_policy
 from roundhouse.stages import preflight
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.refit import engine_files
+from roundhouse.store.run import open_run
+from roundhouse.store.stage import read_manifest
 
 with_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not installed: make smollm2")
 
@@ -107,6 +114,42 @@ def test_a_converted_model_has_the_tensors_of_the_file_and_is_made_once(tmp_path
     assert (again, second["reused"], second["sha256"]) == (directory, True, report["sha256"])
     (directory / "config.json").write_text("{}")
     assert not gguf.converted(file, tmp_path / "cache")[1]["reused"], "a damaged entry is made again"
+
+
+@with_gguf
+@pytest.mark.parametrize("kind", ["bundled", "pretrained"])
+def test_a_template_by_configuration_takes_the_place_of_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Which ignores tools: without the key the run is refused. The converted model in the cache stays as it is."""
+    file = tiny_gguf(tmp_path / "source")
+    for module in (preflight, stages_policy):
+        monkeypatch.setattr(module, "bundled_file", lambda name: file)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 7 * 2**30)
+    model = {"name": "smollm2-135m-instruct"} if kind == "bundled" else {"path": str(file.parent)}
+    tree = {
+        "run_id": "templated",
+        "store": str(tmp_path / "store"),
+        "policy": {"kind": kind, **model},
+        "infra": {"state": str(tmp_path / "state")},
+    }
+    with pytest.raises(ConfigError, match=r"ignores tools.*policy\.chat_template: hermes"):
+        preflight.refuse_unready(parse_config(tree))
+    tree["policy"]["chat_template"] = str(tmp_path / "none.jinja")
+    with pytest.raises(ConfigError, match=r"none\.jinja, which is no file"):
+        preflight.refuse_unready(parse_config(tree))
+    own = tmp_path / "own.jinja"
+    own.write_text(CHAT_TEMPLATE + "\n{#- ours -#}\n")
+    for name, text in (("hermes", CHAT_TEMPLATE), (str(own), own.read_text())):
+        tree["policy"]["chat_template"], tree["run_id"] = name, Path(name).stem
+        config = parse_config(tree)
+        preflight.refuse_unready(config)
+        run = open_run(config)
+        assert template_in(engine_files(run)).text == text
+        published = read_manifest(starting_policy(run)).model_files.by_name()["chat_template.jinja"]
+        assert run.checkpoint(0).location.read(published.path).decode() == text
+    [cached] = (tmp_path / "state/cache/converted").iterdir()
+    assert "tools" not in template_in(cached / "files").text
 
 
 @with_gguf

@@ -19,9 +19,10 @@ from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, f
 from roundhouse.rollout.conversation import Conversation
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.evaluate import evaluation_metrics
-from roundhouse.stages.policy import checkpoint_cache, starting_policy, vocabulary_size
+from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer, train_iteration
-from roundhouse.stages.validate import validate_iteration
+from roundhouse.stages.validate import validate_iteration, vocabulary_size
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
@@ -107,7 +108,7 @@ class Plant:
 
 
 HEALTHY = Plant()
-TRAIN = {
+TRAIN: dict[str, Any] = {
     "minibatches": 4,
     "threads": 1,
     "device": "cpu",

@@ -107,7 +107,7 @@ def test_only_the_new_turns_are_trained_on_whatever_version_made_the_others() ->
     assert [turn.policy_version for turn in made.turns] == [rollout.turns[0].policy_version] + [7] * (
         len(made.turns) - 1
     )
-    table = sequences_table([(made, chains_of(made.turns, "split"))])
+    table = sequences_table([(made, chains_of(made.turns))])
     trained = sum(sum(mask) for mask in table["loss_mask"].to_pylist())
     assert trained == sum(len(turn.generation_token_ids) for turn in made.turns[1:])
     other, _ = branched(config, rollout, 1, sample=1)

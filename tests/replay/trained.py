@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from roundhouse.stages.checkpoint import publish
-from roundhouse.stages.policy import checkpoint_cache, starting_policy, vocabulary_size
+from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer, train_iteration
-from roundhouse.stages.validate import validate_iteration
+from roundhouse.stages.validate import validate_iteration, vocabulary_size
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import StageKind

@@ -22,8 +22,9 @@ from roundhouse.config.models import RunConfig
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.offline import prepare_offline, validate_batch, with_iterations
-from roundhouse.stages.policy import checkpoint_cache, starting_policy
+from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import log_probs_under, train_iteration
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run

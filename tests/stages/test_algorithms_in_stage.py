@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_a_teacher_is_read_from_its_directory(tmp_path: Path) -> None:
     assert all("train/teacher_kl" in told for told in metrics)
     assert metrics[0]["train/num_updates"] == 2
     assert metrics[0]["train/teacher_kl"] != 0
+
+
+def test_another_train_section_does_not_get_the_kept_trainer(tmp_path: Path) -> None:
+    run, cache = make_run(tmp_path / "store", tmp_path, {"kind": "grpo"}), tmp_path / "cache"
+    base = starting_policy(run)
+    first = publish(run, train_iteration(run, 1, sequences(run, 1), base, cache))
+    train = run.config.train.model_copy(update={"minibatches": 1})
+    other = replace(run, config=run.config.model_copy(update={"train": train}))
+    second = train_iteration(other, 2, sequences(other, 2), first, cache)
+    assert read_manifest(second).metrics["train/num_updates"] == 1, "those of its own section, not 2"
 
 
 def publish_after_training(run: Run, tmp_path: Path) -> Reference:

@@ -6,7 +6,7 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
 from roundhouse.generation.serve_app import local_model
-from roundhouse.stages.checkpoint import publish, publish_starting_policy, recorded, retain
+from roundhouse.stages.checkpoint import publish, publish_starting_policy, retain
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.store.directories import local_directory, upload_model
 from roundhouse.store.location import Location
@@ -30,7 +30,7 @@ def trained(run: Run, version: int, directory: Path) -> Reference:
     """A train stage that wrote the files of `version`."""
     attempt = run.begin(run.stage(version, "train"), policy_version=version - 1)
     written = upload_model(run.checkpoint(version).location, attempt.name, directory)
-    return attempt.commit(details=recorded(written))
+    return attempt.commit(details=written.details())
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_second_driver_that_trains_the_same_version_leaves_what_is_published_a
     began = other.begin(other.stage(1, "train"), policy_version=0)
     published = publish(run, trained(run, 1, model_directory(tmp_path / "a", b"the weights of A")))
     late = upload_model(other.checkpoint(1).location, began.name, model_directory(tmp_path / "b", b"B's own weights"))
-    assert publish(other, began.commit(details=recorded(late))) == published
+    assert publish(other, began.commit(details=late.details())) == published
     local = local_directory(published, tmp_path / "cache")
     assert (local / "model.safetensors").read_bytes() == b"the weights of A"
     assert verify(run.config.store).problems == []

@@ -9,18 +9,23 @@ import torch
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError, StoreError
-from roundhouse.stages.checkpoint import publish, recorded
+from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.fork import fork_config, fork_run
-from roundhouse.store.directories import DIGESTS, local_directory, scratch_beside, upload_model
+from roundhouse.store.directories import (
+    DIGESTS,
+    directory_checked_meanwhile,
+    local_directory,
+    scratch_beside,
+    upload_model,
+)
 from roundhouse.store.location import Location, file_digest
-from roundhouse.store.manifest import Reference
+from roundhouse.store.manifest import WEIGHTS_DIGEST, Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync import checkpoint_files
 from roundhouse.weight_sync.base import fetch_weights
 from roundhouse.weight_sync.cache import NodeCache
-from roundhouse.weight_sync.checkpoint_files import WEIGHTS_DIGEST
 from roundhouse.weight_sync.tensor_files import TensorWriter, digest_of_tensors, header_of, tensor_digests, weight_files
 from tests.weight_sync.test_tensor_writer import change_one_byte
 
@@ -48,7 +53,7 @@ def trained(run: Run) -> Reference:
     with scratch_beside(place) as directory:
         save(directory)
         written = upload_model(place, attempt.name, directory, move=True)
-    return attempt.commit(details=recorded(written))
+    return attempt.commit(details=written.details())
 
 
 def weights_of(reference: Reference) -> Path:
@@ -101,6 +106,11 @@ def test_a_byte_that_changed_in_place_reaches_no_engine_and_no_trainer(run: Run,
         fetched(published, tmp_path)
     with pytest.raises(StoreError, match="damaged"):
         local_directory(published, tmp_path / "cache")
+    with (
+        pytest.raises(StoreError, match="damaged"),
+        directory_checked_meanwhile(published, tmp_path / "cache") as place,
+    ):
+        raise DataError(f"what a reader would say of the weights in {place}")
     assert len(verify(run.config.store).problems) == 1
 
 

@@ -5,20 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
+from transformers import AutoTokenizer
 
-from roundhouse.collection import parts
+from roundhouse.collection import collector
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import DataError, InfraError
-from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
+from roundhouse.environments.base import task_row
+from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.rollout.plan import round_tasks
+from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts, training_tasks, with_epochs
 from roundhouse.stages.datasets import TaskDraw
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.report import reaches_target
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.trajectories.records import Status
+from tests.generation.tiny import make_model
 
 ROLLOUTS = 12
 
@@ -80,7 +88,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 @pytest.fixture
 def run(store_uri: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "FLUSH_SECONDS", 0.0)
     rollout = {
         "prompts_per_iteration": 3,
         "group_size": 4,
@@ -150,3 +158,65 @@ def test_an_offline_dataset_lies_outside_the_run_and_is_collected_once(
     assert reference.uri.endswith("/datasets/nightly/v000000-i000003")
     assert collect_dataset(run, "nightly", TaskDraw(3), weights, engine.url) == reference
     assert len(engine.answered) == ROLLOUTS
+
+
+def test_the_tasks_of_a_run_are_those_that_fit_in_the_order_and_for_the_passes_that_are_configured(
+    tmp_path: Path,
+) -> None:
+    prompts = ["3*4+1", "30*40+10", "5*6+2", "7*8+3", "9*2+4", "6*6+6"]
+    rows = [task_row(prompt, task_id=f"t{number}") for number, prompt in enumerate(prompts)]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    model = make_model(tmp_path / "policy", seed=1)
+    template = AutoTokenizer.from_pretrained(model).apply_chat_template
+    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    lengths = sorted(len(template(each, add_generation_prompt=True, return_dict=False)) for each in messages)
+
+    def chosen(limit: int | None, epochs: int | None = None) -> tuple[list[str], int]:
+        rollout = {
+            "prompts_per_iteration": 2,
+            "shuffle": False,
+            "drop_last": True,
+            "max_prompt_tokens": limit,
+            "epochs": epochs,
+        }
+        tree = {
+            "run_id": f"r{limit or 0}-{epochs or 0}",
+            "store": str(tmp_path / "store"),
+            "iterations": 9,
+            "infra": {"state": str(tmp_path / "state")},
+            "environment": {"kind": "remote", "url": "http://gym", "train_tasks": str(tmp_path / "rows.jsonl")},
+            "evaluation": {"every": None, "before_training": False},
+            "policy": {"kind": "pretrained", "path": str(model)},
+            "rollout": rollout,
+        }
+        run = open_run(parse_config(tree))
+        starting_policy(run)
+        drawn = [
+            row["task_id"]
+            for iteration in range(1, 5)
+            for row in round_tasks(training_tasks(run), run.config.rollout, 0, iteration, 1)
+        ]
+        return drawn, with_epochs(run).config.iterations
+
+    everything = [f"t{number}" for number in range(6)]
+    assert chosen(None, epochs=2) == ([*everything, "t0", "t1"], 6)
+    fitting = [task for task in everything if task != "t1"]
+    assert chosen(lengths[-2], epochs=1) == (fitting[:4] * 2, 2), "the fifth fills no iteration"
+    assert chosen(lengths[-2])[1] == 9
+    with pytest.raises(ConfigError, match=rf"the shortest prompt of 6 training tasks has {lengths[0]} tokens"):
+        chosen(1)
+
+
+def test_a_target_is_reached_by_its_metric(tmp_path: Path) -> None:
+    def reaches(reward: float, **finish: Any) -> bool:
+        tree = {"run_id": f"r{reward}", "store": str(tmp_path), "finish": finish}
+        run = open_run(parse_config(tree))
+        stage = run.stage(1, "collect")
+        if stage.reference() is None:
+            run.begin(stage, policy_version=0).commit(metrics={"reward/mean": reward})
+        return reaches_target(run, 1)
+
+    assert reaches(0.9, metric="reward/mean", at_least=0.9)
+    assert not reaches(0.8, metric="reward/mean", at_least=0.9)
+    assert not reaches(0.9, metric="reward/mean")
+    assert not reaches(0.9, at_least=0.9), "no evaluation was made"

@@ -98,16 +98,19 @@ def test_totals_grow_from_report_to_report_and_survive_a_repeated_report(tmp_pat
     for iteration in (0, 1, 2):
         validated = run.begin(run.stage(iteration, "validate"), policy_version=iteration)
         validated.commit(metrics={"cost/generated_tokens": 100.0, "waste/failed_tokens": 25.0})
+        trained = {"waste/untrained_tokens": 10.0}
+        run.begin(run.stage(iteration, "train"), policy_version=iteration).commit(metrics=trained)
+        run.begin(run.checkpoint(iteration), policy_version=iteration).commit(
+            metrics=trained
+        )  # as `publish` repeats them
         report_iteration(run, iteration)
         report_iteration(run, iteration)
-    run.begin(run.checkpoint(0), policy_version=0).commit()
-    run.begin(run.checkpoint(1), policy_version=1).commit()
-    run.begin(run.checkpoint(2), policy_version=2).commit()
     assert run_cost(run)["totals"]["generated_tokens"] == run_totals(run, 2)["generated_tokens"] == 300
-    assert run_cost(run)["wasted_tokens"] == {"failed": 75}
+    assert run_cost(run)["wasted_tokens"] == {"failed": 75, "untrained": 30}
     assert run_totals(run, 2)["waste/failed_tokens"] == 75
+    assert run_totals(run, 2)["waste/untrained_tokens"] == 30
     assert run_totals(run, 7) == totals_after({})
-    assert iteration_manifests(run, 2)["report"].metrics["waste/token_fraction"] == 0.25
+    assert iteration_manifests(run, 2)["report"].metrics["waste/token_fraction"] == 0.35
 
 
 def test_a_budget_that_does_not_cover_an_iteration_can_be_raised_by_key_or_by_a_persons_word_that_stays(tmp_path):

@@ -19,12 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.activity import ACTIVITY
-from roundhouse.collection.collector import ShardedCollector
+from roundhouse.activity import ACTIVITY, Stalled, supervised
+from roundhouse.collection.sharded_collector import ShardedCollector
 from roundhouse.collection.shards import Shard, shares, split
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.health.watchdog import Stalled, supervised
 from roundhouse.launch.subprocesses import SubprocessLauncher
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
@@ -287,7 +286,7 @@ def calls_of_shard_2(run: Run, first: int, end: int) -> set[int]:
     from roundhouse.rollout.plan import plan_rollouts, round_tasks
 
     tasks = open_environment(run.config.environment).tasks("train")
-    plan = plan_rollouts(round_tasks(tasks, run.config.seed, 1, TASKS, 1), GROUP, run.config.seed, 1)
+    plan = plan_rollouts(round_tasks(tasks, run.config.rollout, run.config.seed, 1, 1), GROUP, run.config.seed, 1)
     return {derive_seed(spec.seed, number) for spec in split(plan, 2)[1].specs for number in range(first, end)}
 
 

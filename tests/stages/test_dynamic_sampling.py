@@ -12,7 +12,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from roundhouse.collection import parts
+from roundhouse.collection import collector
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
@@ -85,7 +85,7 @@ def engine() -> Iterator[HardTasks]:
 
 
 def _run(store: str, monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> tuple[Run, Reference]:
-    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "FLUSH_SECONDS", 0.0)
     rollout = {"prompts_per_iteration": TASKS, "group_size": GROUP, "concurrency": 2, "max_failed_fraction": 0.0}
     rollout |= {"retry": {"attempts": 1, "first_delay_seconds": 0.01}, "dynamic_sampling": sampling}
     environment = {"kind": "sort", "digits": 4}
@@ -156,7 +156,7 @@ def test_each_earlier_part_is_read_once_however_many_rounds_there_are(
         read.append(name)
         return read_part(location, name, schema)
 
-    monkeypatch.setattr(parts, "read_part", counted)
+    monkeypatch.setattr(collector, "read_part", counted)
     reference = collect_iteration(run, 1, weights, engine.url)
     assert read_manifest(reference).details["dynamic_sampling"]["rounds"] > 1
     assert len(read) == len(set(read)) > 0
@@ -221,9 +221,9 @@ def test_a_task_that_a_later_round_draws_again_is_a_group_of_its_own() -> None:
 
 
 def test_rounds_draw_different_tasks_and_always_the_same() -> None:
-    tasks = [{"task_id": f"t{i}"} for i in range(100)]
-    rounds = [[row["task_id"] for row in round_tasks(tasks, 5, 2, 8, number)] for number in (1, 2, 3)]
-    assert rounds == [[row["task_id"] for row in round_tasks(tasks, 5, 2, 8, number)] for number in (1, 2, 3)]
+    tasks, config = [{"task_id": f"t{i}"} for i in range(100)], RolloutConfig(prompts_per_iteration=8)
+    rounds = [[row["task_id"] for row in round_tasks(tasks, config, 5, 2, number)] for number in (1, 2, 3)]
+    assert rounds == [[row["task_id"] for row in round_tasks(tasks, config, 5, 2, number)] for number in (1, 2, 3)]
     assert len({tuple(chosen) for chosen in rounds}) == 3
 
 

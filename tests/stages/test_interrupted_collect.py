@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import pytest
 
-from roundhouse.collection import parts
+from roundhouse.collection import collector
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.replay import JOURNAL
@@ -132,10 +132,10 @@ def begun(store: str, **environment: Any) -> tuple[Run, Reference]:
 COLLECTING = """
 import json, sys
 from roundhouse.config.loading import parse_config
-from roundhouse.collection import parts
+from roundhouse.collection import collector
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.run import open_run
-parts.FLUSH_SECONDS = 0.05
+collector.FLUSH_SECONDS = 0.05
 run = open_run(parse_config(json.loads(sys.argv[1])))
 collect_iteration(run, 1, run.stage(1, "refit").reference(), sys.argv[2])
 """
@@ -169,7 +169,7 @@ def recorded_seeds(location: Location) -> set[int]:
             rows = [] if table is None else [row for row in table.to_pylist() if row["event"] == "call"]
             found |= {derive_seed(row["seed"], row["number"]) for row in rows}
         if name.startswith("rollouts-"):
-            table = read_part(location, name, parts.ROLLOUTS)
+            table = read_part(location, name, collector.ROLLOUTS)
             rows = [] if table is None else table.to_pylist()
             found |= {derive_seed(row["seed"], number) for row in rows for number in range(row["turns"])}
     return found
@@ -281,12 +281,12 @@ def test_a_full_disk_ends_the_collection_while_it_runs(
     """The clock that writes parts works in the background; its failure must not stay there."""
     run, weights = begun(str(tmp_path))
     engine.healthy = 5  # the others wait for an answer for a minute
-    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(collector, "FLUSH_SECONDS", 0.05)
 
     def full(calls: Any) -> bytes:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(parts, "journal_parquet", full)
+    monkeypatch.setattr(collector, "journal_parquet", full)
     begun_at = time.monotonic()
     with pytest.raises(StoreError, match="the disk is full"):
         collect_iteration(run, 1, weights, engine.url)

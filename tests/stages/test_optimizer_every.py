@@ -15,10 +15,10 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.stages import train as stage
-from roundhouse.stages.checkpoint import Reference, publish, retain, skip_iteration, trained_since_state
+from roundhouse.stages.checkpoint import Reference, publish, retain, skip_iteration
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.stages.policy import starting_policy
-from roundhouse.store.run import Run, Skip, open_run
+from roundhouse.store.run import Run, Skip, open_run, trained_since_state
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import find_garbage, verify
 from tests.stages.test_train import checkpoint_digests, make_run, sequences

@@ -78,6 +78,23 @@ def rows_of_two_agents(directory: Path) -> dict[str, Any]:
     return {"environment": environment, "policy": {"kind": "pretrained", "path": "nowhere"}}
 
 
+def heads_that_the_ranks_cannot_divide(_: Path) -> dict[str, Any]:
+    return {"train": {"service": {"kind": "resident", "processes": 4, "context_parallel": 4}}}
+
+
+def missing_algorithm(directory: Path) -> dict[str, Any]:
+    return {"train": {"algorithm": {"kind": "custom", "target": str(directory / "mine.py:Mine")}}}
+
+
+def missing_loss(directory: Path) -> dict[str, Any]:
+    (directory / "mine.py").write_text("def others(tokens, ratio, settings): return -tokens.advantages * ratio\n")
+    return {"train": {"algorithm": {"kind": "rloo", "policy_loss": str(directory / "mine.py:loss")}}}
+
+
+def heads_that_cannot_be_split(_: Path) -> dict[str, Any]:
+    return {"train": {"service": {"kind": "resident", "processes": 4, "tensor_parallel": 2}}}
+
+
 def unknown_dataset(directory: Path) -> dict[str, Any]:
     return {"offline": {"datasets": ["nightly"]}, "train": {"algorithm": {"kind": "cross_entropy"}}}
 
@@ -90,10 +107,20 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
         (missing_target, "environment.target: no file {directory}/mine.py"),
         (class_without_demonstrations, "the environment mine has no demonstrations to start on"),
         (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays the rows"),
+        (missing_algorithm, "train.algorithm.target: no file {directory}/mine.py"),
+        (missing_loss, "mine.py has no function loss. There are: others."),
         (unknown_dataset, "nightly"),
         (file_for_a_store, "store is {directory}/file/store, but {directory}/file is no directory"),
         (missing_worker_data, "environment.train_data is '{directory}/none.jsonl', which cannot be read"),
         (no_heldout_rows, "no held-out task, so there is nothing to evaluate on. Set environment.heldout_data"),
+        (
+            heads_that_the_ranks_cannot_divide,
+            "train.service.context_parallel is 4, but the policy's attention has 2 heads",
+        ),
+        (
+            heads_that_cannot_be_split,
+            "train.service.tensor_parallel is 2, which does not divide the policy's 1 heads of keys",
+        ),
         (no_heldout_share, "Set environment.heldout_fraction, or train without evaluation"),
     ],
     ids=lambda fault: getattr(fault, "__name__", ""),

@@ -21,8 +21,10 @@ from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.launch.subprocesses import ChildProcess, SubprocessLauncher
 from roundhouse.stages import train as stage
 from roundhouse.stages.checkpoint import publish, retain
-from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.refit import engine_files
 from roundhouse.stages.train import step_program, train_iteration
+from roundhouse.stages.validate import vocabulary_size
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run

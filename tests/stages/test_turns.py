@@ -25,10 +25,11 @@ from roundhouse.stages import train as train_stage
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.evaluate import evaluate_version
-from roundhouse.stages.policy import checkpoint_cache, starting_policy, vocabulary_size
+from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import awake_at_end, engine_at, engine_service, refit_iteration
 from roundhouse.stages.train import train_iteration
-from roundhouse.stages.validate import validate_iteration
+from roundhouse.stages.validate import validate_iteration, vocabulary_size
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table

@@ -26,15 +26,16 @@ from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages import train as train_stage
-from roundhouse.stages.policy import engine_files, starting_policy, vocabulary_size
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.refit import engine_files
 from roundhouse.stages.train import train_iteration
-from roundhouse.stages.validate import validate_iteration
+from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import local_directory
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import Stage, read_manifest
+from roundhouse.store.stage import Stage, read_manifest, read_table
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Rollout, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 SIZE = 4
@@ -45,7 +46,7 @@ class PolicyInProcess:
 
     def __init__(self, run: Run, weights: Path) -> None:
         self.codec = ChatCodec(str(engine_files(run)), run.config.generation.max_model_len)
-        self.engine = TransformersEngine(run.config.generation, str(engine_files(run)), "policy", self.codec)
+        self.engine = TransformersEngine(run.config.generation, str(engine_files(run)), self.codec)
         self.weights = weights
 
     async def complete(
@@ -139,6 +140,26 @@ def test_rollouts_of_the_recorded_weights_pass_both_stages_and_every_text_is_pro
     assert read_manifest(validated).metrics["validate/text_proved"] == 2 * SIZE
     assert validated.counts["quarantined"] == 0
     assert not [name for name in run.stage(1, "train").location.names() if name.startswith("mismatched")]
+
+
+def test_a_break_of_the_tokens_is_counted_by_cause_and_the_quarantine_says_where_and_why(
+    run: Run, start: Reference, rollouts: list[Rollout]
+) -> None:
+    broken = rollouts[0]
+    [first] = broken.turns
+    kept = first.generation_token_ids[len(first.generation_token_ids) // 2 :]
+    prompt = [*first.prompt_token_ids, *kept, *first.prompt_token_ids]
+    length, digest = len(prompt), digest_tokens(prompt)
+    broken.turns.append(replace(first, turn=1, prompt_token_ids=prompt, prompt_length=length, prompt_digest=digest))
+    validated = validate_iteration(run, 1, collect_stage(run, rollouts), vocabulary_size(run))
+    manifest = read_manifest(validated)
+    assert manifest.metrics["validate/token_breaks"] == 1
+    assert manifest.metrics["validate/token_breaks/stripped_reasoning"] == 1
+    [row] = read_table(validated, "quarantine").to_pylist()
+    assert (row["rollout_id"], row["reason"]) == (broken.rollout_id, "not_contiguous")
+    assert manifest.details["token_breaks"] == {broken.rollout_id: row["evidence"]}
+    assert f"at token {len(first.prompt_token_ids)}" in row["evidence"]
+    assert "as text '" in row["evidence"]
 
 
 def reversed_log_probs(rollout: Rollout) -> None:

@@ -19,12 +19,12 @@ from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.stages.datasets import dataset_versions
 from roundhouse.stages.evaluate import evaluate_version
-from roundhouse.stages.policy import checkpoint_cache, vocabulary_size
 from roundhouse.stages.promotion import promote
 from roundhouse.stages.refit import engine_at, refit_iteration
 from roundhouse.stages.report import report_iteration
 from roundhouse.stages.train import release_trainer, train_iteration
-from roundhouse.stages.validate import validate_iteration
+from roundhouse.stages.validate import validate_iteration, vocabulary_size
+from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, load_run, open_run, promoted_version
 from roundhouse.store.verification import verify
 from tests.fixtures.make_earlier_store import BUCKET, STORE

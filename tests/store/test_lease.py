@@ -18,10 +18,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from roundhouse.activity import supervised
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.policy import Kind, kind_of
-from roundhouse.health.watchdog import supervised
 from roundhouse.store import lease as leases
 from roundhouse.store.lease import (
     DIRECTORY,

@@ -62,6 +62,15 @@ def test_a_write_that_breaks_off_leaves_what_was_there(store_uri: str, small_par
     assert place.tree() == ["object"]
 
 
+def test_a_file_whose_digest_is_known_is_not_hashed_again(store_uri: str, tmp_path: Path, small_parts: None) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(DATA)
+    place = Location(store_uri)
+    assert place.write_file("taken", source).sha256 == hashlib.sha256(DATA).hexdigest()
+    assert place.write_file("known", source, "of its writer").sha256 == "of its writer"
+    assert place.read("known") == DATA
+
+
 def test_a_file_that_is_given_up_becomes_the_object_without_a_copy(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(DATA)

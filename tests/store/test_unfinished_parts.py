@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pyarrow.parquet as pq
 import pytest
 
-from roundhouse.collection import parts
+from roundhouse.collection import collector
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
 from roundhouse.stages.collect import collect_iteration, read_rollouts
@@ -37,7 +37,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 @pytest.fixture
 def run(store_uri: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(parts, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "FLUSH_SECONDS", 0.0)
     plan = {
         "prompts_per_iteration": 3,
         "group_size": 4,

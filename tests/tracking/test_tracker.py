@@ -6,19 +6,22 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.config.loading import parse_config
+from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.errors import ConfigError
+from roundhouse.import_string import load_class
 from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import tracker as tracking
 from roundhouse.tracking.mlflow import FIRST_LOOK, table_url
 from roundhouse.tracking.traces import UID_TAG
-from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
+from roundhouse.tracking.tracker import Sinks, Tracker, catch_up, open_tracker
 from tasks import report as tasks
 from tests.stages.test_promotion import evaluated
 from tests.tracking.served import FaultyServer, faulty_server
@@ -222,3 +225,56 @@ def test_a_deleted_run_leaves_nothing_in_mlflow_and_other_runs_stay(
     told = CliRunner().invoke(app, ["runs", "delete", "gone", "--yes", "--store", gone.config.store])
     assert told.exit_code == 0
     assert f"MLflow: {server.url} refused" in told.stdout
+
+
+OWN_SINK = """
+class Keeps:
+    taken = []
+    def __init__(self, run):
+        self.run_id = run.run_id
+    def log_iteration(self, iteration, metrics):
+        self.taken.append((self.run_id, iteration, metrics["reward/mean"]))
+        if iteration == 1:
+            raise ValueError("not this one")
+class Refuses(Keeps):
+    def __init__(self, run):
+        raise OSError("no such host")
+class Nothing: ...
+"""
+
+
+def test_each_sink_of_the_list_gets_every_iteration_and_one_that_fails_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "own_sink.py").write_text(OWN_SINK)
+    own = f"{tmp_path / 'own_sink.py'}:Keeps"
+
+    def opened(*sinks: str) -> Run:
+        tree = {"run_id": "listed", "store": str(tmp_path / "store"), "infra": {"state": str(tmp_path / "state")}}
+        return open_run(parse_config(tree | {"tracking": {"sinks": sinks}}))
+
+    run = opened(own, "json_lines")
+    assert open_tracker(run) is None, "MLflow is not in the list"
+    assert unnamed_code(run.config, []) == {"tracking.sinks": f"['{own}', 'json_lines']"}
+    assert unnamed_code(opened("mlflow", "json_lines").config, []) == {}
+    for number in (0, 1):
+        run.begin(run.checkpoint(number), policy_version=number).commit()
+        run.begin(run.stage(number, "collect"), policy_version=number).commit(metrics={"reward/mean": number / 2})
+        report_iteration(run, number)
+    sinks = Sinks(run)
+    sinks.update()
+    sinks.update()
+    taken = load_class(own, object, "tracking.sinks").taken  # type: ignore[attr-defined]
+    assert taken == [("listed", 0, 0.0), ("listed", 1, 0.5)]
+    assert "Keeps did not take iteration 1: ValueError('not this one')" in caplog.text
+    file = tmp_path / "state/metrics/listed.jsonl"
+    file.write_text(file.read_text()[:-5])  # as a kill leaves it
+    Sinks(opened("json_lines", own.replace("Keeps", "Refuses"))).update()
+    assert "Refuses cannot be opened, and this run goes on without it: OSError('no such host')" in caplog.text
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["iteration"], line["reward/mean"]) for line in lines] == [(0, 0.0), (1, 0.5)], "after a restart too"
+    with pytest.raises(ConfigError, match="does not define log_iteration"):
+        Sinks(opened(own.replace("Keeps", "Nothing")))
+    for wrong, told in ((["wandb"], "the sinks are mlflow, json_lines"), (["mlflow", "mlflow"], "named twice")):
+        with pytest.raises(ConfigError, match=told):
+            opened(*wrong)

@@ -14,8 +14,7 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
-from roundhouse.training.loss import LossTokens, token_loss
-from roundhouse.training.metrics import MetricSums
+from roundhouse.training.loss import LossTokens, MetricSums, token_loss
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
 from roundhouse.training.trainer import Trainer
 

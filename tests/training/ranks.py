@@ -26,8 +26,10 @@ from tests.training.tiny import sequences
 
 
 def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
-    """Train the case and save it under its name; its metrics, step by step, and the sharded class of its parameters."""
+    """Train the case and save it under its name; its metrics, log-probabilities and how its parameters are sharded."""
     config = TrainConfig.model_validate(case["config"])
+    if ranks.size > 1:
+        ranks = join("cpu", **config.parallelism)
     trainer = Trainer.over(
         TrainEngine(config, ranks=ranks, temperature=0.9),
         Path(case["model"]),
@@ -36,15 +38,17 @@ def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
         reference_dir=case["reference"] and Path(case["reference"]),
         seed=3,
     )
-    metrics, reductions = [], _count_reductions()
+    metrics, log_probs, reductions = [], [], _count_reductions()
     for iteration, (groups, size, seed) in enumerate(case["batches"], case["first"]):
-        metrics.append(trainer.step(sequences(groups, size, seed=seed), iteration).metrics)
+        report = trainer.step(sequences(groups, size, seed=seed), iteration)
+        metrics.append(report.metrics)
+        log_probs.append(report.columns.column("trainer_logprobs").to_pylist())
     trainer.save(out / case["name"])
     parameter = next(trainer.model.parameters())
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     groups = sum(isinstance(module, FSDPModule) for module in trainer.engine._scorers[Role.POLICY].modules())
     counts = {"reductions": reductions[0], "groups": groups}
-    return {"metrics": metrics, "local": local.numel(), "whole": parameter.numel(), **counts}
+    return {"metrics": metrics, "log_probs": log_probs, "local": local.numel(), "whole": parameter.numel(), **counts}
 
 
 def _count_reductions() -> list[int]:

@@ -15,8 +15,7 @@ from roundhouse.errors import DataError
 from roundhouse.training.algorithms import Algorithm, AlgorithmInputs, build_algorithm
 from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards, next_coefficient
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.loss import LossTokens, sequence_scale, token_loss
-from roundhouse.training.metrics import MetricSums
+from roundhouse.training.loss import LossTokens, MetricSums, sequence_scale, token_loss
 
 SECTIONS: tuple[type[TokenLoss], ...] = typing.get_args(typing.get_args(AlgorithmConfig)[0])
 REQUIRED: dict[str, dict[str, Any]] = {

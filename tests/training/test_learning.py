@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.learning_curves import train
 from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.loading import load_config
 from roundhouse.config.models import OptimizerConfig, TrainConfig
+from roundhouse.config.training import WarmStartPolicy
+from roundhouse.environments import load
+from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import make_model, plain_model
 
+ROOT = Path(__file__).parents[2]
 PROMPTS, GROUP, ANSWER = 8, 8, 2
 NUMBERS = [10, 11, 20, 21]
 
@@ -73,3 +81,29 @@ def test_the_reward_of_a_parity_task_rises_from_chance_to_mastery(tmp_path: Path
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert first < 0.65
     assert last > 0.85, rewards
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_three_tools_in_six_turns_are_learnt_by_a_tiny_policy(tmp_path: Path) -> None:
+    """configs/horizon.yaml, cut down: fewer goods, a smaller policy, a shorter warm start, ten iterations."""
+    cut_down = {
+        "environment.most": 2,
+        "policy.hidden_size": 64,
+        "policy.layers": 2,
+        "policy.heads": 2,
+        "policy.intermediate_size": 192,
+        "policy.steps": 240,
+        "policy.batch_size": 16,
+        "rollout.prompts_per_iteration": 8,
+        "train.optimizer.learning_rate": 8.0e-4,
+        "train.threads": 1,
+        "evaluation.tasks": 80,
+    }
+    config = load_config(ROOT / "configs/horizon.yaml", [f"{key}={value}" for key, value in cut_down.items()])
+    assert isinstance(config.policy, WarmStartPolicy)
+    make_starting_policy(config.policy, load(config.environment), 0, tmp_path / "start")
+    run = asyncio.run(train(config, tmp_path / "start", 10))
+    before, after = run["sampled_before"], run["sampled_after"]
+    assert before[0] < 0.5
+    assert after[0] > before[0] + 3 * math.hypot(before[1], after[1]), run

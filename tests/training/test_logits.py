@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundhouse.errors import ConfigError
-from roundhouse.training.forward import check_plain_logits, chunked_log_probs
+from roundhouse.training.forward import Scorer, check_plain_logits, chunked_log_probs
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "with_entropy": True}
 
@@ -86,4 +86,4 @@ def test_a_model_that_caps_its_logits_is_refused() -> None:
     )  # fmt: skip
     model = Gemma2ForCausalLM(config).eval()
     with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM changes its logits.*logits_chunk_tokens"):
-        check_plain_logits(model)
+        check_plain_logits(Scorer(model, logits_chunk=8))

@@ -11,6 +11,7 @@ from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.training.algorithms import LossSettings
 from roundhouse.training.loss import (
     LossTokens,
+    MetricSums,
     add_mismatch,
     clipped_policy_loss,
     correction_weights,
@@ -18,7 +19,7 @@ from roundhouse.training.loss import (
     sequence_scale,
     token_loss,
 )
-from roundhouse.training.metrics import METRICS, Denominator, MetricSums
+from roundhouse.training.metrics import METRICS, Denominator
 from tests.training import reference
 
 LENGTHS = [3, 1, 7, 2]

@@ -13,17 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.training.algorithms import LossSettings
+from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.errors import ConfigError
+from roundhouse.training.algorithms import LossSettings, build_algorithm
 from roundhouse.training.algorithms.policy_gradient import sampled_kl
 from roundhouse.training.loss import (
     LossTokens,
+    MetricSums,
     add_correction,
     correction_weights,
     reference_kl,
     sequence_scale,
     token_loss,
 )
-from roundhouse.training.metrics import MetricSums
 from tests.training import reference
 
 LENGTHS = [3, 1, 7, 2, 4]
@@ -168,10 +170,38 @@ def test_cispo_gives_a_clipped_token_the_gradient_that_ppo_takes_away() -> None:
     for kind in ("clipped", "cispo"):
         cur.grad = None
         tokens = LossTokens(cur=cur, old=old, gen=old, advantages=ones, policy_weights=ones, scale=ones)
-        token_loss(tokens, LossSettings(policy_loss=kind, clip_high=0.28), MetricSums())[0].backward()  # type: ignore[arg-type]
+        token_loss(tokens, LossSettings(policy_loss=kind, clip_high=0.28), MetricSums())[0].backward()
         assert cur.grad is not None
         gradients.append(float(cur.grad))
     assert gradients == pytest.approx([0.0, -1.28])
+
+
+def own_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    clamped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return torch.maximum(-tokens.advantages * ratio, -tokens.advantages * clamped)
+
+
+def its_sum(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    return own_loss(tokens, ratio, settings).sum()
+
+
+@pytest.mark.parametrize("correction", ["none", "tis"])
+def test_a_function_by_name_takes_the_place_of_the_policy_loss(correction: str) -> None:
+    given, name = {"correction": correction, "clip_low": 0.1}, f"{__name__}:own_loss"
+    for seed in range(3):
+        cut = [[0, 1], [2, 3, 4]]
+        own, built_in = (_ours(_values(seed), given | kind, cut) for kind in ({"kind": name}, {}))
+        assert own[0] == built_in[0] != _ours(_values(seed), given | {"kind": "reinforce"}, cut)[0]
+    with pytest.raises(ConfigError, match=r"gives the shape \(\) for 17 tokens. Return one term for each"):
+        _ours(_values(0), {"kind": f"{__name__}:its_sum"}, [[0, 1, 2, 3, 4]])
+
+
+def test_a_policy_loss_that_is_not_there_is_refused_when_the_algorithm_is_made() -> None:
+    config = GRPOConfig(policy_loss=f"{__name__}:absent")
+    with pytest.raises(
+        ConfigError, match=r"train.algorithm.policy_loss is .*has no function absent. There are: .*own_loss"
+    ):
+        build_algorithm(config)
 
 
 def test_a_forced_on_policy_ratio_has_the_gradient_of_reinforce_whatever_old_says() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+import yaml
+from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError
+from roundhouse.stages import preflight
+from roundhouse.training import memory_plan
 from roundhouse.training.memory_plan import USABLE, MemoryPlan, device_memory, plan_memory, remedies
 
 SMALL = Qwen2Config(
@@ -51,6 +56,63 @@ def test_logits_are_those_of_a_chunk_and_recomputed_activations_are_a_layers() -
     assert twice[1] < 2.1 * twice[0], "linear in the tokens: attention keeps no square"
 
 
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"logits_chunk_tokens": 64}, {"activation_checkpointing": True}, {"packing": False, "lora": {"rank": 4}}],
+    ids=["plain", "chunked", "checkpointed", "padded adapter"],
+)
+def test_of_many_layers_alike_a_few_are_followed(train: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Qwen2Config(**{**SMALL.to_dict(), "num_hidden_layers": 13, "layer_types": None})
+    short = plan(shape=shape, **train)
+    monkeypatch.setattr(memory_plan, "_FOLLOWED", (13, 13))
+    assert plan(shape=shape, **train) == short
+
+
+def test_ranks_that_share_a_microbatch_hold_their_part_of_its_activations_and_logits() -> None:
+    service = {"kind": "resident", "processes": 4, "context_parallel": 4}
+    whole, shared = plan(4, 2048), plan(4, 2048, service=service)
+    for kind in ("activations", "logits"):
+        assert shared.bytes[kind] == pytest.approx(whole.bytes[kind] / 4, rel=0.1), kind
+    for kind in ("weights", "moments", "gathered weights"):
+        assert shared.bytes[kind] == whole.bytes[kind]
+    with pytest.raises(
+        ConfigError, match="context_parallel is 4 and tensor_parallel 1, whose product does not divide 6 ranks"
+    ):
+        plan(6, service=service)
+    ranks = TrainConfig.model_validate({"service": service | {"context_parallel": 1}})
+    saved = {"dtype": "bfloat16", "logits_chunk_tokens": 1024, "activation_checkpointing": True}
+    settings = saved | {"reduce_gradients": "microbatch"}
+    halves = plan(4, 65_536, service=service | {"context_parallel": 2}, **settings).total
+    assert plan(4, 65_536, **settings).total > halves, "the microbatch is what takes the memory"
+    assert remedies(SMALL, ranks, 4, 65_536, halves) == [
+        *(f"train.{key}={str(value).lower()}" for key, value in settings.items()), "train.service.context_parallel=2",
+    ]  # fmt: skip
+    three = {"kind": "resident", "processes": 3, "context_parallel": 3}
+    with pytest.raises(ConfigError, match=r"attention has 4 heads, and 2 of keys and values, .* Set it to 1 or 2 or 4"):
+        plan(3, service=three)
+
+
+def test_ranks_that_split_the_matrices_hold_their_part_of_the_layers() -> None:
+    service = {"kind": "resident", "processes": 8, "tensor_parallel": 2}
+    whole, split = plan(8, 2048), plan(8, 2048, service=service)
+    assert split.parameters == whole.parameters
+    embeddings = 2 * 4096 * 256
+    layers = whole.parameters - embeddings
+    for kind, each in (("weights", 4), ("moments", 8)):
+        assert split.bytes[kind] == pytest.approx(each * (layers / 8 + embeddings / 4), rel=0.01), (
+            "norms are whole, too"
+        )
+    assert split.bytes["gathered weights"] < whole.bytes["gathered weights"]
+    assert split.bytes["activations"] < whole.bytes["activations"]
+    three = {"kind": "resident", "processes": 6, "tensor_parallel": 3}
+    with pytest.raises(ConfigError, match=r"does not divide the policy's 4 heads. Set it to 1 or 2"):
+        plan(6, service=three)
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel is set, but Qwen3MoeForCausalLM splits its layers by .* to 1"
+    ):
+        plan(8, shape=Qwen3MoeConfig(num_hidden_layers=1, intermediate_size=1024), service=service)
+
+
 def test_seventy_billion_parameters_are_planned_and_made_to_fit() -> None:
     memory = USABLE * device_memory("h100")
     train = TrainConfig()
@@ -67,6 +129,51 @@ def test_seventy_billion_parameters_are_planned_and_made_to_fit() -> None:
         "train.reduce_gradients=microbatch",
     ]
     assert plan_memory(LARGE, changed, 64, 4096).total <= memory
+
+
+QWEN = {"vocab_size": 151_936, "num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 128}
+SHAPES: dict[str, Any] = {
+    "0.5B": Qwen2Config(
+        **QWEN | {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}, hidden_size=896, num_hidden_layers=24,
+        intermediate_size=4864, tie_word_embeddings=True,
+    ),
+    "1.5B": Qwen2Config(
+        **QWEN | {"num_attention_heads": 12, "num_key_value_heads": 2}, hidden_size=1536, num_hidden_layers=28,
+        intermediate_size=8960, tie_word_embeddings=True,
+    ),
+    "8B": Qwen3Config(**QWEN, hidden_size=4096, num_hidden_layers=36, intermediate_size=12_288),
+    "32B": Qwen3Config(
+        **QWEN | {"num_attention_heads": 64}, hidden_size=5120, num_hidden_layers=64, intermediate_size=25_600
+    ),
+    "30B-A3B": Qwen3MoeConfig(
+        **QWEN | {"num_key_value_heads": 4}, hidden_size=2048, num_hidden_layers=48, intermediate_size=6144,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+    ),
+    "70B": LARGE,
+}  # fmt: skip
+_GPU_PAGE = Path(__file__).parents[2] / "docs/gpu.md"
+_RECIPE = re.compile(r"^# (\S+) on (\d+) (\S+): (\S+) GB a rank\n(.*?)(?=^---|^```)", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "device", "told", "recipe"),
+    [
+        pytest.param(*found, id=" ".join(found[:3]), marks=[] if number == 1 else pytest.mark.long)
+        for number, found in enumerate(_RECIPE.findall(_GPU_PAGE.read_text()))
+    ],
+)
+def test_a_recipe_of_the_page_on_gpus_fits_as_it_says(
+    model: str, ranks: str, device: str, told: str, recipe: str
+) -> None:
+    common = yaml.safe_load(_GPU_PAGE.read_text().split("```yaml\n")[1].split("```")[0])["train"]
+    settings = parse_config({"run_id": "r", "train": common | yaml.safe_load(recipe)["train"]}).train
+    found = plan_memory(SHAPES[model], settings, int(ranks), settings.tokens_per_microbatch or 0)
+    assert found.total / 1e9 == pytest.approx(float(told), rel=0.02)
+    assert found.total <= USABLE * device_memory(device)
+
+
+def test_every_size_of_the_page_on_gpus_has_a_recipe() -> None:
+    assert {found[0] for found in _RECIPE.findall(_GPU_PAGE.read_text())} == SHAPES.keys()
 
 
 def test_devices_are_named_as_people_name_them() -> None:
@@ -91,3 +198,19 @@ def test_doctor_refuses_a_model_that_does_not_fit_and_names_what_makes_it_fit(
     assert "ok memory plan: 0.01 B parameters on 1 rank, microbatches of 4096 tokens" in said[0]
     assert "fail memory plan: does not fit" in said[1]
     assert "Set train.dtype=bfloat16, train.logits_chunk_tokens=1024" in said[1]
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts_unless_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Qwen2ForCausalLM(SMALL).save_pretrained(tmp_path)
+    tree = {"run_id": "r", "store": str(tmp_path / "store"), "policy": {"kind": "pretrained", "path": str(tmp_path)}}
+    service = {"kind": "resident", "processes": 2}
+    train = {"device": "cpu", "service": service}
+    for free, keys in ((2**40, {}), (300 * 2**20, {"check_memory": False})):
+        monkeypatch.setattr(preflight, "available_memory", lambda free=free: free)
+        preflight.refuse_unfit_memory(parse_config(tree | {"train": train | keys}))
+    with pytest.raises(
+        ConfigError, match=r"does not fit: 0.01 B .* on 2 ranks, .* 0.1 GiB usable .* train.check_memory to"
+    ):
+        preflight.refuse_unfit_memory(parse_config(tree | {"train": train}))

@@ -1,8 +1,10 @@
-"""In saving, a tensor is whole on the rank that writes it alone, and of a mapped file a rank reads its own rows."""
+"""In loading and saving, no rank holds much more than its own part: a tensor is whole on the rank that writes it alone, and of
+files a rank reads its own rows and experts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,15 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.training.checkpoint import save_model
 from roundhouse.training.layers import save_adapter
-from roundhouse.training.optimizer import OPTIMIZER, save_optimizer
 from roundhouse.training.parallel import Ranks
 from roundhouse.training.saved_tensors import SavedTensor, save_tensors
+from roundhouse.training.service.engine import OPTIMIZER, save_optimizer
 from roundhouse.training.trainer import Trainer
-from tests.training.tiny import sequences
+from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
+from tests.training.test_resident_ranks import ranks_of
+from tests.training.tiny import make_model, sequences
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2}], ids=["whole", "adapter"])
@@ -65,3 +71,45 @@ def test_what_a_rank_cannot_write_is_raised_when_all_know(tmp_path: Path, monkey
     with pytest.raises(IsADirectoryError):
         save_tensors(tensors, tmp_path, "model", Ranks())
     assert "IsADirectoryError" in str(known)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("experts", [0, 16], ids=["dense", "experts"])
+def test_of_weights_in_bfloat16_no_rank_takes_much_more_than_its_part(tmp_path: Path, experts: int) -> None:
+    """Of four: each holds a quarter in float32, and a process that converted or fused everything would take four times that."""
+    wide: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 5 if experts else 8, "intermediate_size": 4096}
+    wide |= {"moe_intermediate_size": 512} if experts else {}
+    model = make_model(tmp_path / "model", vocabulary=512, dtype=torch.bfloat16, experts=experts, **wide)
+    part = sum(len(tensor.data) for file in weight_files(model) for tensor in TensorFile(file).tensors()) * 2 / 4 / MIB
+    assert part > 90
+    service = ranks_of(processes=4)
+    try:
+        pids = list(service.ranks.pids.values())
+        before = [_reset_peak(pid) for pid in pids]
+        service.load_checkpoint(model)
+        loaded = [_peak(pid) - first for pid, first in zip(pids, before, strict=True)]
+        service.save_checkpoint(tmp_path / "saved", None)
+        peaks = [_peak(pid) for pid in pids]
+    finally:
+        service.close()
+    assert max(loaded) < 2 * part + 64, loaded
+    saved = [peak - first for peak, first in zip(peaks, before, strict=True)]
+    assert max(saved) < 2 * part + 64, saved
+    assert max(peaks) < 2 * part + 512, "with what a process takes that has only started"
+    found, source = (
+        {tensor.name: tensor.data for file in weight_files(where) for tensor in TensorFile(file).tensors()}
+        for where in (tmp_path / "saved", model)
+    )
+    assert found.keys() == source.keys()
+    for name, data in found.items():
+        assert (data.view("<u4") >> 16 == source[name].view("<u2")).all(), "bfloat16 is the upper half of float32"
+
+
+def _reset_peak(pid: int) -> float:
+    """MiB that the process has now, from which its peak is counted anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return _peak(pid)
+
+
+def _peak(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) / 1024

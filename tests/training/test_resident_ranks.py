@@ -36,8 +36,8 @@ CHANGES = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, "tokens_per_mi
 ALONE = TrainConfig.model_validate(CHANGES)
 
 
-def ranks_of(timeout_seconds: float = 120, launcher: str = "subprocess") -> ResidentRanks:
-    section = {"kind": "resident", "processes": 2, "timeout_seconds": timeout_seconds, "launcher": launcher}
+def ranks_of(timeout_seconds: float = 120, launcher: str = "subprocess", processes: int = 2) -> ResidentRanks:
+    section = {"kind": "resident", "processes": processes, "timeout_seconds": timeout_seconds, "launcher": launcher}
     config = TrainConfig.model_validate({**CHANGES, "service": section})
     service = open_service(config, owner="run", temperature=0.9)
     assert isinstance(service, ResidentRanks)

@@ -11,7 +11,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import ConfigError
-from roundhouse.training.optimizer import learning_rate
+from roundhouse.training.trainer import learning_rate
 
 
 @pytest.mark.parametrize(

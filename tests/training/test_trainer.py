@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.metrics import METRICS, Denominator
-from roundhouse.training.step import TrainStep, plan_updates
-from roundhouse.training.trainer import Trainer
+from roundhouse.training.metrics import METRICS
+from roundhouse.training.trainer import Trainer, TrainStep, plan_updates
 from tests.training import reference
 from tests.training.tiny import make_model, plain_model, record, records, sequences
 
@@ -158,7 +157,7 @@ def test_several_updates_equal_a_plain_loop_with_old_log_probabilities_from_the_
         for row in rows
     }
     trained = [s for s, advantage in enumerate(given) if advantage is not None]
-    for indices in plan_updates(trained, updates, epochs, seed, iteration):
+    for indices in plan_updates(trained, range(len(rows)), updates, epochs, seed, iteration):
         loss = reference.loss(model, [rows[i] for i in indices], [given[i] for i in indices], old=old)
         optimizer.zero_grad()
         loss.backward()
@@ -244,16 +243,22 @@ def test_a_step_does_not_touch_or_depend_on_global_random_state_or_thread_count_
 
 
 def test_shuffling_depends_on_seed_iteration_and_epoch_and_covers_every_sequence_each_epoch() -> None:
-    plan = plan_updates(list(range(10)), 4, 2, seed=0, iteration=3)
+    plan = plan_updates(range(10), range(10), 4, 2, seed=0, iteration=3)
     assert [len(part) for part in plan] == [2, 3, 3, 2] * 2
     for epoch in (plan[:4], plan[4:]):
         assert sorted(i for part in epoch for i in part) == list(range(10))
     assert plan[:4] != plan[4:]
-    assert plan == plan_updates(list(range(10)), 4, 2, seed=0, iteration=3)
-    assert plan != plan_updates(list(range(10)), 4, 2, seed=1, iteration=3)
-    assert plan != plan_updates(list(range(10)), 4, 2, seed=0, iteration=4)
-    assert [len(part) for part in plan_updates([4, 5], 4, 1, 0, 0)] == [1, 1]
-    assert plan_updates([], 4, 2, 0, 0) == []
+    assert plan == plan_updates(range(10), range(10), 4, 2, seed=0, iteration=3)
+    assert plan != plan_updates(range(10), range(10), 4, 2, seed=1, iteration=3)
+    assert plan != plan_updates(range(10), range(10), 4, 2, seed=0, iteration=4)
+    assert [len(part) for part in plan_updates([4, 5], range(6), 4, 1, 0, 0)] == [1, 1]
+    assert plan_updates([], [], 4, 2, 0, 0) == []
+
+
+def test_the_sequences_of_a_rollout_stay_in_one_update() -> None:
+    rollouts = [0, 1, 0, 2, 1, 0]
+    plan = plan_updates(range(6), rollouts, 3, 1, seed=0, iteration=1)
+    assert sorted(plan) == [[0, 2, 5], [1, 4], [3]]
 
 
 def test_gradients_are_clipped_to_the_norm_and_the_rate_warms_up_over_the_whole_run(
@@ -300,7 +305,6 @@ def test_a_report_explains_every_metric_and_has_a_row_for_every_sequence(model_d
     report = trainer.step(TrainingSequences.from_records(rows), 1)
     assert report.metrics.keys() <= METRICS.keys()
     assert all(np.isfinite(value) for value in report.metrics.values())
-    assert report.denominators["probs_ratio"] is Denominator.TOKENS
     table = report.columns.to_pylist()
     given = reference.advantages(rows, normalize=True, leave_one_out=False)
     assert [row["sequence_id"] for row in table] == [row["sequence_id"] for row in rows]

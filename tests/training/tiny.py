@@ -7,29 +7,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from roundhouse.training.batch import TrainingSequences
 
 VOCABULARY = 64
 
 
-def make_model(directory: Path, *, seed: int = 0, tied: bool = True, vocabulary: int = VOCABULARY) -> Path:
-    """A model directory with random weights, large enough in scale that attention and logits are far from uniform."""
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-    )
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 48, "max_position_embeddings": 256, "initializer_range": 0.15,
+}  # fmt: skip
+
+
+def make_model(
+    directory: Path,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    vocabulary: int = VOCABULARY,
+    dtype: torch.dtype = torch.float32,
+    experts: int = 0,
+    **changes: Any,
+) -> Path:
+    """A model directory with random weights, large enough in scale that attention and logits are far from uniform.
+
+    Args:
+        experts: of a layer, two of which compute a token; 0 makes a dense model.
+        changes: of the shape.
+    """
+    shape = SHAPE | {"vocab_size": vocabulary, "tie_word_embeddings": tied}
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    if experts:
+        routed = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | routed | changes)))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
+    model.to(dtype).save_pretrained(directory)
     (directory / "tokenizer.json").write_text('{"stands": "for a tokenizer"}')
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     return directory

@@ -45,7 +45,7 @@ def test_spans_survive_the_way_through_arrow_and_the_rollout_knows_its_oldest_an
 
 def test_a_sequence_says_which_version_drew_which_position_and_is_as_old_as_its_oldest_token() -> None:
     made = in_flight()
-    (row,) = sequences_table([(made, chains_of(made.turns, "reject"))]).to_pylist()
+    (row,) = sequences_table([(made, chains_of(made.turns))]).to_pylist()
     assert row["token_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert row["version_spans"] == [{"version": 3, "start": 2, "end": 3}, {"version": 4, "start": 3, "end": 7}]
     assert row["policy_version"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -15,25 +16,51 @@ from typing import Any
 
 import pytest
 
+from roundhouse.replay.comparison import Comparison, StageComparison
 from roundhouse.stages.datasets import TaskDraw
+from roundhouse.store.location import Location
+from roundhouse.store.run import Run
 from tests.query.stores import HOSTILE, begin_stage, write_dataset, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 
+SLOWER = "train.optimizer.learning_rate=0.01"
+
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`a`: three iterations, the last only collected, and in part. `b`: its policy says markup. `wide`: 400 rollouts. And two
-    nights that `a` collected."""
+    """`a`: three iterations, the last only collected, and in part; a replay of it, one that has not finished, and branches.
+    `b`: its policy says markup. `wide`: 400 rollouts. And two nights that `a` collected."""
     store = str(tmp_path_factory.mktemp("view") / "store")
     run = write_run(store, "a")
     begin_stage(run, 3, attempts=1)
     for day in (21, 22):
         write_dataset(run, "nightly", TaskDraw.of_moment(datetime(2026, 11, day, 2, tzinfo=UTC)), version=day - 21)
+    branched = Location(store) / "datasets"
+    night = branched / "nightly/20261121T020000Z-v000000"
+    for name in night.tree():
+        branched.write(f"branches/a-i000002-v000001-0123abcd/{name}", night.read(name))
+    write_replays(run)
     write_run(store, "b", seed=1, said=f"{HOSTILE} é😀")
     write_run(store, "wide", iterations=1, tasks=100)
     return store
+
+
+def write_replays(run: Run) -> None:
+    """`slower`, whose second stage differs by a key, and `open`, which has not finished."""
+    request = {"run_id": run.run_id, "iterations": [1, 2], "stages": ["train"], "set": [SLOWER], "inputs": {}}
+    comparison = Comparison(
+        "", request, {}, [StageComparison(1, "train", "equal"), StageComparison(2, "train", "differs")]
+    )
+    comparison.stages[1].because = ["configuration: train.optimizer.learning_rate 0.1 -> 0.01"]
+    comparison.stages[1].rows = {"columns": {"before": 12, "after": 12, "changed": 5, "columns": ["advantage"]}}
+    comparison.stages[1].metrics = {"train/loss": (0.25, 0.5)}
+    for name, compared in (("slower", comparison), ("open", None)):
+        place = Location(run.config.store) / f"replays/{name}"
+        place.write("run.json", json.dumps({"created_at": 1.0, "replay": request}).encode())
+        if compared is not None:
+            place.write("comparison.json", json.dumps(compared.as_json()).encode())
 
 
 @contextlib.contextmanager

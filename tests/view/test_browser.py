@@ -9,7 +9,7 @@ import pytest
 from roundhouse.view.catalog import Scope
 from roundhouse.view.server import export_page
 from tests.query.stores import HOSTILE, write_run
-from tests.view.conftest import viewing
+from tests.view.conftest import SLOWER, viewing
 
 CONTRASTS = """() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
@@ -198,6 +198,7 @@ PLACES = {
     "group": ("run=a&iteration=2&rollout=sum/0/0&at=2&tab=group", ".pane .columns"),
     "quarantine": ("run=a&iteration=2&view=quarantine", ".other section"),
     "compare": ("run=a&iteration=1&view=compare&b_iteration=2", ".other .task"),
+    "replays": ("run=a&iteration=2&view=replays", ".other .replay"),
 }
 
 
@@ -302,3 +303,38 @@ def test_a_dataset_stands_beside_the_runs_with_its_nights_for_iterations(page: A
     page.click("button.all")
     page.wait_for_selector("span.iteration:text('all versions')")
     wait_for_rows(page, 16)
+
+
+def test_replays_of_a_run_are_shown_with_what_differs_and_why(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    page.click(".views a:text-is('Replays')")
+    shown = page.locator(".replay", has_text="slower")
+    shown.locator(".compared").nth(1).wait_for()
+    assert SLOWER in shown.inner_text()
+    equal, differs = (shown.locator(".compared").nth(place).inner_text() for place in (0, 1))
+    assert "train 1" in equal
+    assert "equal" in equal
+    for told in (
+        "train 2",
+        "differs",
+        "learning_rate 0.1 -> 0.01",
+        "columns: 5 of 12 rows changed (advantage)",
+        "0.25 → 0.5",
+    ):
+        assert told in differs
+    assert "has not finished" in page.locator(".replay", has_text="open").inner_text()
+    open_page(page, url, "run=b&iteration=2&view=replays")
+    page.wait_for_selector("text=No replay of this run")
+
+
+def test_a_turn_has_the_command_that_branches_it_and_branches_are_shown(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2&rollout=sum/1/1&at=2")
+    page.click(".turn footer button:text-is('branch') >> nth=0")
+    command = page.locator(".turn .command:visible")
+    assert command.inner_text() == "roundhouse branch a --iteration 2 --rollout sum/1/1 --turn 0 --name branches"
+    open_page(page, url, "run=datasets/branches&iteration=2")
+    page.wait_for_selector("span.iteration:text('a-i000002-v000001-0123abcd')")
+    wait_for_rows(page, 8)
+    page.click(".rows .row[data-rollout] >> nth=0")
+    page.wait_for_selector(".turn footer")
+    assert page.locator(".turn footer button").count() == 0

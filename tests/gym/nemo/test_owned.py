@@ -90,7 +90,7 @@ def engine() -> Iterator[str]:
 async def roll_out(given: RunConfig, rows: list[TaskRow]) -> list[Rollout]:
     async with open_environment(given.environment) as environment:
         specs = plan_rollouts(rows, 1, seed=0, iteration=1)
-        settings = rollout_config(timeout_seconds=60, retry={"attempts": 5, "first_delay_seconds": 0.5})
+        settings = rollout_config(timeout_seconds=60, retry={"attempts": 2, "first_delay_seconds": 0.01})
         return await collect(
             specs, ScriptedPolicy(lambda *_: says("unused")), environment, settings, SAMPLING, policy_version=3
         )

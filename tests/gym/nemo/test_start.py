@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -210,6 +211,42 @@ def test_a_foreign_server_is_started_as_nemo_gym_does_it_beside_one_that_runs_el
     assert "api_key: sesame" in told["NEMO_GYM_CONFIG_DICT"]
     assert "sesame" not in command
     assert gone([pid])
+
+
+JOINS = APP.replace(
+    "class Handler",
+    """import ray
+address = os.environ["NEMO_GYM_CONFIG_DICT"].split("ray_head_node_address: ")[1].split()[0]
+ray.init(address=address, logging_level="ERROR")
+os.environ["NEMO_GYM_EXTRA_ROOTS"] = ray.get(ray.remote(lambda: f"a task ran at {address}").remote())
+class Handler""",
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_foreign_server_joins_the_ray_cluster_of_the_start_and_the_cluster_ends_with_it(start, tmp_path):
+    foreign_server(tmp_path, JOINS)
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as ray:  # sockets have short names
+        dead = Path(ray) / "ray" / "ray_current_cluster"
+        dead.parent.mkdir()
+        dead.write_text("127.0.0.1:9")
+        environ = {"RAY_ADDRESS": "", "RAY_TMPDIR": ray}
+        _joins_and_ends(start(FOREIGN, "++hello=hi", "--python", sys.executable, "--ray", environ=environ))
+
+
+def _joins_and_ends(started: Started) -> None:
+    line = started.ready()
+    (server,) = line["servers"]
+    told = httpx.get(f"{server['url']}/told").json()["NEMO_GYM_EXTRA_ROOTS"]
+    address = told.removeprefix("a task ran at ")
+    assert address != told
+    ours = [child.pid for child in psutil.Process(started.process.pid).children(recursive=True)]
+    names = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in ours}
+    assert any("gcs_server" in name for name in names.values()), "a cluster of its own"
+    assert started.end() == 0
+    assert gone(ours, 120), [
+        name[:30] for pid, name in names.items() if _alive(pid)
+    ]  # Ray's agent looks for its end late
 
 
 def test_nothing_is_left_when_the_command_is_killed(start, tmp_path):

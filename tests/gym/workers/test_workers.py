@@ -21,6 +21,8 @@ from roundhouse.compat.nexrl.client import WorkerClient
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.models import ValidationConfig
 from roundhouse.environments.base import tool
+from roundhouse.errors import ConfigError
+from roundhouse.generation.protocol import EngineFailed
 from roundhouse.rollout.agents import play_rollout, run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
@@ -95,6 +97,68 @@ async def test_an_item_without_a_prompt_fails_its_own_rollout_and_no_other() -> 
     assert [rollout.status for rollout in rollouts] == [Status.FAILED] * 2 + [Status.COMPLETED] * 2
     assert {rollout.failure_code for rollout in rollouts[:2]} == {"no_trajectory"}
     assert rollouts[0].reward is None
+
+
+# -- the client of the policy, and what a worker is told --------------------------------------------------------------
+
+
+class Passing(ScriptedPolicy):
+    """Fails `failures` times, then answers."""
+
+    failures = 1
+
+    async def complete(self, *given: Any) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise EngineFailed("away for a moment")
+        return await super().complete(*given)
+
+
+@pytest.mark.parametrize(("max_retries", "status"), [(0, Status.FAILED), (1, Status.COMPLETED)])
+async def test_a_call_that_the_engine_could_not_answer_is_made_again(
+    tmp_path: Any, max_retries: int, status: Status
+) -> None:
+    file = tmp_path / "items.jsonl"
+    file.write_text(json.dumps(ITEM))
+    config = {"kind": "worker", "train_data": str(file), "max_retries": max_retries}
+    client = open_environment(WorkerEnvironment.model_validate(config))
+    policy = Passing(by_turn(says("<answer>4</answer>")))
+    attempt = await play_rollout(spec_of(client.tasks("train")[0]), policy, client, rollout_config(), SAMPLING)
+    assert attempt.rollout.status is status
+    assert len(attempt.rollout.turns) == max_retries
+
+
+async def test_what_a_call_was_asked_for_comes_back_with_its_answer() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Asks(SimpleRolloutWorker):
+        async def run_agent(self, task: dict[str, Any]) -> str | None:
+            seen.append(await self._llm_client.completion("2+2?", max_tokens=9))
+            return await self.put_trajectory(task, seen[0]["response"])
+
+    assert (await play(Asks)).rollout.status is Status.COMPLETED
+    assert seen == [{"prompt": "2+2?", "response": "<answer>4</answer>", "finish_reason": "stop", "max_tokens": 9}]
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+async def test_a_worker_is_told_of_validation_and_given_the_items_of_both_splits(on_policy: bool) -> None:
+    told: list[Any] = []
+
+    class Looks(SimpleRolloutWorker):
+        async def run_agent(self, task: dict[str, Any]) -> str | None:
+            told.append((self.is_validate, list(self.dataloader), list(self.validate_dataloader)))
+            return await super().run_agent(task)
+
+        def end_validate(self) -> None:
+            super().end_validate()
+            told.append(self.is_validate)
+
+    held_out = ITEM | {"task_id": "b"}
+    client = WorkerClient(Looks, "test", [ITEM], [held_out])
+    policy = ScriptedPolicy(by_turn(says("<answer>4</answer>")))
+    spec = spec_of(client.tasks("train")[0])
+    await play_rollout(spec, policy, client, rollout_config(), SAMPLING, on_policy=on_policy)
+    assert told == [(not on_policy, [ITEM], [held_out])] + ([] if on_policy else [False])
 
 
 # -- result codes ---------------------------------------------------------------------------------------------------
@@ -367,7 +431,7 @@ async def test_model_calls_are_found_in_the_tree_in_their_order_and_become_turns
     assert [(turn.parent, turn.prompt_token_ids, turn.generation_token_ids) for turn in rollout.turns] == [
         (None, [1, 2], [3]),
         (None, [9], [8]),
-        (None, [1, 2, 3, 4], [5]),
+        (0, [4], [5]),
     ]
     straight = (await play(traced(llm_span([1, 2], [3], "a"), llm_span([1, 2, 3, 4], [5], "b")))).rollout
     assert [turn.parent for turn in straight.turns] == [None, 0]
@@ -417,6 +481,35 @@ def test_an_answer_that_repeats_the_opening_tag_is_judged_at_once(before: str, r
     judged = AnswerTag().evaluate({"ground_truth": "4"}, BaseEvaluationTarget(before + "<answer>" * 16_000))
     assert judged.reward == reward
     assert time.thread_time() - begun < 1
+
+
+def test_made_up_items_and_a_loader_from_outside_are_tasks(tmp_path):
+    (tmp_path / "loader.py").write_text(
+        "from roundhouse.compat.nexrl import BaseDataLoader\n"
+        "class Split(BaseDataLoader):\n"
+        "    def __init__(self, data, is_validate=False):\n"
+        "        self.data = data\n"
+        "        super().__init__(is_validate)\n"
+        "    def load(self):\n"
+        "        return [{'prompt': f'{word} {self.is_validate}'} for word in self.data.split()]\n"
+        "class Other: ...\n"
+    )
+
+    def prompts(**keys: str) -> list[list[str]]:
+        config = {"kind": "worker", "worker": "mock", "workspace": str(tmp_path), **keys}
+        client = open_environment(WorkerEnvironment.model_validate(config))
+        return [[row["item"]["prompt"] for row in client.tasks(split)] for split in ("train", "heldout")]
+
+    assert prompts(data_loader="mock", train_data="2") == [["mock prompt 0", "mock prompt 1"], []]
+    own = prompts(data_loader="loader.py:Split", train_data="b a", heldout_data="c")
+    assert own == [["b False", "a False"], ["c True"]]
+    for data_loader, data, told in (
+        ("mock", "file.jsonl", "give the number of its items"),
+        ("loader.py:Split", "", "holds no rows"),
+        ("loader.py:Other", "a", "is no BaseDataLoader. There are: BaseDataLoader, Split"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            prompts(data_loader=data_loader, train_data=data)
 
 
 def test_items_of_both_files_are_tasks(tmp_path):

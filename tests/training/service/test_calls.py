@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 
 from roundhouse.errors import DataError
 from roundhouse.training.algorithms import LossSettings, TokenColumns
-from roundhouse.training.metrics import Share
+from roundhouse.training.loss import Share
 from roundhouse.training.service.files import inside
 from roundhouse.training.service.protocol import CallLog, CallRefused, CallReply, LeaseHeld, SessionLease, SessionLost
 from roundhouse.training.service.verbs import Gradient, LossBatch, TokenBatch

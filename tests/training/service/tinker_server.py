@@ -29,6 +29,7 @@ class FakeTinker:
         self.optimizer: Any = None
         self.saved: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         self.answers: dict[str, Response] = {}
+        self.snapshots: dict[str, Any] = {}
         self.losses: list[str] = []
         self.sequence: list[int] = []
         self.numbers = itertools.count()
@@ -65,6 +66,8 @@ class FakeTinker:
         later: dict[str, Callable[[dict[str, Any]], Response]] = {
             "create_model": self._create,
             "load_weights": self._load,
+            "save_weights_for_sampler": self._snapshot,
+            "asample": self._sample,
             "save_weights": self._save,
             "optim_step": self._optim_step,
         }
@@ -78,7 +81,7 @@ class FakeTinker:
             self.answers[request_id] = work()
         except ValueError as error:
             self.answers[request_id] = JSONResponse({"error": str(error), "category": "user"})
-        return JSONResponse({"request_id": request_id})
+        return JSONResponse({"request_id": request_id, "sample_sequence_ids": [request_id]})
 
     def _create(self, body: dict[str, Any]) -> Response:
         if body["base_model"] != "tiny":
@@ -103,6 +106,35 @@ class FakeTinker:
         state = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         self.saved[path] = state
         return JSONResponse({"type": "save_weights", "path": path})
+
+    def _snapshot(self, body: dict[str, Any]) -> Response:
+        session = f"sampler-{len(self.snapshots)}"
+        self.snapshots[session] = copy.deepcopy(self.model)
+        return JSONResponse({"type": "save_weights_for_sampler", "sampling_session_id": session})
+
+    @torch.inference_mode()
+    def _sample(self, body: dict[str, Any]) -> Response:
+        """Token by token over the whole sequence, with a generator of the request's seed."""
+        model, params = self.snapshots[body["sampling_session_id"]], body["sampling_params"]
+        ids = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
+        prompt, log_probs, temperature = len(ids), [], params["temperature"]
+        generator = torch.Generator().manual_seed(params.get("seed", 0))
+        while len(log_probs) < params["max_tokens"] and (not log_probs or ids[-1] not in (params.get("stop") or [])):
+            every = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].float() / (temperature or 1), -1)
+            ids.append(int(torch.multinomial(every.exp(), 1, generator=generator) if temperature else every.argmax()))
+            log_probs.append(float(every[ids[-1]]))
+        answer = wire.SampleResponse()
+        stopped = ids[-1] in (params.get("stop") or [])
+        answer.sequences.add(
+            stop_reason=wire.STOP_REASON_STOP if stopped else wire.STOP_REASON_LENGTH,
+            tokens=np.array(ids[prompt:], np.int32).tobytes(),
+            logprobs=np.array(log_probs, np.float32).tobytes(),
+        )
+        if body.get("prompt_logprobs"):
+            scored = torch.log_softmax(model(torch.tensor([ids[:prompt]])).logits[0, :-1].float(), -1)
+            chosen = scored.gather(1, torch.tensor(ids[1:prompt])[:, None])[:, 0]
+            answer.prompt_logprobs = np.array([np.nan, *chosen.tolist()], np.float32).tobytes()
+        return Response(answer.SerializeToString(), media_type="application/x-protobuf")
 
     def _optim_step(self, body: dict[str, Any]) -> Response:
         params = body["adam_params"]

@@ -1,0 +1,27 @@
+"""A data loader and an evaluator from outside, as a recipe has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from roundhouse.compat.nexrl import BaseDataLoader, BaseEvaluationTarget, EvaluationRunResult, Evaluator
+
+
+class Questions(BaseDataLoader):
+    """A file of one question a line, the last line first."""
+
+    def __init__(self, file: str, is_validate: bool = False) -> None:
+        self._file = file
+        super().__init__(is_validate)
+
+    def load(self) -> Sequence[dict[str, Any]]:
+        with open(self._file) as lines:
+            return [{"prompt": line.strip()} for line in reversed(list(lines))]
+
+
+class Parity(Evaluator):
+    """1 for an answer whose characters have an odd sum: a right one or a wrong one, by turns."""
+
+    def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
+        return EvaluationRunResult(float(sum(map(ord, evaluation_target.final_answer)) % 2))

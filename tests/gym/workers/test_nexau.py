@@ -1,0 +1,214 @@
+"""An agent of NexAU is played from its own file, or the key of the file that is not played is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roundhouse.compat.nexrl import EvaluationRunResult, Evaluator
+from roundhouse.config.environments import WorkerEnvironment
+from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.errors import ConfigError
+from roundhouse.rollout.agents import play_rollout
+from roundhouse.rollout.clients import open_environment
+from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, spec_of, turns_of
+
+AGENT: dict[str, Any] = {
+    "type": "agent",
+    "name": "deep_research_agent",
+    "max_context_tokens": 20000,
+    "max_iterations": 3,
+    "system_prompt": "Date: {{date}}. Search, then answer.",
+    "system_prompt_type": "string",
+    "tool_call_mode": "openai",
+    "llm_config": {
+        "temperature": 1.0,
+        "max_tokens": 700,
+        "api_type": "openai_chat_completion",
+        "logprobs": True,
+        "extra_body": {"train_mode": True, "skip_special_tokens": False},
+    },
+    "tools": [
+        {
+            "name": "web_search",
+            "yaml_path": "./tools/WebSearch.yaml",
+            "binding": "nexau_test_tool:web_search",
+            "extra_kwargs": {"site": "wiki"},
+        },
+        {"name": "submit", "yaml_path": "./tools/WebSearch.yaml", "binding": "nexau_test_tool:submit"},
+    ],
+    "stop_tools": ["submit"],
+    "tracers": [{"import": "nexau.archs.tracer.adapters.in_memory:InMemoryTracer"}],
+}
+SEARCH = {
+    "type": "tool",
+    "name": "WebSearch",
+    "description": "Search the web.",
+    "skill_description": "How to search.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"query": {"type": "string"}, "num_results": {"type": "integer"}},
+        "required": ["query"],
+        "additionalProperties": False,
+        "$schema": "http://json-schema.org/draft-07/schema#",
+    },
+}
+TOOLS = """
+def web_search(query, num_results=10, site=""):
+    if query == "nothing":
+        raise LookupError("no such page")
+    return {"found": f"{query} on {site}", "results": num_results}
+
+async def submit(query):
+    return query.upper()
+
+def picky(query, agent_state):
+    return query
+"""
+SEEN: list[Any] = []
+
+
+class Judge(Evaluator):
+    def evaluate(self, data: dict[str, Any], evaluation_target: Any) -> EvaluationRunResult:
+        SEEN.append(evaluation_target)
+        return EvaluationRunResult(reward=float(evaluation_target.final_answer == data["ground_truth"]))
+
+
+def written(directory: Path, **changes: Any) -> Path:
+    (directory / "tools").mkdir(exist_ok=True)
+    (directory / "nexau_test_tool.py").write_text(TOOLS)
+    (directory / "tools" / "WebSearch.yaml").write_text(yaml.safe_dump(SEARCH))
+    tree = {name: value for name, value in (AGENT | changes).items() if value is not None}
+    (directory / "agent_config.yaml").write_text(yaml.safe_dump(tree))
+    item = {"prompt": "Capital of France?", "ground_truth": "Paris", "date": "2026-11-23"}
+    (directory / "items.jsonl").write_text(json.dumps(item) + "\n")
+    return directory
+
+
+def environment(directory: Path, **parameters: Any) -> WorkerEnvironment:
+    own = {"nexau_agent_config_path": "agent_config.yaml", "nexau_agent_workspace": str(directory)}
+    return WorkerEnvironment(
+        kind="worker",
+        worker="nexau",
+        evaluator=f"{__name__}:Judge",
+        train_data=str(directory / "items.jsonl"),
+        parameters=own | parameters,
+    )
+
+
+async def play(directory: Path, script: Any, **parameters: Any) -> tuple[Rollout, ScriptedPolicy]:
+    policy = ScriptedPolicy(script)
+    async with open_environment(environment(directory, **parameters)) as client:
+        attempt = await play_rollout(
+            spec_of(client.tasks("train")[0]), policy, client, rollout_config(max_turns=50), SAMPLING
+        )
+    return attempt.rollout, policy
+
+
+def observation() -> list[dict[str, Any]]:
+    [root] = SEEN[-1].observation
+    assert (root["type"], root["name"]) == ("AGENT", "deep_research_agent")
+    return root["children"]
+
+
+async def test_prompt_tools_and_trace_are_those_of_the_file(tmp_path: Path) -> None:
+    def script(messages: list[dict[str, Any]], seed: int) -> Any:
+        steps = [
+            calls(("web_search", {"query": "France"})),
+            calls(("web_search", {"num_results": 3}), ("web_search", {"query": "nothing"}), ("guess", {})),
+            says("Paris"),
+        ]
+        return steps[turns_of(messages)]
+
+    rollout, _ = await play(written(tmp_path), script, task_name="search")
+    assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 1.0, 3)
+    spans = observation()
+    assert [span["type"] for span in spans] == ["LLM", "TOOL", "LLM", "TOOL", "TOOL", "TOOL", "LLM"]
+    assert SEEN[-1].observation[0]["task_name"] == "search"
+    first = spans[0]["inputs"]
+    assert first["messages"] == [
+        {"role": "system", "content": "Date: 2026-11-23. Search, then answer."},
+        {"role": "user", "content": "Capital of France?"},
+    ]
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["web_search", "submit"]
+    assert first["tools"][0]["function"]["parameters"] == SEARCH["input_schema"]
+    assert json.loads(spans[1]["outputs"]) == {"found": "France on wiki", "results": 10}
+    missing, failed, unknown = (spans[place]["outputs"] for place in (3, 4, 5))
+    assert "'query' is a required property" in missing
+    assert "no such page" in failed
+    assert unknown == "Tool 'guess' not found"
+    tokens = spans[0]["outputs"]["nexrl_train"]
+    assert rollout.turns[0].generation_token_ids == tokens["response_tokens"]
+    assert len(tokens["response_logprobs"]) == len(tokens["response_tokens"])
+
+
+async def test_a_stop_tool_gives_the_answer(tmp_path: Path) -> None:
+    rollout, _ = await play(written(tmp_path), lambda *_: calls(("submit", {"query": "Paris"})))
+    assert (rollout.status, len(rollout.turns), SEEN[-1].final_answer) == (Status.COMPLETED, 1, "PARIS")
+
+
+@pytest.mark.parametrize(
+    ("changes", "turns", "limit"),
+    [({}, 3, "max_turns"), ({"max_iterations": 2}, 2, "max_turns"), ({"max_context_tokens": 1}, 1, "max_tokens")],
+)
+async def test_the_limits_of_the_file_end_a_rollout(
+    tmp_path: Path, changes: dict[str, Any], turns: int, limit: str
+) -> None:
+    rollout, _ = await play(written(tmp_path, **changes), lambda *_: calls(("web_search", {"query": "more"})))
+    assert (rollout.status, rollout.finish_reason, len(rollout.turns)) == (Status.TRUNCATED, limit, turns)
+
+
+async def test_a_prompt_is_a_template_in_a_file_and_names_the_field_that_an_item_lacks(tmp_path: Path) -> None:
+    (tmp_path / "prompt.md").write_text("Answer in {{language}}.")
+    directory = written(tmp_path, system_prompt="./prompt.md", system_prompt_type="jinja")
+    rollout, _ = await play(directory, lambda *_: says("Paris"))
+    assert (rollout.status, rollout.failure_code) == (Status.FAILED, "worker_failed")
+    assert "'language' is undefined" in str(rollout.failure_detail)
+
+
+async def test_another_temperature_than_the_runs_fails_in_training(tmp_path: Path) -> None:
+    rollout, _ = await play(written(tmp_path, llm_config={"temperature": 0.7}), lambda *_: says("Paris"))
+    assert rollout.status is Status.FAILED
+    assert "temperature" in str(rollout.failure_detail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sub_agents": [{"name": "helper"}]}, "has sub_agents, which is not played here"),
+        ({"skills": ["./skills/x"]}, "has skills, which is not played here"),
+        ({"middlewares": []}, "has middlewares"),
+        ({"llm_config": {"extra_body": {"min_tokens": 2}}}, r"has llm_config\.extra_body\.min_tokens"),
+        ({"tool_call_mode": "xml"}, r"tool_call_mode: Input should be 'openai'"),
+        ({"tracers": [{"import": "nexau.archs.tracer.adapters.langfuse:LangfuseTracer"}]}, r"tracers\.0\.import"),
+        ({"stop_tools": ["done"]}, "stop_tools names done, which tools has not"),
+        ({"tools": [AGENT["tools"][0] | {"yaml_path": "tools/No.yaml"}], "stop_tools": []}, "cannot be read"),
+        ({"tools": [AGENT["tools"][0] | {"binding": "nexau_test_tool:no"}], "stop_tools": []}, "has no function no"),
+        (
+            {"tools": [AGENT["tools"][1] | {"binding": "nexau_test_tool:picky"}], "stop_tools": []},
+            "agent_state.*are not given",
+        ),
+        ({"tools": [AGENT["tools"][0] | {"lazy": True}], "stop_tools": []}, r"has tools\.0\.lazy"),
+        ({"system_prompt_type": "file", "system_prompt": "no.md"}, "no file no.md"),
+    ],
+)
+def test_what_is_not_played_is_refused_by_its_name(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        open_environment(environment(written(tmp_path, **changes)))
+
+
+def test_a_stored_run_cannot_have_the_code_that_an_agents_file_names_executed_unasked(tmp_path: Path) -> None:
+    config = parse_config({"run_id": "r", "environment": environment(written(tmp_path)).model_dump()})
+    found = unnamed_code(config, [])
+    assert found["environment.parameters.nexau_agent_config_path"] == "agent_config.yaml"
+    assert found["environment.parameters.nexau_agent_workspace"] == str(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file agent\.yaml.*has: agent_config\.yaml"):
+        open_environment(environment(written(tmp_path), nexau_agent_config_path="agent.yaml"))
