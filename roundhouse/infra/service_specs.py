@@ -259,6 +259,8 @@ def head_environment(
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_replica_port + REPLICA_PORTS - 1),
+        # Serve kills a proxy that is not ready within 5 s, and what waits for that proxy fails; a busy machine needs longer.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # A replica that is killed takes its engine's process with it.
         "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
     }

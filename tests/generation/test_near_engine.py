@@ -28,7 +28,6 @@ from roundhouse.generation.serve_app import APPLICATION, DEPLOYMENT, build, plac
 from roundhouse.training.service.actor import RayTrainService
 from roundhouse.weight_sync.replica_state import arguments_of
 from tests.generation import tiny
-from tests.generation.cluster import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -65,8 +64,7 @@ def cluster(own_place: None) -> Iterator[Cluster]:
                 raise
         else:
             break
-    (port,) = free_ports(1)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.start(proxy_location="Disabled")  # nobody comes by HTTP, and Serve kills a proxy that needs five seconds to start
     yield found
     serve.shutdown()
     ray.shutdown()
