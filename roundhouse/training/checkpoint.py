@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.fast_imports import lean_transformers
@@ -42,6 +41,7 @@ with lean_transformers():
         revert_weight_conversion,
     )
     from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.training.layers import PACKED, check_packable, merged, register_packed_attention, under_adapter
 from roundhouse.training.parallel import Ranks, sent_row

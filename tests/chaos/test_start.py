@@ -53,6 +53,13 @@ from roundhouse.generation.transformers_engine import build_model
 build_model(".", GenerationConfig(backend="transformers"))
 """,
 }
+BY_NAME = """
+from importlib.metadata import packages_distributions
+from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as known
+assert known.get("torch") == ["torch"] and known.read is not None
+assert known.get("yaml") == packages_distributions()["yaml"] and known.read is None
+"""
+"""What is installed is read when a package is asked for whose distribution is named otherwise."""
 UNUSED = "assert not {'sklearn', 'scipy', 'accelerate', 'pandas'} & set(sys.modules)"
 
 
@@ -63,7 +70,7 @@ def test_a_trainer_and_an_engine_start_without_what_they_do_not_use_which_can_be
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     there = "from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
-    told = imported_by("\n".join(["import sys", STARTS[process], UNUSED, there, "import sklearn.metrics"]))
+    told = imported_by("\n".join(["import sys", STARTS[process], UNUSED, there, BY_NAME, "import sklearn.metrics"]))
     assert {"transformers", "sklearn", "scipy"} <= set(told)
 
 

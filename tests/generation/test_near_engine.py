@@ -64,7 +64,9 @@ def cluster(own_place: None) -> Iterator[Cluster]:
                 raise
         else:
             break
-    serve.start(proxy_location="Disabled")  # nobody comes by HTTP, and Serve kills a proxy that needs five seconds to start
+    serve.start(
+        proxy_location="Disabled"
+    )  # nobody comes by HTTP, and Serve kills a proxy that needs five seconds to start
     yield found
     serve.shutdown()
     ray.shutdown()
