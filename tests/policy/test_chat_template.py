@@ -10,6 +10,7 @@ from roundhouse.policy.tokenizer import CHAT_TEMPLATE, blank_tokenizer
 from roundhouse.rollout.responses import chat_tools
 
 TOOLS = chat_tools(Calculator().tool_schemas())
+OURS = CHAT_TEMPLATE + "{# rendered, since it is not quite ours #}"
 PLAIN = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -23,7 +24,9 @@ def refused(template: str, tools: list) -> str:
     return str(caught.value)
 
 
-def test_our_own_template_shows_tools_and_roles() -> None:
+def test_our_own_template_shows_tools_and_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_unfit_template(ChatTemplate("ours", OURS), TOOLS)
+    monkeypatch.delattr(ChatTemplate, "render")
     refuse_unfit_template(ChatTemplate("ours", CHAT_TEMPLATE), TOOLS)
 
 
@@ -51,7 +54,7 @@ def test_what_a_template_drops_is_named(template: str, tools: list, what: str) -
 
 def test_a_template_without_the_system_prompt_is_refused() -> None:
     said = "Answer briefly."
-    refuse_unfit_template(ChatTemplate("ours", CHAT_TEMPLATE), TOOLS, said)
+    refuse_unfit_template(ChatTemplate("ours", OURS), TOOLS, said)
     without = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match=r"leaves out rollout\.system_prompt\. Unset it"):
         refuse_unfit_template(ChatTemplate("model", without), [], said)
