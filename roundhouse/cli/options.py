@@ -64,7 +64,7 @@ NewStoreOption = Annotated[str, typer.Option("--store", envvar=STORE_VARIABLE, h
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for a program.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
 TrustStore = Annotated[
-    bool, typer.Option("--trust-store", help="Execute the classes, files and images that the store's run.json names.")
+    bool, typer.Option("--trust-store", help="Execute the code, and send the secrets, that the store's run.json names.")
 ]
 
 
@@ -75,14 +75,15 @@ def load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 
 def accept_code(config: RunConfig, overrides: list[str] | None, trust_store: bool) -> None:
-    """Have a person at the terminal accept the code that only the store names; refuse it without a terminal."""
+    """Have a person at the terminal accept the code and the endpoints of secrets that only the store names; refuse them without
+    a terminal."""
     from roundhouse.config.loading import refuse_unnamed_code, unnamed_code
 
     named = overrides or []
     if trust_store or not (found := unnamed_code(config, named)):
         return
     said = "\n".join(f"  {key}: {value}" for key, value in found.items())
-    asked = f"The store's configuration of run {config.run_id!r} names code:\n{said}\nExecute it?"
+    asked = f"The store's configuration of run {config.run_id!r} names code, or secrets and their endpoints:\n{said}\nUse them?"
     if not (sys.stdin.isatty() and typer.confirm(asked, err=True)):
         refuse_unnamed_code(config, named)
 

@@ -231,24 +231,39 @@ _OURS = {
 """Values of these keys that name no code but Roundhouse's own."""
 
 
+_SECRET = re.compile(r"(?:(?P<section>.+)\.)?\w*(key|token|secret|password|credential)\w*[._](variable|file)")
+_ENDPOINTS = ("url", "base_url", "head_server", "model_server")
+
+
 def unnamed_code(config: RunConfig, overrides: Iterable[str]) -> dict[str, str]:
-    """Keys of the configuration that name code (classes, files, images), with their values, but for those that `overrides`
-    (`key=value`) give."""
+    """Keys of the configuration that name code (classes, files, images), or a secret of this machine and the endpoint that it
+    is sent to, with their values, but for those that `overrides` (`key=value`) give."""
     given = [override.partition("=")[0].strip() for override in overrides]
-    return {
-        key: str(value)
-        for key, value in flatten(config.model_dump(mode="json")).items()
+    values = flatten(config.model_dump(mode="json"))
+    found = {
+        key
+        for key, value in values.items()
         if _CODE.fullmatch(key)
         and (value not in _OURS if not isinstance(value, list) else key != "tracking.sinks" or {*value} - {*SINKS})
-        and not any(key == one or key.startswith(f"{one}.") for one in given)
+    }
+    for key, value in values.items():
+        if value is not None and (secret := _SECRET.fullmatch(key)):
+            sent = {f"{secret['section']}.{name}" for name in _ENDPOINTS}
+            there = {endpoint for endpoint in sent if values.get(endpoint) is not None}
+            if there or sent.isdisjoint(values):  # a class of one's own has no endpoint that is known here
+                found |= {key, *there}
+    return {
+        key: str(value)
+        for key, value in values.items()
+        if key in found and not any(key == one or key.startswith(f"{one}.") for one in given)
     }
 
 
 def refuse_unnamed_code(config: RunConfig, overrides: Iterable[str]) -> None:
     """Refuse to run what only the store names.
 
-    A person who can write to a store can write a run's run.json. Code that it names is executed only when the person who starts
-    the run has named it too, or declares the store trusted.
+    A person who can write to a store can write a run's run.json. Code that it names is executed, and a secret of this machine
+    sent to an endpoint that it names, only when the person who starts the run has named them too, or trusts the store.
 
     Raises:
         ConfigError: with the keys, and how to accept them.
@@ -257,7 +272,8 @@ def refuse_unnamed_code(config: RunConfig, overrides: Iterable[str]) -> None:
         lines = "\n".join(f"  {key}: {value}" for key, value in found.items())
         named = " ".join(f"--set {key}={value}" for key, value in found.items())
         raise ConfigError(
-            f"The store's configuration of run {config.run_id!r} names code that would be executed here:\n{lines}\n"
+            f"The store's configuration of run {config.run_id!r} names code that would be executed here, or secrets and where "
+            f"they would be sent:\n{lines}\n"
             "Whoever can write to the store can have written that. If it is what you expect, say so with --trust-store, or "
             f"name it yourself: {named}"
         )

@@ -91,3 +91,45 @@ def test_a_configuration_of_built_in_parts_names_no_code(tree: dict[str, object]
 )
 def test_every_key_that_names_code_counts(tree: dict[str, object], key: str) -> None:
     assert unnamed_code(parse_config(tree | {"run_id": "r"}), []).keys() == {key}
+
+
+AGENT = {"kind": "agent", "url": "http://a:1", "agent": "a", "train_tasks": "a", "heldout_tasks": "a"}
+REMOTE = {"kind": "remote", "url": "http://a:1"}
+JUDGE = {"base_url": "http://a/v1", "model": "m"}
+CRITERIA = {"polite": {"question": "Is it polite?"}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "keys"),
+    [
+        ({"environment": AGENT}, []),
+        (
+            {"environment": AGENT | {"head_token_variable": "AWS_SECRET_ACCESS_KEY"}},
+            ["environment.head_token_variable", "environment.url"],
+        ),
+        (
+            {"environment": {"kind": "mixture", "environments": {"one": AGENT | {"head_token_file": "/etc/key"}}}},
+            ["environment.environments.one.head_token_file", "environment.environments.one.url"],
+        ),
+        ({"environment": {"kind": "calculator", "rubric": {"judge": JUDGE, "criteria": CRITERIA}}}, []),
+        (
+            {
+                "environment": {
+                    "kind": "calculator",
+                    "rubric": {"judge": JUDGE | {"api_key_variable": "KEY"}, "criteria": CRITERIA},
+                }
+            },
+            ["environment.rubric.judge.api_key_variable", "environment.rubric.judge.base_url"],
+        ),
+        ({"train": {"service": REMOTE}}, ["train.service.token_variable", "train.service.url"]),
+        (
+            {"environment": {"kind": "custom", "target": "a.py:A", "parameters": {"api_key": {"variable": "KEY"}}}},
+            ["environment.parameters.api_key.variable", "environment.target"],
+        ),
+    ],
+    ids=["no secret", "agent", "of a mixture", "judge without key", "judge", "remote trainer", "own class"],
+)
+def test_a_secret_and_where_it_would_be_sent_count(tree: dict[str, object], keys: list[str]) -> None:
+    config = parse_config(tree | {"run_id": "r"})
+    assert sorted(unnamed_code(config, [])) == keys
+    assert unnamed_code(config, [f"{key}=mine" for key in keys]) == {}
