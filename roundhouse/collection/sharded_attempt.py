@@ -12,7 +12,6 @@ worked for.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import threading
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from roundhouse.activity import ACTIVITY
@@ -37,7 +35,7 @@ from roundhouse.rollout.plan import reorder
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import WRITERS, Stage, read_entry
+from roundhouse.store.stage import WRITERS, Stage, parse_parquet, read_entry
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.ledger import Ledger, LedgerError
 from roundhouse.trajectories.records import Rollout, Status
@@ -311,7 +309,7 @@ class ShardedAttempt:
 
     def _table(self, report: ShardReport, dataset: str) -> pa.Table:
         entries = [entry for entry in report.files if entry.path.startswith(f"{dataset}-")]
-        tables = [pq.read_table(io.BytesIO(read_entry(self.stage.location, entry))) for entry in entries]
+        tables = [parse_parquet(read_entry(self.stage.location, entry)) for entry in entries]
         if not tables:
             raise StoreError(f"The report of a shard of {self.stage.location.uri} names no {dataset}.")
         return pa.concat_tables(tables)

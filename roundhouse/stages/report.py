@@ -12,7 +12,6 @@ the first part of each dataset; its size and cost do not grow with the number of
 
 from __future__ import annotations
 
-import io
 import statistics
 import time
 import uuid
@@ -20,14 +19,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from roundhouse.health.errors import MISMATCH, REMEMBERED, WATCHED, Alert, Metrics, new_alerts
 from roundhouse.stages.cost import iteration_cost, run_totals, totals_after
 from roundhouse.stages.evaluate import set_of, stage_of
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_file, read_manifest
+from roundhouse.store.stage import StageKind, parse_parquet, read_file, read_manifest
 from roundhouse.trajectories.records import Rollout, conversation_lines
 from roundhouse.trajectories.schemas import rollouts_from_tables
 
@@ -354,7 +351,7 @@ def first_rollouts(reference: Reference, manifest: Manifest, count: int) -> list
     tables = []
     for dataset in ("rollouts", "turns"):
         entry = next(entry for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
-        tables.append(pq.read_table(io.BytesIO(read_file(reference, entry))))
+        tables.append(parse_parquet(read_file(reference, entry)))
     return rollouts_from_tables(tables[0].slice(0, count), tables[1])
 
 

@@ -267,6 +267,20 @@ def read_entry(location: Location, entry: FileEntry) -> bytes:
     return data
 
 
+def parse_parquet(data: bytes, columns: list[str] | None = None, *, verify_checksums: bool = False) -> pa.Table:
+    """The rows of a Parquet file that is in memory.
+
+    Arrow reads a Python file object in threads of its own. One that still drops its reference while the interpreter ends
+    aborts the process ("terminate called without an active exception", apache/arrow#34314), so that work which is done and
+    committed counts as failed. A buffer read in the caller's thread leaves no thread behind.
+
+    Raises:
+        pyarrow.ArrowException: the bytes are no Parquet file, or a damaged one.
+    """
+    with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=verify_checksums) as file:
+        return file.read(columns, use_threads=False)
+
+
 def read_part(location: Location, name: str, schema: pa.Schema) -> pa.Table | None:
     """A Parquet file that no manifest vouches for; None when it cannot be trusted: it is gone, cut short or damaged.
 
@@ -276,7 +290,7 @@ def read_part(location: Location, name: str, schema: pa.Schema) -> pa.Table | No
         StoreError: the store does not answer.
     """
     try:
-        table = _completed(pq.read_table(io.BytesIO(location.read(name)), page_checksum_verification=True), schema)
+        table = _completed(parse_parquet(location.read(name), verify_checksums=True), schema)
     except NotFound:
         return None  # listed late, deleted since
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -303,7 +317,7 @@ def _completed(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def read_table(reference: Reference, dataset: str) -> pa.Table:
     """All parts of a dataset of a complete stage as one table, in the order they were written."""
     tables = [
-        pq.read_table(io.BytesIO(read_file(reference, entry)))
+        parse_parquet(read_file(reference, entry))
         for entry in read_manifest(reference).files
         if entry.path.startswith(f"{dataset}-") and entry.path.endswith(".parquet")
     ]

@@ -30,19 +30,17 @@ recorded by the stage that knows it:
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Manifest
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import StageKind, parse_parquet, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 
 
@@ -208,7 +206,7 @@ def _untrainable(counts: Mapping[str, int], sequences: pa.Table) -> str | None:
 
 def _columns(location: Location, manifest: Manifest, dataset: str, names: list[str]) -> pa.Table:
     parts: Iterable[str] = (entry.path for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
-    tables = [pq.read_table(io.BytesIO(location.read(path)), columns=names) for path in parts]
+    tables = [parse_parquet(location.read(path), names) for path in parts]
     schema = {"reward": pa.float64()}
     empty = pa.table({name: pa.array([], schema.get(name, pa.string())) for name in names})
     return pa.concat_tables(tables) if tables else empty

@@ -31,10 +31,11 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def uv_sources(tmp_path: Path, settings: str) -> subprocess.CompletedProcess[str]:
-    """`tools/uv_sources.py` under a pip configuration of our own."""
+    """`tools/uv_sources.py` under a pip configuration of our own; pip reads the machine's below XDG_CONFIG_DIRS, too."""
     configuration = tmp_path / "pip.conf"
     configuration.write_text(f"[global]\n{settings}\n")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    environment["XDG_CONFIG_DIRS"] = str(tmp_path)
     return subprocess.run(
         [sys.executable, str(ROOT / "tools" / "uv_sources.py")],
         env={**environment, "PIP_CONFIG_FILE": str(configuration), "HOME": str(tmp_path)},

@@ -1,8 +1,11 @@
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from roundhouse.config.loading import parse_config
@@ -163,3 +166,18 @@ def test_a_write_that_fails_leaves_the_old_object_and_no_rubbish(
     monkeypatch.undo()
     assert place.read("a") == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_rows_are_read_without_a_thread_that_outlives_the_reading(tmp_path: Path) -> None:
+    """An abort at exit: "terminate called without an active exception", half of the processes that read from a file object."""
+    path = tmp_path / "many.parquet"
+    pq.write_table(pa.table({f"c{index}": range(2000) for index in range(20)}), path, row_group_size=100)
+    program = f"""
+import os
+from roundhouse.store.stage import parse_parquet
+before = len(os.listdir("/proc/self/task"))
+rows = parse_parquet(open({str(path)!r}, "rb").read()).num_rows
+print(rows, len(os.listdir("/proc/self/task")) - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["2000", "0"]), ended.stderr

@@ -39,13 +39,11 @@ import asyncio
 import functools
 import hashlib
 import inspect
-import io
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import orjson
-import pyarrow.parquet as pq
 
 from roundhouse.compat.nexrl.base import (
     AnswerTag,
@@ -62,6 +60,7 @@ from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import Completion
 from roundhouse.rollout.responses import chat_tools, tool_message
 from roundhouse.store.location import Location
+from roundhouse.store.stage import parse_parquet
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
 
@@ -156,9 +155,7 @@ def recording(uri: str) -> dict[tuple[str, int], Rollout]:
         raise ConfigError(f"environment.parameters.recorded is {uri!r}, which has no rollouts-*.parquet.")
     found: dict[tuple[str, int], Rollout] = {}
     for name in names:
-        tables = [
-            pq.read_table(io.BytesIO(location.read(part))) for part in (name, f"turns-{name.removeprefix('rollouts-')}")
-        ]
+        tables = [parse_parquet(location.read(part)) for part in (name, f"turns-{name.removeprefix('rollouts-')}")]
         found |= {(rollout.group_id, rollout.sample): rollout for rollout in rollouts_from_tables(*tables)}
     return found
 

@@ -26,7 +26,6 @@ from typing import Any, Self
 import fsspec
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from roundhouse.compat.nexrl.base import (
     BaseRolloutWorker,
@@ -46,6 +45,7 @@ from roundhouse.import_string import add_import_path, load_class
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.plan import epoch_order
 from roundhouse.rollout.protocol import BadTaskRow, ClosedOnExit
+from roundhouse.store.stage import parse_parquet
 from roundhouse.trajectories.records import Status
 
 WORKERS = {
@@ -412,5 +412,5 @@ def _table(raw: bytes) -> list[Any]:
 _READERS: dict[str, Callable[[bytes], list[Any]]] = {
     "jsonl": _lines,
     "csv": _table,
-    "parquet": lambda raw: pq.read_table(io.BytesIO(raw)).to_pylist(),
+    "parquet": lambda raw: parse_parquet(raw).to_pylist(),
 }

@@ -34,7 +34,7 @@ with gc_paused():
     from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, upload_model
     from roundhouse.store.location import Location, NotFound
     from roundhouse.store.manifest import ModelFiles, Reference
-    from roundhouse.store.stage import read_table
+    from roundhouse.store.stage import parse_parquet, read_table
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.checkpoint import TRAINER_DIRECTORY
     from roundhouse.training.parallel import TIMEOUT, Ranks, join, leave
@@ -138,7 +138,7 @@ def read_result(location: Location) -> tuple[TrainStepResult, pa.Table]:
     """
     try:
         result = TrainStepResult.model_validate_json(location.read(REPORT))
-        return result, pq.read_table(io.BytesIO(location.read(COLUMNS)))
+        return result, parse_parquet(location.read(COLUMNS))
     except (NotFound, ValidationError) as error:
         raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
 
