@@ -159,3 +159,13 @@ def _wait_for_port(port: int, seconds: float = 30) -> None:
         except OSError:
             time.sleep(0.05)
     raise TimeoutError(f"nothing listens on port {port} after {seconds} s")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster of one node, which this process has joined."""
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()

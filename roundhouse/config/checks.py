@@ -50,7 +50,7 @@ from roundhouse.config.generation import (
 )
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps, trainer_makes_room
-from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards
+from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards, ProcessShards
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 from roundhouse.errors import ConfigError
 
@@ -84,6 +84,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _tinker(config)
     if not recorded:
         _trainer_gpus(config)
+        _ray_launcher(config)
         _optimizer_every(config)
     _distribution(config)
 
@@ -465,6 +466,24 @@ def _trainer_gpus(config: RunConfig) -> None:
             raise ValueError(
                 f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
                 f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
+            )
+
+
+def _ray_launcher(config: RunConfig) -> None:
+    infra, service, distribution = config.infra, config.train.service, config.rollout.distribution
+    by_key = {
+        "train.service.launcher": isinstance(service, ProcessService) and service.launcher == "ray",
+        "rollout.distribution.launcher": isinstance(distribution, ProcessShards) and distribution.launcher == "ray",
+    }
+    if isinstance(infra, KubernetesInfra):
+        for key in (key for key, is_ray in by_key.items() if is_ray):
+            raise ValueError(f"{key} is ray, but infra.kind is kubernetes, where Jobs do it. Leave the launcher unset.")
+    elif isinstance(service, ProcessService) and service.launcher == "ray":
+        gpus, processes = infra.ray.trainer.gpus, service.processes
+        if 0 < gpus < processes:
+            raise ValueError(
+                f"infra.ray.trainer.gpus is {gpus:g}, but train.service.processes is {processes}, and each process trains on "
+                f"one GPU. Set the first to {processes}, or to 0 to train on CPUs."
             )
 
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator
 
 LAUNCHERS = {
     "subprocess": "roundhouse.launch.subprocesses:SubprocessLauncher",
+    "ray": "roundhouse.launch.ray_actors:RayLauncher",
     "kubernetes": "roundhouse.launch.kubernetes_jobs:KubernetesLauncher",
 }
 """Their classes (`roundhouse.launch.base.Launcher`); a run may name its own as `module:Class`."""

@@ -172,6 +172,25 @@ class MLflowServerSettings(Section):
     Artifacts stay in `state`."""
 
 
+class RayResources(Section):
+    """What a program reserves on its node."""
+
+    cpus: PositiveFloat = 1
+    gpus: Annotated[float, Field(ge=0)] = 0
+    """All ranks of a training step are on one node and share them."""
+
+
+class RayCluster(Section):
+    """Where `launcher: ray` starts programs. Its nodes need this version of Roundhouse, and reach store and engine."""
+
+    address: str | None = None
+    """Cluster to join; unset joins the one this process is in (RAY_ADDRESS), else starts a local one."""
+    trainer: RayResources = RayResources()
+    """Of a training step."""
+    collector: RayResources = RayResources()
+    """Of one shard of a collection."""
+
+
 class LocalInfra(Section):
     """Processes on this machine, Ray local."""
 
@@ -180,6 +199,7 @@ class LocalInfra(Section):
     """Directory of service state and logs."""
     prefect: PrefectServerSettings = PrefectServerSettings()
     mlflow: MLflowServerSettings = MLflowServerSettings()
+    ray: RayCluster = RayCluster()
     start_timeout_seconds: PositiveFloat = 300
     """Time limit until all services answer, on an idle machine; the load of a busy one makes it up to six times longer."""
 

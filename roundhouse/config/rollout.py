@@ -42,7 +42,7 @@ class ProcessShards(Shards):
 
     kind: Literal["process"] = "process"
     launcher: LauncherName = "subprocess"
-    """What starts a worker: `subprocess` or `module:Class`."""
+    """What starts a worker: `subprocess`, `ray` or `module:Class`."""
 
     @field_validator("launcher")
     @classmethod

@@ -118,7 +118,7 @@ class ResidentService(RankedService):
     @field_validator("launcher")
     @classmethod
     def _on_this_machine(cls, launcher: str) -> str:
-        if launcher == "kubernetes":
+        if launcher in ("kubernetes", "ray"):
             raise ValueError(
                 f"train.service.launcher is {launcher}, but resident ranks are on the flow's machine. Use kind: process."
             )
@@ -132,8 +132,8 @@ class ProcessService(RankedService):
     timeout_seconds: PositiveFloat = 3600
     """Time limit of a step; the process is ended after it."""
     launcher: LauncherName | None = None
-    """What starts the process: `subprocess`, `kubernetes` or `module:Class`. Unset: `kubernetes` where `infra.kind` is that,
-    else `subprocess`."""
+    """What starts the process: `subprocess`, `ray`, `kubernetes` or `module:Class`. Unset: `kubernetes` where `infra.kind` is
+    that, else `subprocess`."""
 
 
 class RayService(Section):

@@ -50,6 +50,10 @@ class SubprocessLauncher(Launcher):
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         program.prepare()
+        return self.run_prepared(program, said, stopped)
+
+    def run_prepared(self, program: Program, said: Say, stopped: threading.Event) -> Location:
+        """As `run`, of a program whose spec lies at its place."""
         scratch = Path(tempfile.mkdtemp(dir=self._scratch.name))
         ranks = torchrun(program.ranks, scratch / "meeting") if program.ranks > 1 else []
         spec = f"{program.place.uri}/{SPEC}"

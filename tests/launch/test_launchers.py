@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -12,15 +16,19 @@ import pytest
 
 from roundhouse.collection.sharded_attempt import ShardedAttempt
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.infra import processes
+from roundhouse.launch import ray_actors
 from roundhouse.launch.base import Launcher, Program, Say, Stopped, open_launcher
 from roundhouse.launch.subprocesses import SubprocessLauncher
 from roundhouse.stages import train
 from roundhouse.store.location import Location
-from roundhouse.store.run import open_run
+from roundhouse.store.run import Run, open_run
 from roundhouse.training.service.job_entry import REPORT
+from tests.infra.test_children import until
 from tests.launch.program import Does
+
+ROOT = Path(__file__).parents[2]
 
 
 def program(tmp_path: Path, does: str, **changes: object) -> Program:
@@ -31,14 +39,17 @@ def program(tmp_path: Path, does: str, **changes: object) -> Program:
         "place": Location((tmp_path / "place").as_uri()),
         "place_field": "place",
         "stage": "train",
-        "timeout_seconds": 60.0,
+        "timeout_seconds": 240.0,
         "timeout_key": "a.key",
+        "environment": {"PYTHONPATH": str(ROOT)},
     }
     return Program(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["subprocess"])
+@pytest.fixture(params=["subprocess", "ray"])
 def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
     with open_launcher(request.param, "train.service.launcher", None) as found:
         yield found
 
@@ -112,7 +123,7 @@ def test_a_step_is_started_by_the_launcher_that_is_named(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("service", "said"),
     [
-        ({"launcher": "slurm"}, "'slurm' is no launcher. Set it to subprocess, kubernetes, or module:Class"),
+        ({"launcher": "slurm"}, "'slurm' is no launcher. Set it to subprocess, ray, kubernetes, or module:Class"),
         ({"launcher": "kubernetes"}, "train.service.launcher is kubernetes, but infra.kind is local"),
     ],
 )
@@ -128,3 +139,84 @@ def test_a_launcher_that_cannot_work_is_refused_at_load(service: dict[str, str],
 def test_a_class_that_is_no_launcher_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.service.launcher is 'pathlib:Path'.*no Launcher"):
         open_launcher("pathlib:Path", "train.service.launcher", None)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            {"infra": {"ray": {"trainer": {"gpus": 1}}}, "train": {"service": {"processes": 2}}},
+            "infra.ray.trainer.gpus is 1, but train.service.processes is 2",
+        ),
+        (
+            {"infra": {"kind": "kubernetes"}, "store": "s3://b/s"},
+            "train.service.launcher is ray, but infra.kind is kubernetes",
+        ),
+    ],
+)
+def test_a_ray_cluster_that_cannot_do_it_is_refused_at_load(tree: dict[str, Any], said: str, tmp_path: Path) -> None:
+    service = {"kind": "process", "launcher": "ray", **tree.get("train", {}).get("service", {})}
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"run_id": "r", "store": str(tmp_path), **tree, "train": {"service": service}})
+
+
+def on_ray(tmp_path: Path, **sections: Any) -> Run:
+    """A run whose launcher is Ray's."""
+    tree = {"run_id": "r", "store": str(tmp_path / "store"), "infra": {"ray": sections}}
+    return open_run(parse_config(tree))
+
+
+@pytest.mark.parametrize(("stage", "key"), [("train", "trainer"), ("collect", "collector")])
+def test_a_program_that_no_node_has_room_for_ends_at_its_time_limit_and_names_what_it_waited_for(
+    ray_cluster: None, tmp_path: Path, stage: str, key: str
+) -> None:
+    waiting = program(tmp_path, "report", stage=stage, timeout_seconds=0.5)
+    with (
+        open_launcher("ray", "a.key", on_ray(tmp_path, **{key: {"cpus": 64, "gpus": 2}})) as launcher,
+        pytest.raises(InfraError, match=r"a\.key.*64 CPUs and 2 GPUs.*nothing: has a node"),
+    ):
+        launcher.run(waiting, lambda line: None, threading.Event())
+
+
+def test_a_program_that_is_lost_with_its_actor_is_an_infrastructure_error_and_leaves_nothing(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    def kill_actor(line: str) -> None:
+        if line.startswith("rank"):
+            parents = (parent for child in of_programs() for parent in child.parents())
+            next(parent for parent in parents if "ProgramHost" in " ".join(parent.cmdline())).kill()
+
+    with (
+        open_launcher("ray", "a.key", on_ray(tmp_path)) as launcher,
+        pytest.raises(InfraError, match="was lost with its Ray actor"),
+    ):
+        launcher.run(program(tmp_path, "wait"), kill_actor, threading.Event())
+    until(lambda: of_programs() == [])
+
+
+def test_the_cluster_that_is_joined_is_the_configured_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[str | None, str]] = []
+    monkeypatch.setattr(ray_actors, "join_cluster", lambda address, key: joined.append((address, key)))
+    open_launcher("ray", "a.key", on_ray(tmp_path, address="10.0.0.1:6379"))
+    assert joined == [("10.0.0.1:6379", "infra.ray.address")]
+
+
+def test_a_cluster_that_does_not_answer_is_an_infrastructure_error_with_its_key(tmp_path: Path) -> None:
+    """In a process of its own: this one is a driver of the other tests' cluster."""
+    attempt = """
+import sys
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import InfraError
+from roundhouse.launch.base import open_launcher
+from roundhouse.store.run import open_run
+run = open_run(parse_config({"run_id": "r", "store": sys.argv[1], "infra": {"ray": {"address": "127.0.0.1:1"}}}))
+try:
+    open_launcher("ray", "a.key", run)
+except InfraError as error:
+    print(error)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", attempt, str(tmp_path)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert "infra.ray.address: 127.0.0.1:1) cannot be joined" in ended.stdout, ended.stderr

@@ -194,6 +194,18 @@ def test_shards_work_on_a_bucket(s3_server: str, engine: GuessingEngine) -> None
     assert verify(f"s3://{name}/store").problems == []
 
 
+def test_shards_on_a_ray_cluster_collect_what_processes_collect(
+    ray_cluster: None, tmp_path: Path, engine: GuessingEngine
+) -> None:
+    digests = []
+    for count, distribution in ((0, {}), (2, {"distribution": {"kind": "process", "shards": 2, "launcher": "ray"}})):
+        run, weights = begun(f"{tmp_path}/{count}", 0, **distribution)
+        reference = collect_iteration(run, 1, weights, engine.url)
+        digests.append(sequences_digest(run, reference))
+    assert digests[0] == digests[1]
+    assert read_manifest(reference).metrics["rollout/shards"] == 2
+
+
 def test_evaluations_datasets_and_rounds_of_dynamic_sampling_are_sharded_too(
     tmp_path: Path, engine: GuessingEngine
 ) -> None:

@@ -207,10 +207,13 @@ def test_the_engine_starts_with_the_tokenizer_that_the_policy_will_have(tmp_path
     assert engine_files(run) == before, "the same directory, checked against the committed policy"
 
 
+@pytest.mark.parametrize("launcher", ["subprocess", "ray"])
 def test_a_process_a_step_writes_what_a_resident_trainer_writes(
-    resident_digests: dict[str, str], tmp_path: Path
+    request: pytest.FixtureRequest, resident_digests: dict[str, str], tmp_path: Path, launcher: str
 ) -> None:
-    run = make_run(str(tmp_path / "process"), tmp_path, kind="process")
+    if launcher == "ray":
+        request.getfixturevalue("ray_cluster")
+    run = make_run(str(tmp_path / "process"), tmp_path, kind="process", launcher=launcher)
     assert checkpoint_digests(train_two(run, tmp_path, restart=False)) == resident_digests
     update = run.stage(2, "train").reference()
     assert update is not None

@@ -96,14 +96,14 @@ class RayResourceManager:
         """Start every actor and wait until each has made its objects.
 
         Raises:
+            InfraError: the cluster cannot be reached.
             ray.exceptions.RayActorError: a constructor raised.
         """
         import ray
 
-        from roundhouse.training.service.actor import cluster_to_join
+        from roundhouse.training.service.actor import join_cluster
 
-        if not ray.is_initialized():
-            ray.init(cluster_to_join(), log_to_driver=False, configure_logging=False)
+        join_cluster(None, "RAY_ADDRESS")
         for together in self._groups():
             colocated = together[0].colocation_group is not None
             actor_class: Any = ray.remote(_colocated(together) if colocated else together[0].cls)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from roundhouse.training.service import protocol
 from roundhouse.training.service.files import TransferredFile, write_checked
 from roundhouse.training.service.served import ServedTrainEngine
 from roundhouse.training.service.wire import ChannelService
+
+CONNECT_SECONDS = 10.0
 
 
 class TrainActor:
@@ -66,15 +69,7 @@ class RayTrainService(ChannelService):
     def __init__(
         self, config: TrainConfig, service: RayService, *, temperature: float = 1.0, placement_group: str | None = None
     ) -> None:
-        if not ray.is_initialized():
-            # A stage is in a thread, where Ray cannot take SIGTERM over and warns; the flow's process handles the signal.
-            logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
-            try:
-                ray.init(address=service.address or cluster_to_join(), log_to_driver=False, configure_logging=False)
-            except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-                raise InfraError(
-                    f"The Ray cluster (train.service.address: {service.address}) cannot be joined: {error}"
-                ) from error
+        join_cluster(service.address, "train.service.address")
         options: dict[str, Any] = {"num_cpus": service.cpus, "num_gpus": service.gpus, "max_restarts": 0}
         if placement_group is not None:
             options["scheduling_strategy"] = last_bundle_of(placement_group)
@@ -82,10 +77,25 @@ class RayTrainService(ChannelService):
         super().__init__(ActorChannel(actor, service.timeout_seconds))
 
 
-def cluster_to_join() -> str:
-    """For `ray.init`: the cluster that this process was started in, else one of its own, never the machine's last: that may be
-    dead."""
-    return os.environ.get("RAY_ADDRESS") or "local"
+def join_cluster(address: str | None, key: str) -> None:
+    """Make this process a driver of a cluster: of `address`, else of the one that it was started in, else of one of its own.
+    Never of the machine's last one, which may be dead. `key` is where the address is configured.
+
+    Raises:
+        InfraError: the cluster cannot be reached.
+    """
+    if ray.is_initialized():
+        return
+    # A stage is in a thread, where Ray cannot take SIGTERM over and warns; the flow's process handles the signal.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+    cluster = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        host, separator, port = cluster.rpartition(":")
+        if separator and "//" not in host:  # Ray ends the whole process where a head does not answer
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(address=cluster, log_to_driver=False, configure_logging=False)
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        raise InfraError(f"The Ray cluster ({key}: {cluster}) cannot be joined: {error}") from error
 
 
 def last_bundle_of(placement_group: str) -> PlacementGroupSchedulingStrategy:
