@@ -31,6 +31,11 @@ def check_model_directory(path: str | Path) -> None:
     config = _read_json(directory / "config.json", "Every Hugging Face model has one")
     if not config.get("model_type"):
         raise _broken(directory / "config.json", "names no model_type", "Save the model again with save_pretrained")
+    if senses := sorted({"vision_config", "audio_config"} & config.keys()):
+        raise ConfigError(
+            f"policy.path is {directory}, a model of more than text ({', '.join(senses)} in config.json). Conversations are "
+            "collected and trained on as text alone: name a text model."
+        )
     _check_weights(directory)
     tokenizer = directory / "tokenizer.json"
     if tokenizer.exists():

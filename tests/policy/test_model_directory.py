@@ -46,6 +46,12 @@ def test_no_directory_or_a_file_in_its_place_is_refused_with_the_way_out(tmp_pat
     assert "is a file" in refused(tmp_path / "file")
 
 
+def test_a_model_that_sees_or_hears_is_refused_since_only_text_is_trained_on(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 2}}))
+    assert "a model of more than text (vision_config in config.json)" in refused(model)
+
+
 def test_missing_weights_are_named(model: Path) -> None:
     (model / "model.safetensors").unlink()
     assert "has no safetensors files" in refused(model)
