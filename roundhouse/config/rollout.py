@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from roundhouse.config.curriculum import CurriculumConfig, Epochs
 from roundhouse.config.launchers import LauncherName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section
 
@@ -99,6 +100,8 @@ class RolloutConfig(Section):
     drop_last: bool = False
     """Leave out what is left of an epoch when it fills no iteration. False: the next epoch fills the iteration up, also the
     last."""
+    curriculum: CurriculumConfig = Epochs()
+    """Which tasks an iteration draws: pass after pass over all of them, or by how difficult they were recently."""
     max_prompt_tokens: PositiveInt | None = None
     """Leave out training tasks whose prompt, rendered with their tools, has more tokens. Unset: none."""
     max_turns: PositiveInt = 4
@@ -137,6 +140,24 @@ class RolloutConfig(Section):
                 "shuffle is false, but rollout.dynamic_sampling draws further rounds in orders of their own. Set shuffle to "
                 "true, or leave dynamic_sampling out."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _no_passes(self) -> Self:
+        """A curriculum draws some tasks more often than others: there are no passes over all of them."""
+        if isinstance(self.curriculum, Epochs):
+            return self
+        for key, value, set_it in (
+            ("epochs", self.epochs, self.epochs is not None),
+            ("shuffle", self.shuffle, not self.shuffle),
+            ("drop_last", self.drop_last, self.drop_last),
+        ):
+            if set_it:
+                raise ValueError(
+                    f"{key} is {value}, which is about passes over all tasks, but rollout.curriculum.kind is "
+                    f"{self.curriculum.kind}, which draws by difficulty. Leave {key} out (the key iterations ends the run), or "
+                    "set rollout.curriculum.kind to epochs."
+                )
         return self
 
 

@@ -4,7 +4,8 @@ Invariants: the plan is a pure function of rows, group size, run seed and iterat
 choose the same; rollout ids in it are unique; the seed of a rollout depends on nothing but run seed, iteration, group and
 sample, so that a retry draws the same. The tasks of iterations 0, 1, 2, … in a row are epochs, each a shuffle of all tasks, or
 in their own order; no task comes twice in an epoch. An iteration that spans two epochs may therefore hold a task twice; with
-`drop_last` none does, and an epoch ends before a remainder that fills no iteration.
+`drop_last` none does, and an epoch ends before a remainder that fills no iteration. With `rollout.curriculum` there are no
+epochs: each iteration draws by what is recorded of the tasks (`roundhouse.rollout.curriculum`).
 
     rows a b, group size 2        ->  a/0 a/1 b/0 b/1
     rows a b c, 2 an iteration    ->  c a | b · a | b c      (· begins epoch 1)
@@ -31,6 +32,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -38,10 +40,14 @@ from pydantic import ValidationError
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, DataError, RoundhouseError, TooFewSequences
+from roundhouse.rollout.curriculum import Curriculum, TaskHistory, build_curriculum, weighted_order
 from roundhouse.rollout.protocol import BadTaskRow
 from roundhouse.trajectories.records import Rollout, derive_seed, groups_with_spread
 
 T = TypeVar("T")
+
+NOTHING: TaskHistory = MappingProxyType({})
+"""No task has a recorded group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +210,41 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+def draw_by_weight(
+    rows: Sequence[TaskRow],
+    curriculum: Curriculum,
+    history: TaskHistory,
+    seed: int,
+    iteration: int,
+    n: int,
+    number: int = 1,
+) -> list[TaskRow]:
+    """The `n` task rows of round `number` of an iteration, by the weights of a curriculum. Rounds of one iteration continue
+    each other, and begin again when all tasks were drawn. Of a mixture each environment has its share and its own order.
+
+    Raises:
+        ConfigError: fewer than `n` tasks have a weight above 0, so that there is nothing to choose.
+    """
+    if not isinstance(rows, WeightedTasks):
+        order = weighted_order(curriculum, rows, history, seed, iteration)
+        if len(order) < n:
+            raise ConfigError(
+                f"rollout.curriculum draws each task once at most, and of {len(rows)} training tasks {len(order)} have a "
+                f"weight above 0, fewer than the {n} that an iteration draws. Lower rollout.prompts_per_iteration, or set "
+                "rollout.curriculum.kind to epochs."
+            )
+        return [order[place % len(order)] for place in range((number - 1) * n, number * n)]
+    names = rows.names((iteration + 1) * n)[iteration * n :]
+    drawn = {
+        name: iter(
+            draw_by_weight(own, curriculum, history, derive_seed(seed, name), iteration, names.count(name), number)
+        )
+        for name, own in rows.tasks.items()
+        if name in names
+    }
+    return [next(drawn[name]) for name in names]
+
+
 def iterations_of(tasks: int, config: RolloutConfig) -> int:
     """How many iterations `config.epochs` passes over so many tasks take."""
     assert config.epochs is not None, "asked only where passes are counted"
@@ -288,6 +329,8 @@ def _limit(params: Mapping[str, Any], name: str, smallest: int) -> int | None:
 class Sampled:
     """What the rounds came to."""
 
+    tasks: list[TaskRow]
+    """Drawn in all rounds."""
     rollouts: list[Rollout]
     """Of all rounds, in the order of their plans."""
     rounds: int
@@ -327,9 +370,13 @@ def sample_rounds(
     seed: int,
     iteration: int,
     roll_out: Callable[[list[RolloutSpec]], list[Rollout]],
+    history: TaskHistory = NOTHING,
 ) -> Sampled:
     """Roll out `config.prompts_per_iteration` tasks; under dynamic sampling as many a round, until that many groups have spread
     or `max_rounds` are over.
+
+    Args:
+        history: what is recorded of the tasks, for `config.curriculum`.
 
     Raises:
         TooFewSequences: too few groups have spread after the last round, and `on_exhausted` is error.
@@ -340,12 +387,12 @@ def sample_rounds(
     number, found = 0, list[str]()
     while len(found) < config.prompts_per_iteration and number < (1 if policy is None else policy.max_rounds):
         number += 1
-        rows += round_tasks(tasks, config, seed, iteration, number)
+        rows += round_tasks(tasks, config, seed, iteration, number, history)
         planned = plan_rollouts(rows, config.group_size, seed, iteration)
         rollouts += roll_out(planned[len(rollouts) :])
         found = groups_with_spread(rollouts)
     if policy is None:
-        return Sampled(rollouts, number, dynamic=False, kept=[], surplus=[])
+        return Sampled(rows, rollouts, number, dynamic=False, kept=[], surplus=[])
     if len(found) < config.prompts_per_iteration and policy.on_exhausted == "error":
         raise TooFewSequences(
             f"iteration {iteration}: {len(found)} of {config.prompts_per_iteration} groups have spread after {number} rounds "
@@ -353,6 +400,7 @@ def sample_rounds(
             "max_rounds or rollout.group_size, or set rollout.dynamic_sampling.on_exhausted to continue."
         )
     return Sampled(
+        rows,
         rollouts,
         number,
         dynamic=True,
@@ -362,9 +410,17 @@ def sample_rounds(
 
 
 def round_tasks(
-    tasks: Sequence[TaskRow], config: RolloutConfig, seed: int, iteration: int, number: int
+    tasks: Sequence[TaskRow],
+    config: RolloutConfig,
+    seed: int,
+    iteration: int,
+    number: int,
+    history: TaskHistory = NOTHING,
 ) -> list[TaskRow]:
-    """The tasks of round `number` (1, 2, …): the iteration's own in the first, each later one in an order of its own."""
+    """The tasks of round `number` (1, 2, …): by the weights of `config.curriculum`; or else the iteration's own of the epoch in
+    the first round, and each later one in an order of its own."""
+    if (curriculum := build_curriculum(config.curriculum)) is not None:
+        return draw_by_weight(tasks, curriculum, history, seed, iteration, config.prompts_per_iteration, number)
     return sample_tasks(
         tasks,
         seed if number == 1 else derive_seed(seed, "dynamic sampling round", number),

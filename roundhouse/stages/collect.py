@@ -18,6 +18,7 @@ from roundhouse.collection.collector import (
     open_collector,
     refuse_many_failures,
 )
+from roundhouse.collection.task_history import recorded_draw
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.policy.chat_template import template_in
@@ -119,7 +120,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
     if (done := stage.reference()) is not None:
         return done
     config = run.config
-    tasks = training_tasks(run)
+    tasks, draw = training_tasks(run), recorded_draw(run, weights.policy_version)
     collection = open_collector(run, stage, weights.policy_version)
     planned, seconds = 0, 0.0
 
@@ -137,16 +138,17 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
         seconds += collected.window_seconds
         return collected.rollouts
 
-    sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out)
+    sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out, draw.history)
     ledger = Ledger.from_rollouts(sampled.rollouts, requested=planned)
     collected = Collected(sampled.rollouts, seconds)
     return collection.commit(
-        inputs={"weights": weights},
+        inputs={"weights": weights} | draw.inputs,
         counts=ledger.counts(),
         metrics=collected.metrics()
         | metrics_by_environment(config, sampled.rollouts, "mixture/")
         | collection.metrics()
-        | sampled.metrics(),
+        | sampled.metrics()
+        | draw.metrics(sampled.tasks),
         details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()} | sampled.details(),
     )
 

@@ -2,8 +2,9 @@
 
 Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
 step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
-journal has what became of each rollout. `inputs` names the checkpoint of every version that generated. CPU seconds of the
-generation loop are those of the collect stage that is committed next, and no other's (`roundhouse.cpu`).
+journal has what became of each rollout. `inputs` names the checkpoint of every version that generated, and what the tasks were
+drawn by. CPU seconds of the generation loop are those of the collect stage that is committed next, and no other's
+(`roundhouse.cpu`).
 
     own groups:     collect 3                        the rollouts of iteration 3
     with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were decided on for all of them
@@ -59,10 +60,11 @@ def prefetch_rollouts(
         rollouts = opened.settle()
         ledger = Ledger.from_rollouts(rollouts, requested=len(rollouts) if chooses else opened.planned)
         return opened.attempt.commit(
-            inputs=_weights_of(run, rollouts),
+            inputs=_weights_of(run, rollouts) | runner.plan.draw_of(iteration).inputs,
             counts=ledger.counts(),
             metrics=Collected(rollouts, opened.window_seconds).metrics()
             | metrics_by_environment(config, rollouts, "mixture/")
+            | runner.plan.draw_metrics(iteration)
             | opened.attempt.metrics(),
             details=_generated_by(run, iteration, rollouts, ledger),
         )
@@ -95,7 +97,8 @@ def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: 
         inputs=_weights_of(run, rollouts),
         counts=ledger.counts(),
         metrics=Collected(rollouts, batch.window_seconds).metrics()
-        | metrics_by_environment(run.config, rollouts, "mixture/"),
+        | metrics_by_environment(run.config, rollouts, "mixture/")
+        | plan.draw_metrics(iteration),
         details=_generated_by(run, iteration, rollouts, ledger) | {"groups": list(batch.groups)},
     )
 

@@ -33,6 +33,7 @@ from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template,
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.rollout.clients import open_environment, tools_of
+from roundhouse.rollout.curriculum import build_curriculum
 from roundhouse.rollout.rubric import refuse_unfit_rubric
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
-    """Refuse a run whose store, algorithm, environment, held-out tasks, starting policy or datasets cannot be had.
+    """Refuse a run whose store, algorithm, curriculum, environment, held-out tasks, starting policy or datasets cannot be had.
 
     Args:
         remote: look into buckets, too. A dry run asks nothing outside this machine.
@@ -75,6 +76,7 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
         from roundhouse.training.algorithms import build_algorithm  # imports torch
 
         build_algorithm(algorithm)
+    build_curriculum(config.rollout.curriculum)
     for key, each in environments_in(config.environment).items():
         if each.rubric is not None:
             refuse_unfit_rubric(each.rubric, key, ask=remote)

@@ -124,6 +124,18 @@ CATALOGUE = (
         ),
     ),
     MetricGroup(
+        "Curriculum",
+        "Only with `rollout.curriculum`, by what was recorded when the tasks were drawn. With a window "
+        "(`asynchrony.window`), of the tasks that the iteration drew itself.",
+        (
+            Entry("curriculum/unseen", "drawn tasks", "had no recent group"),
+            Entry("curriculum/below_band", "drawn tasks", "had a recent success rate below the band"),
+            Entry("curriculum/in_band", "drawn tasks", "had one in the band", "rises, then stays"),
+            Entry("curriculum/above_band", "drawn tasks", "had one above the band"),
+            Entry("curriculum/*", "(its own)", "what a curriculum of your own reports"),
+        ),
+    ),
+    MetricGroup(
         "Ledger and validation",
         "`requested = completed + truncated + failed + masked + omitted`, in every iteration.",
         (

@@ -23,7 +23,7 @@ from roundhouse.collection.asynchronous.events import Block
 from roundhouse.collection.asynchronous.plan import Plan, bound_of
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.store.run import Run, skip_of
+from roundhouse.store.run import Run, open_run, skip_of
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import Rollout, Status
@@ -82,9 +82,14 @@ def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
             engine.stop()
 
 
+def planned(place: Place, name: str) -> Run:
+    """A run of these settings that is only planned."""
+    return open_run(parse_config(place.settings(name) | {"store": str(place.directory / "planned")}))
+
+
 def skipping(place: Place) -> dict[str, Any]:
     """A run that can make nothing of iteration `SKIPPED`."""
-    plan = Plan(parse_config(place.settings("skips")))
+    plan = Plan(planned(place, "skips"))
     refused = sorted({spec.row["task_id"] for spec in plan.specs(SKIPPED)})
     return {
         "environment": {
@@ -98,7 +103,7 @@ def skipping(place: Place) -> dict[str, Any]:
 
 def waiting(place: Place) -> dict[str, Any]:
     """A run in which a group of iteration 1 takes until version 1 is there."""
-    slow = Plan(parse_config(place.settings("windowed"))).spec((SLOW, 0)).row["task_id"]
+    slow = Plan(planned(place, "windowed")).spec((SLOW, 0)).row["task_id"]
     version_1 = place.directory / "store/runs/windowed/checkpoints/000001/manifest.json"
     return {
         "environment": {
@@ -120,7 +125,7 @@ def collected(run: Run) -> dict[int, list[Rollout]]:
 
 
 def test_every_rollout_of_the_plan_is_made_once_and_trained_on_once(run: Run) -> None:
-    plan, trained = Plan(run.config), {}
+    plan, trained = Plan(run), {}
     assert run.latest_checkpoint().policy_version == ITERATIONS
     made = [(r.rollout_id, r.seed) for rollouts in collected(run).values() for r in rollouts]
     assert Counter(made) == Counter(
@@ -219,7 +224,7 @@ def test_with_a_window_a_step_does_not_wait_for_a_slow_group_and_trains_on_anoth
 
 def test_what_a_window_has_generated_is_kept_whole_and_under_its_iteration(runs: dict[str, Run]) -> None:
     run = runs["windowed"]
-    plan, trained = Plan(run.config), {r.rollout_id: r for rollouts in collected(run).values() for r in rollouts}
+    plan, trained = Plan(run), {r.rollout_id: r for rollouts in collected(run).values() for r in rollouts}
     for k in range(1, ITERATIONS + 1):
         generated = {r.rollout_id: r for r in read_rollouts(run.stage(k, "generate").reference())}
         assert generated == {spec.rollout_id: trained[spec.rollout_id] for spec in plan.specs(k)}
@@ -227,7 +232,7 @@ def test_what_a_window_has_generated_is_kept_whole_and_under_its_iteration(runs:
 
 def test_a_skipped_iteration_takes_its_groups_along_and_the_next_ones_go_on(runs: dict[str, Run]) -> None:
     run = runs["skips"]
-    plan = Plan(run.config)
+    plan = Plan(run)
     skips = {k: skip.code for k in range(1, ITERATIONS + 1) if (skip := skip_of(run, k)) is not None}
     assert skips == {SKIPPED: "too_few_rollouts"}
     assert run.stage(SKIPPED, "collect").reference() is None

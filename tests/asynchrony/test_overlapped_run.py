@@ -24,23 +24,27 @@ from tests.chaos.strikes import Strike
 
 pytestmark = pytest.mark.timeout(900)
 
+WINDOW = 2
+"""Of its curriculum."""
+
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(place: Place) -> Run:
     """The run, finished after a kill in the overlap."""
     strike = Strike("flow", "create iterations/000002/train/manifest.json", "before")
-    assert place.train("run", strike).wait(SECONDS) == -signal.SIGKILL, place.log("run").read_text()
+    rollout = place.settings("run")["rollout"] | {"curriculum": {"kind": "success_band", "window": WINDOW}}
+    assert place.train("run", strike, rollout=rollout).wait(SECONDS) == -signal.SIGKILL, place.log("run").read_text()
     run = place.run("run")
     assert run.stage(2, "train").reference() is None
     assert run.stage(3, "collect").location.exists("attempt-0001.json"), "collect 3 was under way beside step 2"
-    assert place.train("run").wait(SECONDS) == 0, place.log("run").read_text()
+    assert place.train("run", rollout=rollout).wait(SECONDS) == 0, place.log("run").read_text()
     return run
 
 
 def test_after_a_kill_in_the_overlap_every_rollout_is_trained_on_once_by_its_own_iteration(
     killed_and_resumed: Run,
 ) -> None:
-    run, plan = killed_and_resumed, Plan(killed_and_resumed.config)
+    run, plan = killed_and_resumed, Plan(killed_and_resumed)
     assert run.latest_checkpoint().policy_version == ITERATIONS
     for k in range(1, ITERATIONS + 1):
         rollouts = read_rollouts(run.stage(k, "collect").reference())
@@ -54,6 +58,16 @@ def test_after_a_kill_in_the_overlap_every_rollout_is_trained_on_once_by_its_own
         finished = {r.rollout_id for r in rollouts if r.status in (Status.COMPLETED, Status.TRUNCATED)}
         assert counted.keys() == finished
     assert verify(str(run.location.uri).split("/runs/")[0]).problems == []
+
+
+def test_a_curriculum_draws_by_what_the_oldest_policy_that_may_roll_out_was_trained_on(killed_and_resumed: Run) -> None:
+    """And by nothing that was made while the loops overlapped: the plan above is made again from the finished run."""
+    for k in range(1, ITERATIONS + 1):
+        manifest = read_manifest(killed_and_resumed.stage(k, "collect").reference())
+        counted = {reference.iteration for name, reference in manifest.inputs.items() if name.startswith("drawn_by_")}
+        last = k - 1 - STALENESS
+        assert counted == set(range(max(1, last - WINDOW + 1), last + 1))
+        assert 0 <= manifest.metrics["curriculum/unseen"] <= 1
 
 
 def test_no_token_is_older_than_the_bound_and_some_are_as_old(killed_and_resumed: Run) -> None:

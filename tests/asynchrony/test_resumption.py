@@ -115,7 +115,7 @@ class World:
 def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_plan_can_be_finished(asynchrony, data):
     with tempfile.TemporaryDirectory() as place:
         run = new_run(place, asynchrony)
-        plan = Plan(run.config)
+        plan = Plan(run)
         world = World(run, plan, Controller(bound_of(run), [ENGINE]))
         journal = ControllerJournal(run.location / PLACE)
         world.tell(happened.Restarted(0, (), ((ENGINE, None),)))
@@ -153,9 +153,9 @@ def test_whatever_was_killed_when_the_controller_agrees_with_the_store_and_the_p
 
 def test_a_skipped_iteration_that_the_controller_never_heard_of_is_taken_in(tmp_path):
     run = new_run(str(tmp_path))
-    resume(run, Plan(run.config))
+    resume(run, Plan(run))
     skip_iteration(run, 1, Skip("too_few_rollouts", "infra", "…", "…"))
-    resumed = resume(run, Plan(run.config)).controller
+    resumed = resume(run, Plan(run)).controller
     assert resumed.version == 1
     assert resumed.pool.next() == (2, 0)
     check(resumed)
@@ -166,11 +166,11 @@ def test_a_journal_that_is_lost_is_refused_with_the_way_on(tmp_path):
     publish(run, 1)
     publish(run, 2)
     with pytest.raises(StoreError, match=r"does not go with the checkpoints.*fork the run: --set resume.path=.*000002"):
-        resume(run, Plan(run.config))
+        resume(run, Plan(run))
 
 
 def test_the_plan_of_a_key_is_the_rollout_that_a_synchronous_iteration_makes(tmp_path):
     run = new_run(str(tmp_path))
-    plan = Plan(run.config)
+    plan = Plan(run)
     assert [plan.spec(key) for key in plan.keys(3)] == list(plan.specs(3))
     assert [plan.iteration_of(position) for position, _ in plan.keys(3)] == [3, 3, 3, 3]

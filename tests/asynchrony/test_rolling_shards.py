@@ -93,7 +93,7 @@ class Lane:
     """One life of a generation lane; the test trains and transfers."""
 
     def __init__(self, run: Run, engine: VersionedEngine) -> None:
-        self.run, self.plan, self.engine = run, Plan(run.config), engine
+        self.run, self.plan, self.engine = run, Plan(run), engine
         if run.latest_checkpoint() is None:
             publish(run, 0)
         self.dispatch = resume(run, self.plan)

@@ -77,7 +77,7 @@ def test_a_step_passes_over_a_slow_shard_and_a_run_that_goes_on_trains_on_each_g
     tmp_path: Path, engine: VersionedEngine, threads: Threads
 ) -> None:
     run = windowed(tmp_path)
-    failing = Plan(run.config).spec((4, 0))
+    failing = Plan(run).spec((4, 0))
     engine.silent, engine.broken = {derive_seed(failing.seed, number) for number in range(CALLS)}, True
     threads.held = {SLOW}
     lane = Lane(run, engine)

@@ -63,7 +63,7 @@ class Overlap:
     def __init__(self, run: Run, engine_url: str, tasks: Sequence[TaskRow] | None = None) -> None:
         """`tasks`: the run's training tasks; unset, all of its environment."""
         self.run = run
-        self.plan = Plan(run.config, tasks)
+        self.plan = Plan(run, tasks)
         self.dispatch = resume(run, self.plan)
         self.number = self.dispatch.segments
         """Of this life among all of the run's; each writes to the journal when it begins."""

@@ -1,7 +1,8 @@
 """A run's plan, as the controller counts it: positions of groups and numbers of samples, and the rollouts they stand for.
 
-Invariant: a pure function of the configuration and the environment's tasks. Iteration k's own groups are the positions
-(k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
+Invariant: a pure function of the configuration, the environment's tasks and, with `rollout.curriculum`, of what the store holds
+of the iterations that were trained on before any rollout of the planned one may begin. Iteration k's own groups are the
+positions (k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
 
     2 tasks an iteration, group size 2:   2/1  ->  iteration 2, its first task, sample 1
 
@@ -15,7 +16,7 @@ from functools import lru_cache
 
 from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.config.models import RunConfig
+from roundhouse.collection.task_history import RecordedDraw, recorded_draw
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, round_tasks
@@ -50,10 +51,13 @@ def generated_in(run: Run, iteration: int) -> Stage:
 class Plan:
     """See the module's docstring."""
 
-    def __init__(self, config: RunConfig, tasks: Sequence[TaskRow] | None = None) -> None:
+    def __init__(self, run: Run, tasks: Sequence[TaskRow] | None = None) -> None:
         """`tasks`: the training tasks; unset, all of the environment."""
-        self._config = config
+        self._run = run
+        self._config = config = run.config
         self._tasks = open_environment(config.environment).tasks("train") if tasks is None else tasks
+        self.draw_of = lru_cache(maxsize=KEPT)(self._draw_of)
+        """What the tasks of an iteration are drawn by; asked for when its rollouts may begin."""
         self.specs = lru_cache(maxsize=KEPT)(self._specs)
         """The rollouts of an iteration, groups in order, samples in order."""
 
@@ -85,8 +89,16 @@ class Plan:
         pairs = zip(self.keys(iteration), self.specs(iteration), strict=True)
         return {key: found[spec.rollout_id] for key, spec in pairs if spec.rollout_id in found}
 
+    def _draw_of(self, iteration: int) -> RecordedDraw:
+        oldest = iteration - 1 - self._config.asynchrony.start_lag(self._config.rollout.prompts_per_iteration)
+        return recorded_draw(self._run, oldest)
+
+    def draw_metrics(self, iteration: int) -> dict[str, float]:
+        """What an iteration's curriculum drew."""
+        return self.draw_of(iteration).metrics([spec.row for spec in self.specs(iteration) if spec.sample == 0])
+
     def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
         rollout = self._config.rollout
-        rows = round_tasks(self._tasks, rollout, self._config.seed, iteration, 1)
+        rows = round_tasks(self._tasks, rollout, self._config.seed, iteration, 1, self.draw_of(iteration).history)
         mixed = self._config.asynchrony.window > 1
         return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration, named_by_iteration=mixed))
