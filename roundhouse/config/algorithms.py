@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from roundhouse.config.environments import EnvironmentName
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section, Target, is_recorded
 
@@ -167,6 +168,21 @@ class TokenLoss(Section):
         return self
 
 
+class EnvironmentAlgorithm(Section):
+    """How one environment of a mixture is learnt from: keys of the run's algorithm that act on single sequences. What is unset
+    is the run's. The loss on tokens (ratio, clipping, correction, mean) is one for all."""
+
+    normalize_by_std: bool | None = None
+    leave_one_out: bool | None = None
+    advantage_clip: tuple[float, float] | None = None
+    positive_nll_weight: Annotated[float, Field(ge=0)] | None = None
+    mask_truncated: bool | None = None
+    reward: RewardShaping | None = None
+    """The whole section: nothing of the run's shaping is left."""
+    kl_coefficient: Annotated[float, Field(ge=0)] | None = None
+    entropy_coefficient: Annotated[float, Field(ge=0)] | None = None
+
+
 class PolicyGradient(TokenLoss):
     """Keys of the algorithms that weigh tokens by an advantage."""
 
@@ -197,6 +213,24 @@ class PolicyGradient(TokenLoss):
     geometric mean. Unset: 0.5 to 5, for tis 0 to 2, for seq-mask-tis 0.999 to 1.002."""
     max_sequence_error: Annotated[float, Field(gt=1)] | None = None
     """Leave out the policy term of sequences whose mean of exp(abs(trainer - engine)) is above this. Unset: of none."""
+    environments: dict[EnvironmentName, EnvironmentAlgorithm] = Field(default_factory=dict)
+    """Settings of the environments of a mixture that differ, by the environment's name. The algorithm computes each by itself,
+    over its own groups, and the others together."""
+
+    def of_environment(self, name: str) -> Self:
+        """The algorithm by which an environment in `environments` is learnt from.
+
+        Raises:
+            ValueError: this algorithm has no such key, or refuses the value.
+        """
+        given = self.environments[name]
+        own = {key: value for key in type(given).model_fields if (value := getattr(given, key)) is not None}
+        for key, value in own.items():
+            if key not in type(self).model_fields:
+                raise ValueError(
+                    f"environments.{name}.{key} is {value}, but the run's algorithm has no key {key}. Leave it out."
+                )
+        return type(self).model_validate(self.model_dump(exclude={"environments"}) | own)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -214,6 +248,24 @@ class PolicyGradient(TokenLoss):
         for wrong, why in _impossible(self):
             if wrong:
                 raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _by_environment(self) -> Self:
+        """One reference, one exact entropy and one controller of the KL serve all environments."""
+        for name, own in self.environments.items():
+            for key in ("kl_coefficient", "entropy_coefficient"):
+                if getattr(self, key) == 0 and (value := getattr(own, key)):
+                    raise ValueError(
+                        f"environments.{name}.{key} is {value}, but {key} is 0, so that the trainer computes nothing for it. "
+                        f"Set {key} to {value}, and that of the other environments to 0."
+                    )
+            if self.adaptive_kl is not None and own.kl_coefficient is not None:
+                raise ValueError(
+                    f"environments.{name}.kl_coefficient is {own.kl_coefficient}, but adaptive_kl steers one coefficient by "
+                    "the KL of all rollouts. Leave one of the two out."
+                )
+            self.of_environment(name)
         return self
 
 

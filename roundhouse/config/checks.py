@@ -68,6 +68,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
         ValueError: names key, value and remedy.
     """
     _environments(config)
+    _by_environment(config)
     _passes(config)
     _groups(config, recorded=recorded)
     _sampling(config)
@@ -122,6 +123,42 @@ def _environments(config: RunConfig) -> None:
             f"evaluation.sets has {', '.join(both)}, the name of an environment in the mixture, whose evaluation is reported "
             "under it already. Give the set another name."
         )
+
+
+OWN_LIMITS: dict[str, tuple[str, ...]] = {
+    "agent": ("max_turns", "max_tokens", "system_prompt", "parallel_tool_calls"),
+    "nemo_gym": ("max_turns", "max_tokens", "system_prompt", "parallel_tool_calls"),
+    "worker": ("system_prompt", "parallel_tool_calls"),
+    "command": ("system_prompt", "parallel_tool_calls"),
+}
+"""Keys of `rollout.environments` that the programs of an environment's kind decide themselves."""
+
+
+def _by_environment(config: RunConfig) -> None:
+    """Refuse settings of environments that are not in the mixture, or that cannot have them."""
+    mixed = config.environment.environments if isinstance(config.environment, MixtureEnvironment) else {}
+    algorithm = config.train.algorithm
+    learnt = algorithm.environments if isinstance(algorithm, PolicyGradient) else {}
+    for key, names in (("rollout.environments", config.rollout.environments), ("train.algorithm.environments", learnt)):
+        if unknown := sorted(set(names) - set(mixed)):
+            raise ValueError(
+                f"{key} names {', '.join(unknown)}, but environment.environments has {', '.join(mixed) or 'none'}. Name one "
+                "of these, in environment: {kind: mixture}."
+            )
+    room = config.generation.max_model_len
+    for name, own in config.rollout.environments.items():
+        kind = mixed[name].kind
+        for field in OWN_LIMITS.get(kind, ()):
+            if (value := getattr(own, field)) is not None:
+                raise ValueError(
+                    f"rollout.environments.{name}.{field} is {value!r}, but environment.environments.{name}.kind is {kind}, "
+                    "whose own program decides that. Leave it out, and set it there."
+                )
+        if own.max_new_tokens is not None and own.max_new_tokens >= room:
+            raise ValueError(
+                f"rollout.environments.{name}.max_new_tokens ({own.max_new_tokens}) leaves no room for a prompt in "
+                f"generation.max_model_len ({room}). Lower the first."
+            )
 
 
 def _passes(config: RunConfig) -> None:

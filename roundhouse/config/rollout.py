@@ -11,11 +11,12 @@ has moved away from.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.curriculum import CurriculumConfig, Epochs
+from roundhouse.config.environments import EnvironmentName
 from roundhouse.config.launchers import LauncherName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section
 
@@ -85,6 +86,34 @@ class DynamicSampling(Section):
     """When too few have spread after the last round: fail the stage, or train on those that have."""
 
 
+class EnvironmentRollouts(Section):
+    """How the rollouts of one environment of a mixture are made, in training and evaluation; what is unset is the run's."""
+
+    max_turns: PositiveInt | None = None
+    """Instead of `rollout.max_turns`."""
+    max_tokens: PositiveInt | None = None
+    """Instead of `rollout.max_tokens`."""
+    max_new_tokens: PositiveInt | None = None
+    """Instead of `generation.sampling.max_new_tokens`."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Instead of `rollout.system_prompt`."""
+    parallel_tool_calls: bool | None = None
+    """Instead of `rollout.parallel_tool_calls`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_distribution(cls, values: Any) -> Any:
+        """The trainer computes all log-probabilities under one distribution."""
+        for name in ("temperature", "top_p", "top_k"):
+            if isinstance(values, dict) and name in values:
+                raise ValueError(
+                    f"{name} is {values[name]}, of one environment alone, but the trainer computes the ratio of every rollout "
+                    f"for one distribution, generation.sampling.{name}. Leave it out, or set that for all. (For evaluation, "
+                    "evaluation.temperature and evaluation.sets have it.)"
+                )
+        return values
+
+
 class RolloutConfig(Section):
     """What one iteration collects."""
 
@@ -102,6 +131,8 @@ class RolloutConfig(Section):
     last."""
     curriculum: CurriculumConfig = Epochs()
     """Which tasks an iteration draws: pass after pass over all of them, or by how difficult they were recently."""
+    environments: dict[EnvironmentName, EnvironmentRollouts] = Field(default_factory=dict)
+    """Limits of the environments of a mixture that differ from the run's, by the environment's name."""
     max_prompt_tokens: PositiveInt | None = None
     """Leave out training tasks whose prompt, rendered with their tools, has more tokens. Unset: none."""
     max_turns: PositiveInt = 4
@@ -127,6 +158,13 @@ class RolloutConfig(Section):
     retry: Operational[RetryPolicy] = RetryPolicy()
     max_failed_fraction: Operational[Fraction] = 0.2
     """The collect stage fails when a larger share of its rollouts failed."""
+
+    def of_environment(self, name: str) -> RolloutConfig:
+        """What holds for the rollouts of an environment of the mixture."""
+        own = self.environments.get(name)
+        known = type(self).model_fields.keys() & EnvironmentRollouts.model_fields.keys()
+        changed = {key: value for key in known if (value := getattr(own, key, None)) is not None}
+        return self.model_copy(update=changed)
 
     @property
     def counts_epochs(self) -> bool:

@@ -99,13 +99,18 @@ class MixtureClient(ClosedOnExit):
 
 
 class MixtureAgent:
-    """Plays each rollout as its environment's own agent does."""
+    """Plays each rollout as its environment's own agent does, within the limits of `rollout.environments`."""
 
     def __init__(self, parts: Mapping[str, EnvironmentClient]) -> None:
         self._parts = parts
 
     async def play(self, attempt: RolloutAttempt, environment: object) -> None:
-        attempt.rollout.environment, _ = split_row(attempt.rollout.task)
+        name, _ = split_row(attempt.rollout.task)
+        attempt.rollout.environment = name
+        own = attempt.config.environments.get(name)
+        attempt.config = attempt.config.of_environment(name)
+        if own is not None and own.max_new_tokens is not None:
+            attempt.sampling = attempt.sampling.model_copy(update={"max_new_tokens": own.max_new_tokens})
         await self.of(attempt.rollout.task).play(attempt, environment)
 
     def of(self, row: TaskRow) -> Agent:

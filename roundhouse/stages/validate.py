@@ -11,6 +11,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) ->
 def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> CollectionLimits:
     """What the iteration was collected under. Limits of a model call are known only where our loops made the calls."""
     ours = not _keeps_own_record(config)
-    return CollectionLimits(
+    limits = CollectionLimits(
         vocabulary_size=vocabulary_size,
         policy_version=policy_version,
         max_age=config.asynchrony.staleness,
@@ -67,6 +68,15 @@ def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> C
         max_new_tokens=config.generation.sampling.max_new_tokens if ours else None,
         max_turns=config.rollout.max_turns if ours else None,
     )
+    own = {
+        name: replace(
+            limits,
+            max_new_tokens=each.max_new_tokens or limits.max_new_tokens,
+            max_turns=each.max_turns or limits.max_turns,
+        )
+        for name, each in config.rollout.environments.items()
+    }
+    return replace(limits, environments=own) if ours else limits
 
 
 def recorded_counts(rollouts: pa.Table, turns: pa.Table) -> dict[str, Recorded]:

@@ -90,6 +90,25 @@ class TrainingSequences:
         """Whether an engine's log-probabilities are on record; all are 0 where the conversations were written."""
         return bool(self.gen_logprobs.any())
 
+    def select(self, chosen: np.ndarray) -> TrainingSequences:
+        """The sequences where `chosen` ([S] bool) is true, at least one, in the same order."""
+        tokens = np.repeat(chosen, self.lengths)
+        places = np.flatnonzero(chosen)
+        return TrainingSequences(
+            sequence_ids=[self.sequence_ids[place] for place in places],
+            rollout_ids=[self.rollout_ids[place] for place in places],
+            group_ids=[self.group_ids[place] for place in places],
+            rewards=self.rewards[chosen],
+            policy_versions=self.policy_versions[chosen],
+            offsets=np.concatenate([[0], np.cumsum(self.lengths[chosen])]),
+            token_ids=self.token_ids[tokens],
+            loss_mask=self.loss_mask[tokens],
+            gen_logprobs=self.gen_logprobs[tokens],
+            truncated=self.truncated[chosen],
+            generated_tokens=self.generated_tokens[chosen],
+            reward_components={name: values[chosen] for name, values in self.reward_components.items()},
+        )
+
     @classmethod
     def from_table(cls, table: pa.Table) -> TrainingSequences:
         """Read the columns of `SCHEMA` and check them.

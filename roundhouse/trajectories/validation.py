@@ -134,6 +134,7 @@ def _prove(rollout: Rollout, terms: CollectionLimits, recorded: Recorded | None)
     """
     if rollout.status is Status.MASKED:
         raise Refusal("masked_by_environment", "the environment asked not to train on this rollout")
+    terms = terms.environments.get(rollout.environment, terms)
     prove_outcome(rollout, terms)
     prove_counts(rollout, recorded, terms)
     prove_prompts(rollout.turns)
@@ -293,6 +294,8 @@ class CollectionLimits:
     max_turns: int | None = None
     written: bool = False
     """The conversations were written, not sampled: no log-probability is on record, and each is a group of its own."""
+    environments: Mapping[str, CollectionLimits] = field(default_factory=dict)
+    """Those that hold instead for the rollouts of some environments of a mixture."""
 
 
 class TextProof(Protocol):

@@ -42,6 +42,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "positive_nll_weight": ({}, {"positive_nll_weight": 0.5}),
     "mask_truncated": ({"mask_truncated": False}, {"mask_truncated": True}),
     "reward": ({}, {"reward": {"truncated_factor": 0.0}}),
+    "environments": ({}, {"environments": {"g0": {"advantage_clip": [-0.1, 0.1]}}}),
     "mismatch_correction": ({"mismatch_correction": "none"}, {"mismatch_correction": "tis"}),
     "mismatch_bounds": ({"mismatch_correction": "tis"}, {"mismatch_bounds": [0.0, 1.01]}),
     "max_sequence_error": ({}, {"max_sequence_error": 1.2}),

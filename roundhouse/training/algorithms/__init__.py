@@ -30,7 +30,13 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from roundhouse.config.algorithms import Aggregation, CustomAlgorithmConfig, MismatchCorrection, TokenLoss
+from roundhouse.config.algorithms import (
+    Aggregation,
+    CustomAlgorithmConfig,
+    MismatchCorrection,
+    PolicyGradient,
+    TokenLoss,
+)
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.import_string import load_class
 from roundhouse.training.batch import TrainingSequences
@@ -185,7 +191,14 @@ def build_algorithm(config: TokenLoss) -> Algorithm:
         importlib.import_module(f"{__name__}.{module.name}")
     for section in type(config).__mro__:
         if section in _FACTORIES:
-            return _FACTORIES[section](config)
+            shared: Algorithm = _FACTORIES[section](config)
+            if not isinstance(config, PolicyGradient) or not config.environments:
+                return shared
+            from roundhouse.training.algorithms.by_environment import ByEnvironment
+
+            return ByEnvironment(
+                shared, {name: build_algorithm(config.of_environment(name)) for name in config.environments}
+            )
     raise ConfigError(
         f"No algorithm is registered for {type(config).__name__}: decorate its class with @register in a module of "
         "roundhouse/training/algorithms."
