@@ -84,7 +84,7 @@ def refuse_unfit_template(
 
     Args:
         tools: of a task, in chat shape; empty where the tasks have none.
-        system_prompt: `rollout.system_prompt`.
+        system_prompt: `rollout.system_prompt`, or that of an environment.
 
     Raises:
         ConfigError: says what is dropped, and the remedy.
@@ -98,7 +98,10 @@ def refuse_unfit_template(
     if system_prompt and system_prompt not in template.render(
         [{"role": "system", "content": system_prompt}, asked], tools
     ):
-        raise template.unfit("leaves out rollout.system_prompt", "Unset it, or name a template with the role system")
+        raise template.unfit(
+            f"leaves out the system prompt {system_prompt!r} (rollout.system_prompt, rollout.environments)",
+            "Unset it, or name a template with the role system",
+        )
     if not tools:
         return
     shown = template.render([asked], tools)

@@ -144,7 +144,8 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> N
     if isinstance(policy, WarmStartPolicy):
         refuse_without_demonstrations(config.environment)
         return
-    tools, system = tools_of(task), config.rollout.system_prompt
+    prompts = [config.rollout.system_prompt, *(each.system_prompt for each in config.rollout.environments.values())]
+    tools, system = tools_of(task), next((prompt for prompt in prompts if prompt is not None), None)
     if isinstance(policy, BundledPolicy):
         file = bundled_file(policy.name)
         check_gguf(file)

@@ -1,8 +1,8 @@
 """Each mode in real overlapped runs, beside each other on one Prefect server: what they leave in the store.
 
-`fully-async` lies in a bucket, and is killed in the overlap and started again. `finish` is killed when all rollouts of a stage
-are there, `windowed` when a step was decided on and its groups are not collected yet. In another run all rollouts of an
-iteration fail, and `failures.on_too_few` skips it.
+`fully-async` lies in a bucket, draws by a curriculum, and is killed in the overlap and started again. `finish` is killed when
+all rollouts of a stage are there, `windowed` when a step was decided on and its groups are not collected yet. In another run
+all rollouts of an iteration fail, and `failures.on_too_few` skips it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
     """A finished run of each mode, and one that skips; each with an engine of its own, since each has versions of its own."""
     keys: dict[str, dict[str, Any]] = {name: {"asynchrony": mode} for name, mode in MODES.items()}
     keys["fully-async"]["store"] = bucket
+    banded = {"curriculum": {"kind": "success_band", "window": 2}}
+    keys["fully-async"]["rollout"] = place.settings("fully-async")["rollout"] | banded
     keys["windowed"] |= waiting(place)
     keys["skips"] = skipping(place)
     engines = {name: place.start_engine(f"engine-{name}", 0.3) for name in keys}

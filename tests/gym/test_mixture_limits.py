@@ -19,10 +19,12 @@ from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_table
 from roundhouse.trajectories.records import Rollout
+from tests.generation.tiny import make_model
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config
 from tests.stages.test_collect import ScriptedAnswer, ScriptedEngine
 
@@ -144,6 +146,22 @@ def test_what_an_environment_cannot_have_of_its_own_is_refused(own: dict[str, An
     tree = {"run_id": "r", "environment": {"kind": "mixture", "environments": environments}}
     with pytest.raises(ConfigError, match=message):
         parse_config(tree | {"rollout": {"environments": own}})
+
+
+def test_a_template_that_drops_an_environments_system_prompt_is_refused_before_the_start(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "policy", seed=1)
+    (model / "chat_template.jinja").write_text(
+        "{{ tools }}{% for m in messages if m.role != 'system' %}{{ m.content ~ m.tool_calls }}{% endfor %}"
+    )
+    tree = {
+        "run_id": "r",
+        "store": str(tmp_path / "store"),
+        "policy": {"kind": "pretrained", "path": str(model)},
+        "environment": {"kind": "mixture", "environments": {"calc": CALC, "words": WORDS}},
+        "rollout": {"environments": {"words": {"system_prompt": "Digits alone."}}},
+    }
+    with pytest.raises(ConfigError, match=r"leaves out the system prompt 'Digits alone\.'"):
+        refuse_unready(parse_config(tree))
 
 
 def test_limits_by_environment_are_for_mixtures() -> None:

@@ -56,7 +56,7 @@ def test_a_template_without_the_system_prompt_is_refused() -> None:
     said = "Answer briefly."
     refuse_unfit_template(ChatTemplate("ours", OURS), TOOLS, said)
     without = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"leaves out rollout\.system_prompt\. Unset it"):
+    with pytest.raises(ConfigError, match=r"leaves out the system prompt 'Answer briefly\.' .*Unset it"):
         refuse_unfit_template(ChatTemplate("model", without), [], said)
 
 
