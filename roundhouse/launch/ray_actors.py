@@ -84,7 +84,7 @@ class RayLauncher(Launcher):
         host = ray.remote(ProgramHost).options(
             num_cpus=wanted.cpus, num_gpus=wanted.gpus, max_restarts=0, max_concurrency=3
         )
-        actor = host.remote()
+        actor: Any = host.remote()
         try:
             code, last = self._wait(program, actor, f"{wanted.cpus:g} CPUs and {wanted.gpus:g} GPUs", said, stopped)
         except RayError as error:
