@@ -255,13 +255,11 @@ def bare_response(response: Mapping[str, Any], server: str | None = None) -> dic
     output = response.get("output")
     if not isinstance(output, list):
         return dict(response)
-    return {**response, "output": [_bare_item(item, server) for item in output]}
-
-
-def _bare_item(item: Any, server: str | None) -> Any:
-    if not isinstance(item, dict) or item.get("type") != "function_call" or not isinstance(item.get("name"), str):
-        return item
-    return {**item, "name": bare(item["name"], server)}
+    items = []
+    for item in output:
+        is_call = isinstance(item, dict) and item.get("type") == "function_call" and isinstance(item.get("name"), str)
+        items.append({**item, "name": bare(item["name"], server)} if is_call else item)
+    return {**response, "output": items}
 
 
 class McpEnvironment(ClosedOnExit):

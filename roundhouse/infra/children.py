@@ -31,7 +31,6 @@ GRACE_SECONDS = 10.0
 REAPER_GRACE_SECONDS = 5.0
 """The same after this process has ended without `close`."""
 TAIL_LINES = 30
-TAIL_BYTES = 20_000
 
 
 @dataclass(slots=True)
@@ -45,10 +44,7 @@ class Child:
 
     def tail(self) -> str:
         """The end of its output."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
+        return processes.end_of_log(self.log, TAIL_LINES)
 
 
 class Children:

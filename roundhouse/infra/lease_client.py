@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -240,10 +241,7 @@ def log_tail(state: StateDirectory, name: str) -> str:
     path = state.log(name)
     if not path.exists():
         return "(no log)"
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+    return textwrap.indent(processes.end_of_log(path, LOG_TAIL_LINES), "    ", lambda line: True)
 
 
 def known(services: Collection[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +19,8 @@ from roundhouse.store.process_identity import birth, boot_id, is_alive
 MARK = "ROUNDHOUSE_SERVICE_OF"
 """Environment variable of every process of a service: `<state directory>::<service>`."""
 KILL_SECONDS = 10.0
+TAIL_BYTES = 20_000
+"""Most that is read of a log's end."""
 
 
 def mark(state: StateDirectory, service: str) -> str:
@@ -73,6 +76,17 @@ def end(find: Callable[[], list[psutil.Process]], *, grace_seconds: float, first
         if time.monotonic() > deadline:
             break
     return [process.pid for process in processes]
+
+
+def end_of_log(log: Path, lines: int) -> str:
+    """The last lines that a process wrote.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
 def _marked(process: psutil.Process, wanted: str, *, exact: bool) -> bool:

@@ -181,4 +181,4 @@ class ChildProcess:
 
     def last_lines(self) -> str:
         """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        return processes.end_of_log(self.log, _LAST_LINES)

@@ -131,17 +131,10 @@ class _Running:
     async def _live(self) -> None:
         try:
             async with self._servers as servers:
-                starting = asyncio.create_task(servers.start())
-                stopped = asyncio.create_task(self._stop.wait())
-                await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-                if not starting.done():
-                    starting.cancel()
-                    await asyncio.gather(starting, return_exceptions=True)
+                if not await servers.start_unless(self._stop):
                     raise InfraError("The servers were told to end while they were starting.")
-                starting.result()
                 self._started.set()
                 await servers.until(self._stop)
-                stopped.cancel()
         except (InfraError, ConfigError, OSError) as error:
             self._error = error
             log.error("NeMo Gym's servers have ended: %s", error)

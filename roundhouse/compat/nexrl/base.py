@@ -147,7 +147,13 @@ class LlmClient:
         history, offered = [dict(message) for message in messages], list(tools)
         params = {"max_output_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
         sampling = sampling_overrides(params, self._attempt.sampling, self._attempt.on_policy).sampling
-        completion = await self._complete(self._with_tokens(history), offered, sampling)
+        # The newest reply of ours goes with its tokens, if everything before it is as it was
+        known, reply = self._continued(history)
+        sent = history
+        if reply is not None:
+            fields = {name: getattr(reply, name) for name in TOKEN_FIELDS}
+            sent = [*history[: known - 1], {**history[known - 1], **fields}, *history[known:]]
+        completion = await self._complete(sent, offered, sampling)
         self.record(history, offered, completion)
         return completion
 
@@ -239,14 +245,6 @@ class LlmClient:
             except InfraError:
                 await asyncio.sleep(retry_delay(self._attempt.config.retry, failed, seed))
         return await self._attempt.policy.complete(messages, tools, sampling, seed)
-
-    def _with_tokens(self, messages: list[Message]) -> list[Message]:
-        """The messages, the newest reply of ours among them with its tokens, if everything before it is as it was."""
-        known, reply = self._continued(messages)
-        if reply is None:
-            return messages
-        fields = {name: getattr(reply, name) for name in TOKEN_FIELDS}
-        return [*messages[: known - 1], {**messages[known - 1], **fields}, *messages[known:]]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Completion | None]:
         """How many of the messages, the newest reply of ours the last of them, are a conversation on record; and that reply."""

@@ -105,15 +105,13 @@ class AgentRolloutWorker(BaseRolloutWorker):
                 return await self.put_trajectory(task, answer)
             messages.append(told["message"])
             for call in told["tool_calls"]:
-                messages.append(tool_message(call["id"], await _answer(toolbox, task, call["function"])))
-
-
-async def _answer(toolbox: Toolbox, task: dict[str, Any], function: dict[str, Any]) -> str:
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError as error:
-        return invalid_arguments(error).text
-    return (await toolbox.call(task, function["name"], arguments)).text
+                try:
+                    arguments = orjson.loads(call["function"]["arguments"])
+                except orjson.JSONDecodeError as error:
+                    result = invalid_arguments(error)
+                else:
+                    result = await toolbox.call(task, call["function"]["name"], arguments)
+                messages.append(tool_message(call["id"], result.text))
 
 
 class MockRolloutWorker(BaseRolloutWorker):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -104,7 +103,10 @@ class RayResourceManager:
         from roundhouse.training.service.actor import join_cluster
 
         join_cluster(None, "RAY_ADDRESS")
-        for together in self._groups():
+        groups: dict[str, list[_Registration]] = {}
+        for each in self._registered.values():  # roles that share an actor, in the order of their registration
+            groups.setdefault(each.colocation_group or f"\0{each.role}", []).append(each)
+        for together in groups.values():
             colocated = together[0].colocation_group is not None
             actor_class: Any = ray.remote(_colocated(together) if colocated else together[0].cls)
             arguments = [] if colocated else [together[0].config]
@@ -134,13 +136,6 @@ class RayResourceManager:
             ray.kill(actor)
         self._actors.clear()
         self._wrappers.clear()
-
-    def _groups(self) -> Iterator[list[_Registration]]:
-        """Roles that share an actor, in the order of their registration."""
-        found: dict[str, list[_Registration]] = {}
-        for each in self._registered.values():
-            found.setdefault(each.colocation_group or f"\0{each.role}", []).append(each)
-        yield from found.values()
 
 
 def execute(func: Any, *args: Any, **kwargs: Any) -> Any:

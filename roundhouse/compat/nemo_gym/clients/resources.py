@@ -307,12 +307,23 @@ class _RemoteEpisode(RemoteSession):
         if "reward" not in reply:
             raise StepFailed(f"{where} answered without a reward: {text}")
         info = reply["info"]
+        try:
+            tool_outputs = {
+                str(entry["call_id"]): entry["output"]
+                if isinstance(entry["output"], str)
+                else orjson.dumps(entry["output"]).decode()
+                for entry in info.get("tool_outputs") or []
+            }
+        except (TypeError, KeyError) as error:
+            raise StepFailed(
+                f"{where}: info.tool_outputs must be a list of call_id and output ({error!r}): {info}"
+            ) from error
         return GymStep(
             observation=reply["observation"],
             reward=reply["reward"],
             terminated=reply.get("terminated") is True,
             truncated=reply.get("truncated") is True,
-            tool_outputs=_tool_outputs(info, where),
+            tool_outputs=tool_outputs,
             metrics={name: value for name, value in info.items() if isinstance(value, int | float)},
             info=info,
         )
@@ -340,17 +351,3 @@ def _object(text: str, where: str) -> dict[str, Any]:
     if not isinstance(reply["info"], dict) or not isinstance(reply["observation"], str | None):
         raise StepFailed(f"{where}: observation must be a text or null, and info an object: {text}")
     return reply
-
-
-def _tool_outputs(info: dict[str, Any], where: str) -> dict[str, str]:
-    try:
-        return {
-            str(entry["call_id"]): entry["output"]
-            if isinstance(entry["output"], str)
-            else orjson.dumps(entry["output"]).decode()
-            for entry in info.get("tool_outputs") or []
-        }
-    except (TypeError, KeyError) as error:
-        raise StepFailed(
-            f"{where}: info.tool_outputs must be a list of call_id and output ({error!r}): {info}"
-        ) from error

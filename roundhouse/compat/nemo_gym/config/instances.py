@@ -224,17 +224,14 @@ def model_endpoints(instances: Iterable[Instance]) -> dict[str, str]:
         if instance.type != "responses_api_models" or instance.kind == "external":
             continue
         for field, value in (instance.fields.model_extra or {}).items():
-            for url in _urls(value) if field.endswith("base_url") else ():
-                trimmed = url.rstrip("/")
-                found.setdefault(
-                    f"{trimmed}/models" if trimmed.endswith("/v1") else trimmed, f"{instance.name}.{field}"
-                )
+            if not field.endswith("base_url"):
+                continue
+            for url in value if isinstance(value, list) else [value]:
+                if isinstance(url, str) and url.startswith(("http://", "https://")):
+                    trimmed = url.rstrip("/")
+                    address = f"{trimmed}/models" if trimmed.endswith("/v1") else trimmed
+                    found.setdefault(address, f"{instance.name}.{field}")
     return found
-
-
-def _urls(value: Any) -> list[str]:
-    listed = value if isinstance(value, list) else [value]
-    return [url for url in listed if isinstance(url, str) and url.startswith(("http://", "https://"))]
 
 
 License = Literal[

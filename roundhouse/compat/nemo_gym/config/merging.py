@@ -22,7 +22,7 @@ Invariant: a value that cannot be filled stays as it was written and is reported
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,13 @@ def merge_sources(
     private = load_yaml(located) if located else OmegaConf.create({})
     assert isinstance(given, DictConfig)
     from_dotenv = config_paths_of(private, DOTENV)
-    told = [path for one in parsed if one.path == ("config_paths",) for path in _named(one)]
+    # The command line adds to the files that it names by themselves, as NeMo Gym joins all of its `+config_paths`
+    told = [
+        path
+        for one in parsed
+        if one.path == ("config_paths",) and one.action != "remove"
+        for path in config_paths_of(OmegaConf.create({"config_paths": one.value}), "the command line")
+    ]
     named = [*paths, *told] or config_paths_of(given, "the initial values") or from_dotenv
     layers = read_layers(named, roots)
     if set(from_dotenv) - set(layers.paths):
@@ -85,13 +91,6 @@ def merge_sources(
     if layers.paths:
         tree["config_paths"] = layers.paths
     return tree, layers.warnings
-
-
-def _named(override: Override) -> list[str]:
-    """Files that the command line adds to those that it names by themselves, as NeMo Gym joins all of its `+config_paths`."""
-    if override.action == "remove":
-        return []
-    return config_paths_of(OmegaConf.create({"config_paths": override.value}), "the command line")
 
 
 def _check_key(override: Override, below: Tree) -> None:
@@ -229,7 +228,20 @@ class _Expansion:
         for depth, key in enumerate(path):
             if node == MISSING:
                 return MISSING
-            node = self._member(node, key, path[:depth], lambda: f"{name} is made from {dotted!r}")
+            parent = path[:depth]
+            # An ancestor may itself be made from something else, or be an interpolation
+            if isinstance(node, str) and "${" in node:
+                node = OmegaConf.select(OmegaConf.create(self._original), ".".join(parent))
+                node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+            if isinstance(node, dict) and (INHERIT in node or COPY in node):
+                node = self.expand(node, parent)
+            if not isinstance(node, dict) or key not in node:
+                there = ", ".join(map(str, node)) if isinstance(node, dict) else repr(node)
+                raise ConfigError(
+                    f"{name} is made from {dotted!r}, but {'.'.join(parent) or 'the configuration'} has no {key!r}; it has: "
+                    f"{there}."
+                )
+            node = node[key]
         if moves:
             self.moved.add(path)
         self._open.append(dotted)
@@ -237,20 +249,6 @@ class _Expansion:
             return self.expand(node, path)
         finally:
             self._open.pop()
-
-    def _member(self, node: Any, key: str, parent: KeyPath, who: Callable[[], str]) -> Any:
-        # An ancestor may itself be made from something else, or be an interpolation.
-        if isinstance(node, str) and "${" in node:
-            node = OmegaConf.select(OmegaConf.create(self._original), ".".join(parent))
-            node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
-        if isinstance(node, dict) and (INHERIT in node or COPY in node):
-            node = self.expand(node, parent)
-        if not isinstance(node, dict) or key not in node:
-            there = ", ".join(map(str, node)) if isinstance(node, dict) else repr(node)
-            raise ConfigError(
-                f"{who()}, but {'.'.join(parent) or 'the configuration'} has no {key!r}; it has: {there}."
-            )
-        return node[key]
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -228,9 +228,23 @@ class _Value:
         self._skip_space()
         match self._peek():
             case "[":
-                return list(self._list())
+                self._at += 1
+                items: list[Any] = []
+                while not self._closed("]"):
+                    items.append(self._element(stops=",]"))
+                    self._separated("]")
+                return items
             case "{":
-                return dict(self._mapping())
+                self._at += 1
+                members: dict[str, Any] = {}
+                while not self._closed("}"):
+                    key = self._quoted() if self._peek() in "'\"" else self._plain(":,}").strip()
+                    if self._peek() != ":":
+                        raise self._wrong(f"the key {key!r} has no ':'")
+                    self._at += 1
+                    members[key] = self._element(stops=",}")
+                    self._separated("}")
+                return members
             case "'" | '"':
                 return self._quoted()
         text = self._plain(stops)
@@ -239,22 +253,6 @@ class _Value:
         if _INTEGER.fullmatch(text):
             return int(text)
         return float(text) if _FLOAT.fullmatch(text) else text
-
-    def _list(self) -> Iterator[Any]:
-        self._at += 1
-        while not self._closed("]"):
-            yield self._element(stops=",]")
-            self._separated("]")
-
-    def _mapping(self) -> Iterator[tuple[str, Any]]:
-        self._at += 1
-        while not self._closed("}"):
-            key = self._quoted() if self._peek() in "'\"" else self._plain(":,}").strip()
-            if self._peek() != ":":
-                raise self._wrong(f"the key {key!r} has no ':'")
-            self._at += 1
-            yield key, self._element(stops=",}")
-            self._separated("}")
 
     def _closed(self, bracket: str) -> bool:
         self._skip_space()

@@ -167,36 +167,33 @@ class _Calls:
         self.places: list[int] = []
         self.log_probs: dict[str, list[float]] = {}
         self.malformed = ""
-        self._version = policy_version
         for place, item in enumerate(output):
-            if carries_tokens(item):
-                self._take(place, item)
+            if not carries_tokens(item):
+                continue
+            prompt, generated, log_probs = (item[name] for name in TOKEN_FIELDS)
+            try:
+                array("i", generated)
+                nearest = array("f", log_probs).tolist()
+                turn = self._chain.add(
+                    prompt,
+                    generated,
+                    nearest,
+                    policy_version=policy_version,
+                    finish_reason="tool_calls" if item.get("type") == "function_call" else "stop",
+                )
+            except (TypeError, OverflowError) as error:
+                self.malformed = f"output item {place}: {error}"
+                continue
+            if nearest != log_probs:
+                self.log_probs[str(turn.turn)] = log_probs
+            self.items[place] = {name: value for name, value in item.items() if name not in TOKEN_FIELDS}
+            self.places.append(place)
         if incomplete and self.turns:
             self.turns[-1].finish_reason = "length"
 
     @property
     def turns(self) -> list[Turn]:
         return self._chain.turns
-
-    def _take(self, place: int, item: Item) -> None:
-        prompt, generated, log_probs = (item[name] for name in TOKEN_FIELDS)
-        try:
-            array("i", generated)
-            nearest = array("f", log_probs).tolist()
-            turn = self._chain.add(
-                prompt,
-                generated,
-                nearest,
-                policy_version=self._version,
-                finish_reason="tool_calls" if item.get("type") == "function_call" else "stop",
-            )
-        except (TypeError, OverflowError) as error:
-            self.malformed = f"output item {place}: {error}"
-            return
-        if nearest != log_probs:
-            self.log_probs[str(turn.turn)] = log_probs
-        self.items[place] = {name: value for name, value in item.items() if name not in TOKEN_FIELDS}
-        self.places.append(place)
 
 
 def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: bool) -> None:

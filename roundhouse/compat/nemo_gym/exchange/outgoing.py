@@ -96,9 +96,14 @@ def result_row(rollout: Rollout, address: Address) -> Row:
     ]
     prompts = rebuild_prompts(rollout.turns)
     shown = list(output)
+    turns = []
     for place, turn, prompt in zip(placed, rollout.turns, prompts, strict=True):
-        if place is not None:
+        own_turn: Row = {"item": place, **{name: getattr(turn, name) for name in TURN_SCALARS}}
+        if place is None:
+            own_turn = with_tokens(own_turn, turn, prompt)
+        else:
             shown[place] = with_tokens(shown[place], turn, prompt)
+        turns.append(own_turn)
     params = rollout.task.get("responses_create_params")
     response = response_object(
         f"resp_{rollout.seed:08x}",
@@ -120,9 +125,7 @@ def result_row(rollout: Rollout, address: Address) -> Row:
         "failure_kind": rollout.failure_kind.value if rollout.failure_kind else None,
         "input_in_task": derived,
         **{name: getattr(rollout, name) for name in SCALARS},
-        "turns": [
-            _own_turn(turn, place, prompt) for turn, place, prompt in zip(rollout.turns, placed, prompts, strict=True)
-        ],
+        "turns": turns,
     }
     return _over_task(rollout.task, result, own)
 
@@ -186,11 +189,6 @@ def _judgement(rollout: Rollout) -> Row:
     if rollout.attempt > 1:
         fields[ATTEMPT] = rollout.attempt - 1
     return fields
-
-
-def _own_turn(turn: Turn, place: int | None, prompt: list[int]) -> Row:
-    own = {"item": place, **{name: getattr(turn, name) for name in TURN_SCALARS}}
-    return own if place is not None else with_tokens(own, turn, prompt)
 
 
 Item = dict[str, Any]

@@ -117,13 +117,12 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
         DataError: a file cannot be read, or holds a (task, rollout) twice.
     """
     # Line numbers, keys and rows of the materialized inputs; none if there is no such file
-    rows = (
+    tasks = (
         [(number, _key(row, number), row) for number, row in iter_rows(files.materialized_inputs)]
         if files.materialized_inputs.exists()
         else []
     )
-    _refuse_twice(files.materialized_inputs.name, [(number, key) for number, key, _ in rows])
-    tasks = rows
+    _refuse_twice(files.materialized_inputs.name, [(number, key) for number, key, _ in tasks])
     converter = _Converter({key: row for _, key, row in tasks}, policy_version)
     judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts)]
     _refuse_twice("the rollouts file", [(line.number, line.key) for line in judged])
@@ -354,8 +353,16 @@ def write_collection(
     rollouts: Sequence[Rollout], originals: Sequence[Original], files: CollectionFiles, agent: str | None = None
 ) -> Exported:
     """Write records, and what their import kept with them, as the files of a collection."""
-    places = addresses(rollouts, agent)
-    lines = _original_lines(rollouts, places, originals) if originals else _own_lines(rollouts, places)
+    pairs = list(zip(rollouts, addresses(rollouts, agent), strict=True))
+    if originals:
+        lines = _original_lines(pairs, originals)
+    else:
+        in_order = sorted(pairs, key=lambda pair: (pair[1].task_index, pair[1].rollout_index))
+        lines = {
+            "rollouts": (result_row(*pair) for pair in pairs if pair[0].reward is not None),
+            "failures": (result_row(*pair) for pair in pairs if pair[0].reward is None),
+            "materialized_inputs": (materialized_row(*pair) for pair in in_order),
+        }
     light_rows: list[Row] = []
     succeeded = write_rows(files.rollouts, _noted(lines["rollouts"], light_rows))
     failed = write_rows(files.failures, lines["failures"])
@@ -382,20 +389,10 @@ def _noted(rows: Iterator[Row], light_rows: list[Row]) -> Iterator[Row]:
         yield row
 
 
-def _own_lines(rollouts: Sequence[Rollout], places: Sequence[Address]) -> dict[File, Iterator[Row]]:
-    pairs = list(zip(rollouts, places, strict=True))
-    in_order = sorted(pairs, key=lambda pair: (pair[1].task_index, pair[1].rollout_index))
-    return {
-        "rollouts": (result_row(*pair) for pair in pairs if pair[0].reward is not None),
-        "failures": (result_row(*pair) for pair in pairs if pair[0].reward is None),
-        "materialized_inputs": (materialized_row(*pair) for pair in in_order),
-    }
-
-
 def _original_lines(
-    rollouts: Sequence[Rollout], places: Sequence[Address], originals: Sequence[Original]
+    pairs: Sequence[tuple[Rollout, Address]], originals: Sequence[Original]
 ) -> dict[File, Iterator[Row]]:
-    records = {rollout.rollout_id: (rollout, place) for rollout, place in zip(rollouts, places, strict=True)}
+    records = {rollout.rollout_id: (rollout, place) for rollout, place in pairs}
 
     def row_of(original: Original) -> Row:
         if original.row is not None:
@@ -409,8 +406,4 @@ def _original_lines(
     def lines(file: File) -> Iterator[Row]:
         return (row_of(one) for one in sorted(originals, key=lambda one: one.line) if one.file == file)
 
-    return {
-        "rollouts": lines("rollouts"),
-        "failures": lines("failures"),
-        "materialized_inputs": lines("materialized_inputs"),
-    }
+    return {file: lines(file) for file in FILES}

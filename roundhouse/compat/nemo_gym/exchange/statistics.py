@@ -102,7 +102,11 @@ def group_metrics(rollouts: Sequence[VerifiedRow], expected: int, sample: Verifi
     """
     first = rollouts[0]
     identity = {name: first[name] for name in (TASK, "task_id") if name in first}
-    ordered = sorted(enumerate(rollouts), key=lambda pair: pair[1].get(ROLLOUT, pair[0]))
+    infos = []
+    for place, row in sorted(enumerate(rollouts), key=lambda pair: pair[1].get(ROLLOUT, pair[0])):
+        rollout_id = f"{row.get(TASK, row.get('task_id', ''))}:{row.get(ROLLOUT, place)}"
+        indexes = {name: row[name] for name in (TASK, ROLLOUT) if name in row}
+        infos.append({"rollout_id": rollout_id, **indexes, **numbers(row)})
     return {
         **identity,
         **describe(rollouts),
@@ -111,7 +115,7 @@ def group_metrics(rollouts: Sequence[VerifiedRow], expected: int, sample: Verifi
         "expected_num_rollouts": expected,
         "missing_num_rollouts": expected - len(rollouts),
         "reward_profile_completion_pct": 100.0 * len(rollouts) / expected if expected else 100.0,
-        "rollout_infos": [_rollout_info(row, row.get(ROLLOUT, place)) for place, row in ordered],
+        "rollout_infos": infos,
     }
 
 
@@ -174,12 +178,6 @@ def _usage(row: VerifiedRow) -> VerifiedRow:
     response = row.get("response")
     usage = response.get("usage") if isinstance(response, Mapping) else None
     return usage if isinstance(usage, Mapping) else {}
-
-
-def _rollout_info(row: VerifiedRow, rollout_index: Any) -> Metrics:
-    task = row.get(TASK, row.get("task_id", ""))
-    indexes = {name: row[name] for name in (TASK, ROLLOUT) if name in row}
-    return {"rollout_id": f"{task}:{rollout_index}", **indexes, **numbers(row)}
 
 
 MOST_SHOWN = 10

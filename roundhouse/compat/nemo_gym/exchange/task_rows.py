@@ -189,11 +189,20 @@ class PromptTemplate:
             raise DataError(
                 f"{where} has responses_create_params.input already; a prompt configuration would replace it."
             )
-        messages = [
-            {"role": role, "content": _filled(template, row, where)}
-            for role, template in (("system", self.system), ("user", self.user))
-            if template is not None
-        ]
+        messages = []
+        for role, template in (("system", self.system), ("user", self.user)):
+            if template is None:
+                continue
+            try:
+                messages.append({"role": role, "content": template.format_map(row)})
+            except KeyError as error:
+                raise DataError(
+                    f"{where}: the prompt names the field {error}; the row has {', '.join(row)}."
+                ) from error
+            except (ValueError, IndexError, AttributeError, TypeError) as error:
+                raise DataError(
+                    f"{where}: the prompt {template!r} cannot be filled: {error}. Braces are doubled: {{{{."
+                ) from error
         return row | {"responses_create_params": params | {"input": messages}}
 
 
@@ -212,17 +221,6 @@ def read_prompt(uri: str) -> PromptTemplate:
     if not known or not isinstance(found.get("system"), str | None):
         raise ConfigError(f"The prompt configuration {uri} needs `user`, a text, and may have `system`, a text.")
     return PromptTemplate(found["user"], found.get("system"))
-
-
-def _filled(template: str, row: Row, where: str) -> str:
-    try:
-        return template.format_map(row)
-    except KeyError as error:
-        raise DataError(f"{where}: the prompt names the field {error}; the row has {', '.join(row)}.") from error
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{where}: the prompt {template!r} cannot be filled: {error}. Braces are doubled: {{{{."
-        ) from error
 
 
 Mode = Literal["train_preparation", "example_validation"]

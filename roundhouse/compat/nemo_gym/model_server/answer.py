@@ -241,39 +241,35 @@ def responses_body(body: Any) -> Body:
         raise invalid(["messages"], "a list of messages is required")
     try:
         asked: Body = {"input": [item for message in body["messages"] for item in _items(message)]}
-        params: Body = {}
         system = body.get("system")
         if system and not isinstance(system, str):
             system = "\n".join(block["text"] for block in system if block.get("type") == "text" and block.get("text"))
         names = {"model": "model", "max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
-        params |= {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
+        asked |= {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
         if system:
-            params["instructions"] = system
+            asked["instructions"] = system
         if body.get("tools"):
-            params["tools"] = [_tool(tool) for tool in body["tools"]]
+            asked["tools"] = [
+                {
+                    "type": "function",
+                    "name": tool["name"],
+                    "description": tool.get("description"),
+                    "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+                    "strict": False,
+                }
+                for tool in body["tools"]
+            ]
         if (choice := body.get("tool_choice")) is not None:
             kind = choice.get("type")
             if kind == "tool":
-                params["tool_choice"] = {"type": "function", "name": choice["name"]}
+                asked["tool_choice"] = {"type": "function", "name": choice["name"]}
             elif kind in _TOOL_CHOICES:
-                params["tool_choice"] = _TOOL_CHOICES[kind]
+                asked["tool_choice"] = _TOOL_CHOICES[kind]
             else:
                 raise invalid(["tool_choice"], f"type {kind!r} is none of {sorted(_TOOL_CHOICES)} and tool", choice)
-        asked |= params
     except (KeyError, TypeError, AttributeError) as error:
         raise invalid(["messages"], f"malformed: {error!r}") from error
     return asked
-
-
-def _tool(tool: Body) -> Body:
-    schema = tool.get("input_schema") or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "name": tool["name"],
-        "description": tool.get("description"),
-        "parameters": schema,
-        "strict": False,
-    }
 
 
 def _items(message: Body) -> list[Body]:

@@ -117,10 +117,11 @@ class ModelServer:
         self._captures = Captures(
             config.capture_max_calls, config.capture_max_mebibytes * 2**20, config.capture_max_age_seconds
         )
+        model = {"id": config.model, "object": "model", "created": 0, "owned_by": "roundhouse"}
         self._gets: dict[str, Callable[[], tuple[int, Any]]] = {
             "/": lambda: (200, {"status": "ok"}),
             "/health": self._health,
-            "/v1/models": self._models,
+            "/v1/models": lambda: (200, {"object": "list", "data": [model]}),
         }
         self._dialects: dict[str, Callable[[Any, Ask], Coroutine[Any, Any, Content]]] = {
             "/v1/responses": self._responses,
@@ -231,10 +232,6 @@ class ModelServer:
         alive = any(engine["state"] == "in" for engine in engines)
         captures = {"calls": self._captures.calls, "bytes": self._captures.bytes}
         return 200 if alive else 503, {"status": "ok" if alive else "down", "engines": engines, "captures": captures}
-
-    def _models(self) -> tuple[int, Any]:
-        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "roundhouse"}
-        return 200, {"object": "list", "data": [model]}
 
     def _captured(self, scope: Scope) -> tuple[int, Any]:
         rollout = scope["path"].removeprefix(CAPTURES)

@@ -77,24 +77,22 @@ def responses_failure(text: str, code: str = "server_error") -> bytes:
 def chat_chunks(completion: Event, *, include_usage: bool) -> bytes:
     """Chunks of role, content and tool calls, the finish reason, on request the usage, then `[DONE]`. No token IDs."""
     shared = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks = [
-        {**shared, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": finish}]}
-        for choice in completion["choices"]
-        for delta, finish in _chat_deltas(choice)
-    ]
+    chunks = []
+    for choice in completion["choices"]:
+        message = choice["message"]
+        deltas: list[tuple[Event, str | None]] = [({"role": "assistant"}, None)]
+        if message.get("content"):
+            deltas.append(({"content": message["content"]}, None))
+        if message.get("tool_calls"):
+            calls = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+            deltas.append(({"tool_calls": calls}, None))
+        chunks += [
+            {**shared, "choices": [{"index": choice["index"], "delta": delta, "finish_reason": finish}]}
+            for delta, finish in [*deltas, ({}, choice["finish_reason"])]
+        ]
     if include_usage and completion.get("usage") is not None:
         chunks.append({**shared, "choices": [], "usage": completion["usage"]})
     return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-
-
-def _chat_deltas(choice: Event) -> Iterator[tuple[Event, str | None]]:
-    message = choice["message"]
-    yield {"role": "assistant"}, None
-    if message.get("content"):
-        yield {"content": message["content"]}, None
-    if message.get("tool_calls"):
-        yield {"tool_calls": [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]}, None
-    yield {}, choice["finish_reason"]
 
 
 def messages_events(message: Event) -> bytes:
@@ -105,23 +103,18 @@ def messages_events(message: Event) -> bytes:
 def _messages(message: Event) -> Iterator[Event]:
     yield {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}
     for index, block in enumerate(message["content"]):
-        shell, delta = _block(block)
+        kind = block["type"]
+        if kind == "tool_use":
+            shell = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+        else:  # a thinking block's text is under "thinking", a text block's under "text"
+            shell, delta = {"type": kind, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
         yield {"type": "content_block_start", "index": index, "content_block": shell}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
     stop = {key: message[key] for key in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": stop, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
-
-
-def _block(block: Event) -> tuple[Event, Event]:
-    """A content block as it begins, and all of it as one delta."""
-    kind = block["type"]
-    if kind == "tool_use":
-        delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
-        return {**block, "input": {}}, delta
-    # A thinking block's text is under "thinking", a text block's under "text".
-    return {"type": kind, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
 def _numbered(events: Iterator[Event]) -> bytes:
@@ -185,9 +178,13 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
 
 def with_namespaces(response: Body, namespaces: Namespaces) -> Body:
     """The response, with its calls of namespaced tools marked as such."""
-    if not namespaces:
-        return response
-    return {**response, "output": [_split_call(item, namespaces) for item in response["output"]]}
+    output = []
+    for item in response["output"]:
+        if item["type"] == "function_call" and item["name"] in namespaces:
+            namespace, name = namespaces[item["name"]]
+            item = {**item, "namespace": namespace, "name": name}
+        output.append(item)
+    return {**response, "output": output}
 
 
 def _kind(item: Any) -> str:
@@ -199,13 +196,6 @@ def _joined_call(item: Body) -> Body:
         return item
     joined = {key: value for key, value in item.items() if key != "namespace"}
     return {**joined, "name": f"{item['namespace']}{_JOINT}{item['name']}"}
-
-
-def _split_call(item: Body, namespaces: Namespaces) -> Body:
-    if item["type"] != "function_call" or item["name"] not in namespaces:
-        return item
-    namespace, name = namespaces[item["name"]]
-    return {**item, "namespace": namespace, "name": name}
 
 
 def _warn_dropped(what: str, kinds: list[str]) -> None:

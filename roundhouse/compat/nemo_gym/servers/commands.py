@@ -29,6 +29,7 @@ from roundhouse.compat.nemo_gym.config.resolve import Resolution
 from roundhouse.compat.nemo_gym.config.sources import EXTRA_ROOTS, SearchRoots
 from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_PATH
 from roundhouse.errors import ConfigError, InfraError
+from roundhouse.infra.processes import end_of_log
 
 PROJECT_FILES = ("requirements.txt", "pyproject.toml")
 """A directory is a foreign server's when it holds one of these."""
@@ -189,8 +190,4 @@ async def _run(step: list[str], directory: Path, environment: Mapping[str, str],
             process.kill()
             await process.wait()
     if code != 0:
-        raise InfraError(f"{' '.join(step)} in {directory} ended with {code}:\n{_tail(log)}")
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise InfraError(f"{' '.join(step)} in {directory} ended with {code}:\n{end_of_log(log, 15)}")

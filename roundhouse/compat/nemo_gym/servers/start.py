@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from roundhouse.compat.nemo_gym.config.instances import Instance, ServerType, model_endpoints
+from roundhouse.compat.nemo_gym.config.instances import ServerType, model_endpoints
 from roundhouse.compat.nemo_gym.config.resolve import LOOPBACK, Resolution, can_bind
 from roundhouse.compat.nemo_gym.servers import head as head_server
 from roundhouse.compat.nemo_gym.servers.commands import Command, install
@@ -100,7 +100,30 @@ class GymServers:
 
     def running(self) -> list[RunningServer]:
         """The answer of /server_instances."""
-        return [self._running_server(instance) for instance in self._resolution.instances]
+        children = {child.name: child for child in self._children.all} if self._children else {}
+        found = []
+        for instance in self._resolution.instances:
+            command, child = self._commands.get(instance.name), children.get(instance.name)
+            host, port = self._resolution.address(instance)
+            alive = child is None or child.process.poll() is None
+            found.append(
+                RunningServer(
+                    config_path=instance.name,
+                    dir_path=None if command is None else str(command.directory),
+                    entrypoint=instance.fields.entrypoint
+                    or (None if command is None else "-m roundhouse.compat.nemo_gym.servers.own_server"),
+                    host=host,
+                    name=instance.implementation,
+                    pid=None if child is None else child.process.pid,
+                    port=port,
+                    process_name=instance.name,
+                    server_type=instance.type,
+                    start_time=self._started_at if child is None else child.started_at,
+                    status=("success" if alive else "connection_error") if instance.name in self._ready else None,
+                    url=self._resolution.base_url(instance),
+                )
+            )
+        return found
 
     async def start(self) -> None:
         """Start everything; return when every server has answered once.
@@ -157,25 +180,39 @@ class GymServers:
         Raises:
             InfraError: a server ended by itself once more.
         """
+        children = self._children
+        assert children is not None, "until follows start"
         while not stop.is_set():
-            await self._restart_ended()
+            for child in children.ended():
+                command = self._commands.get(child.name)
+                if command is None or self._restarted[child.name] >= self._options.restarts:
+                    self._raise_ended()
+                    break
+                self._restarted[child.name] += 1
+                self._options.announce(f"{child.name} ended by itself and is started again; log {child.log}")
+                await children.end(child.name)  # what it left running
+                self._start(children, command)
             try:
                 await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
             except TimeoutError:
                 continue
 
-    async def _restart_ended(self) -> None:
-        children = self._children
-        assert children is not None, "until follows start"
-        for child in children.ended():
-            command = self._commands.get(child.name)
-            if command is None or self._restarted[child.name] >= self._options.restarts:
-                self._raise_ended()
-                return
-            self._restarted[child.name] += 1
-            self._options.announce(f"{child.name} ended by itself and is started again; log {child.log}")
-            await children.end(child.name)  # what it left running
-            self._start(children, command)
+    async def start_unless(self, stop: asyncio.Event) -> bool:
+        """`start`, given up once `stop` is set; whether every server has answered.
+
+        Raises:
+            InfraError: as `start`.
+        """
+        starting = asyncio.create_task(self.start())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
 
     async def _until_ready(self) -> None:
         deadline = time.monotonic() + self._options.start_seconds
@@ -239,28 +276,6 @@ class GymServers:
         if texts:
             raise InfraError("\n".join(texts))
 
-    def _running_server(self, instance: Instance) -> RunningServer:
-        command = self._commands.get(instance.name)
-        children = self._children.all if self._children else []
-        child = next((child for child in children if child.name == instance.name), None)
-        host, port = self._resolution.address(instance)
-        alive = child is None or child.process.poll() is None
-        return RunningServer(
-            config_path=instance.name,
-            dir_path=None if command is None else str(command.directory),
-            entrypoint=instance.fields.entrypoint
-            or (None if command is None else "-m roundhouse.compat.nemo_gym.servers.own_server"),
-            host=host,
-            name=instance.implementation,
-            pid=None if child is None else child.process.pid,
-            port=port,
-            process_name=instance.name,
-            server_type=instance.type,
-            start_time=self._started_at if child is None else child.started_at,
-            status=("success" if alive else "connection_error") if instance.name in self._ready else None,
-            url=self._resolution.base_url(instance),
-        )
-
 
 def _named(endpoints: Mapping[str, str]) -> str:
     return ", ".join(f"{url} ({name})" for url, name in endpoints.items())
@@ -288,19 +303,11 @@ async def _run(
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(signum, stop.set)
     async with GymServers(resolution, commands, options) as servers:
-        starting = asyncio.create_task(servers.start())
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-        else:
-            starting.result()
+        if await servers.start_unless(stop):
             running = [
                 {"name": one.process_name, "type": one.server_type, "url": one.url, "pid": one.pid}
                 for one in servers.running()
             ]
             ready({"status": "ready", "head": servers.head_url, "pid": os.getpid(), "servers": running})
             await servers.until(stop)
-        stopped.cancel()
         options.announce("ending the servers")
