@@ -13,6 +13,7 @@ import os
 import platform
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -115,35 +116,28 @@ class Heartbeat:
             self._beat(ended=False)
 
     def _beat(self, *, ended: bool) -> None:
-        beat = self._now(ended=ended)
+        works = self._activity.in_flight()
+        listed: list[dict[str, Any]] = [
+            {name: getattr(work, name) for name in InFlight.model_fields} for work in works[:LISTED_WORK]
+        ]
+        beat = Beat(
+            written_at=time.time(),
+            every_seconds=self._every_seconds,
+            pid=os.getpid(),
+            host=platform.node(),
+            ended=ended,
+            counts=Counter(f"{work.module}: {work.kind}" for work in works),
+            in_flight=[InFlight.model_validate(fields) for fields in listed],
+            gauges=self._activity.gauges(),
+            health=self._reporter.health(),
+            errors=self._reporter.errors()[-LISTED_ERRORS:],
+        )
         try:
             self._location.write(RECORD, beat.model_dump_json(indent=1).encode())
             if self._on_beat is not None:
                 self._on_beat(beat)
         except Exception:  # a view that cannot be drawn is no reason to stop a run
             log.warning("the heartbeat of %s could not be told", self._location.uri, exc_info=True)
-
-    def _now(self, *, ended: bool) -> Beat:
-        works = self._activity.in_flight()
-        counts: dict[str, int] = {}
-        for work in works:
-            key = f"{work.module}: {work.kind}"
-            counts[key] = counts.get(key, 0) + 1
-        listed: list[dict[str, Any]] = [
-            {name: getattr(work, name) for name in InFlight.model_fields} for work in works[:LISTED_WORK]
-        ]
-        return Beat(
-            written_at=time.time(),
-            every_seconds=self._every_seconds,
-            pid=os.getpid(),
-            host=platform.node(),
-            ended=ended,
-            counts=counts,
-            in_flight=[InFlight.model_validate(fields) for fields in listed],
-            gauges=self._activity.gauges(),
-            health=self._reporter.health(),
-            errors=self._reporter.errors()[-LISTED_ERRORS:],
-        )
 
 
 def read_beat(location: Location) -> Beat | None:

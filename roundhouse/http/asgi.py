@@ -118,13 +118,10 @@ class BodyLimit:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        elif _announced(scope) > self._limit:
-            await self._refuse(send)
-        else:
-            await self._counted(scope, receive, send)
-
-    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+            return await self._app(scope, receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and len(announced) < 19 and int(announced) > self._limit:
+            return await self._refuse(send)
         seen, answering = 0, False
 
         async def counted() -> dict[str, Any]:
@@ -144,12 +141,13 @@ class BodyLimit:
         try:
             await self._app(scope, counted, answered)
         except ClientGone:
-            return  # there is nothing to answer
+            return None  # there is nothing to answer
         except Exception:
             if seen <= self._limit:
                 raise
         if seen > self._limit and not answering:
             await self._refuse(send)
+        return None
 
     async def _refuse(self, send: Send) -> None:
         text = (
@@ -164,11 +162,6 @@ async def refuse(send: Send, status: int, code: str, text: str) -> None:
     headers = [(b"content-type", JSON), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _announced(scope: Scope) -> int:
-    given = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(given) if given.isdigit() and len(given) < 19 else 0
 
 
 def _limit() -> int:
@@ -217,7 +210,9 @@ class SameOrigin:
             text = f"This server does not answer to the name {unknown[0]!r}. Use its address, or list it in {ALLOWED_HOSTS}."
             return 421, "foreign_host", text
         is_foreign = not origins <= hosts or headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
-        if is_foreign and not _is_followed_link(scope, headers):
+        # A link that is followed into a tab of its own: nothing of it can be read where it stood, and a GET changes nothing
+        into_tab = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
+        if is_foreign and not (into_tab and scope.get("method") == "GET"):
             return 403, "foreign_origin", "A page of another site may not use this server."
         return None
 
@@ -251,9 +246,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_followed_link(scope: Any, headers: dict[bytes, bytes]) -> bool:
-    """Into a tab of its own: nothing of it can be read where the link stood, and a GET changes nothing."""
-    is_new_page = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
-    return is_new_page and scope.get("method") == "GET"

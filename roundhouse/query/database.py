@@ -391,29 +391,28 @@ def runs_rows(store: str, run_ids: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _stage_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
-    return [_stage_row(stage.manifest) for stage in stages if stage.manifest is not None]
-
-
-def _stage_row(manifest: Manifest) -> dict[str, Any]:
-    provenance = manifest.provenance
-    return {
-        "run_id": manifest.run_id,
-        "iteration": manifest.iteration,
-        "stage": manifest.kind,
-        "policy_version": provenance.policy_version,
-        "attempt": manifest.attempt,
-        "started_at": manifest.started_at,
-        "finished_at": manifest.finished_at,
-        "seconds": manifest.finished_at - manifest.started_at,
-        "cpu_seconds": manifest.resources.get("cpu_seconds"),
-        "bytes": sum(entry.size for entry in manifest.files),
-        "seed": provenance.seed,
-        "config_digest": provenance.config_digest,
-        "code_version": provenance.code_version,
-        "counts": [(name, float(count)) for name, count in manifest.counts.items()],
-        "metrics": list(manifest.metrics.items()),
-        "inputs": [(name, reference.uri) for name, reference in manifest.inputs.items()],
-    }
+    return [
+        {
+            "run_id": manifest.run_id,
+            "iteration": manifest.iteration,
+            "stage": manifest.kind,
+            "policy_version": manifest.provenance.policy_version,
+            "attempt": manifest.attempt,
+            "started_at": manifest.started_at,
+            "finished_at": manifest.finished_at,
+            "seconds": manifest.finished_at - manifest.started_at,
+            "cpu_seconds": manifest.resources.get("cpu_seconds"),
+            "bytes": sum(entry.size for entry in manifest.files),
+            "seed": manifest.provenance.seed,
+            "config_digest": manifest.provenance.config_digest,
+            "code_version": manifest.provenance.code_version,
+            "counts": [(name, float(count)) for name, count in manifest.counts.items()],
+            "metrics": list(manifest.metrics.items()),
+            "inputs": [(name, reference.uri) for name, reference in manifest.inputs.items()],
+        }
+        for stage in stages
+        if (manifest := stage.manifest) is not None
+    ]
 
 
 def _iteration_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:

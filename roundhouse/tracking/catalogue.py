@@ -47,20 +47,12 @@ CLOSING = """\
 The healthy ranges are rules of thumb: those of the mismatch are what NeMo RL's documentation and nightly tests use (float32
 figures: measured here), those of ratio and clip fraction hold for the default bounds."""
 
-_SPECIAL = {
+_OVER = {each: each.value.replace("_", " ") for each in Denominator} | {
     Denominator.SUM: "(count)",
     Denominator.MAX: "(maximum)",
     Denominator.MIN: "(minimum)",
     Denominator.LAST: "(state)",
 }
-
-
-def _over(denominator: Denominator) -> str:
-    return _SPECIAL.get(denominator, denominator.value.replace("_", " "))
-
-
-def _under(prefix: str, rows: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    return tuple(replace(row, name=prefix + row.name) for row in rows)
 
 
 RESUMPTIONS = (
@@ -183,7 +175,7 @@ CATALOGUE = (
                 "0 after a node's first step",
             ),
             *(
-                Entry(f"train/{name}", _over(metric.denominator), metric.meaning, metric.healthy)
+                Entry(f"train/{name}", _OVER[metric.denominator], metric.meaning, metric.healthy)
                 for name, metric in METRICS.items()
             ),
         ),
@@ -251,7 +243,7 @@ CATALOGUE = (
                 "tasks",
                 "chance that one of k rollouts reaches evaluation.success_threshold (arXiv 2107.03374)",
             ),
-            *_under("evaluation/", (*REWARD[1:], *ROLLOUTS)),
+            *(replace(row, name=f"evaluation/{row.name}") for row in (*REWARD[1:], *ROLLOUTS)),
             Entry(
                 "evaluation/*/*",
                 "(as above)",

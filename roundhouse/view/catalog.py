@@ -210,10 +210,8 @@ class Catalog:
                 place = self.root / f"{directory}/{stage}"
                 found.append(StageFiles(scope.run_id, scope.iteration, stage, place.uri, tuple(place.names())))
         with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(self._opened, found))
-
-    def _opened(self, stage: StageFiles) -> StageFiles:
-        return replace(stage, manifest=self.manifest(stage.uri)) if MANIFEST in stage.names else stage
+            manifests = pool.map(lambda each: self.manifest(each.uri) if MANIFEST in each.names else None, found)
+            return [replace(stage, manifest=manifest) for stage, manifest in zip(found, manifests, strict=True)]
 
 
 ROLLOUT_STAGES = ("collect", "evaluate")

@@ -10,6 +10,7 @@ has no value of is null there, and `missing` says for a whole rollout why a chan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -148,14 +149,12 @@ def _trained(stages: dict[str, StageFiles], rollout_id: str) -> tuple[list[Any],
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
     """The JSON columns as JSON."""
-    return row | {name: _parsed(row[name]) for name in ("messages", "task") if row.get(name) is not None}
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    readable = dict(row)
+    for name in ("messages", "task"):
+        if row.get(name) is not None:
+            with contextlib.suppress(ValueError):
+                readable[name] = json.loads(row[name])
+    return readable
 
 
 def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:

@@ -222,15 +222,11 @@ class Answers:
         """The tasks that two scopes share, with the mean reward in each."""
         sides = [Scope.of(parameters), Scope.of(parameters, "b_")]
         found = [{row["task"]: row for row in self.indexes.at(side).groups_compared()} for side in sides]
-        shared = [
-            {
-                "task": task,
-                "a": found[0][task],
-                "b": found[1][task],
-                "delta": _difference(found[0][task], found[1][task]),
-            }
-            for task in found[0].keys() & found[1].keys()
-        ]
+        shared = []
+        for task in found[0].keys() & found[1].keys():
+            a, b = found[0][task], found[1][task]
+            delta = None if a["reward"] is None or b["reward"] is None else b["reward"] - a["reward"]
+            shared.append({"task": task, "a": a, "b": b, "delta": delta})
         return {
             "tasks": sorted(shared, key=lambda row: (-abs(row["delta"] or 0.0), row["task"])),
             "only_a": len(found[0].keys() - found[1].keys()),
@@ -246,10 +242,6 @@ def stage_states(index: Index) -> dict[str, str]:
         state = "complete" if stage.complete else "unfinished" if stage.names else "absent"
         states[stage.stage] = min(states.get(stage.stage, "complete"), state, key=worst.index)
     return states
-
-
-def _difference(a: dict[str, Any], b: dict[str, Any]) -> float | None:
-    return None if a["reward"] is None or b["reward"] is None else b["reward"] - a["reward"]
 
 
 def _number(parameters: Parameters, name: str) -> int:
