@@ -28,8 +28,6 @@ from roundhouse.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flows.schedules import Scheduled
-
 
 def find_prefect(state: Path) -> bool:
     """Let Prefect's client find the server of this state directory, else the one that PREFECT_API_URL names; whether there is
@@ -168,7 +166,21 @@ def schedule_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = Fals
     at_prefect(state)
     from flows.schedules import schedules
 
-    found = [_schedule_facts(each) for each in schedules()]
+    found = [
+        {
+            "name": each.name,
+            "run": each.form.run_id,
+            "store": each.form.store,
+            "version": each.form.checkpoint if each.form.version is None else each.form.version,
+            "cron": each.cron,
+            "timezone": each.timezone,
+            "next": _moment(each.next_moment),
+            "keep_last": "all" if each.form.keep_last is None else each.form.keep_last,
+            "keep_days": each.form.keep_days,
+            "active": each.active,
+        }
+        for each in schedules()
+    ]
     if as_json:
         return out_json(found)
     shown = ("name", "run", "version", "cron", "timezone", "next", "keep_last")
@@ -203,22 +215,6 @@ def schedule_backfill(
     if not dry_run:
         back_fill(name, moments)
     out(f"{name}: {len(moments)} {'missed' if dry_run else 'asked for'}")
-
-
-def _schedule_facts(schedule: Scheduled) -> dict[str, object]:
-    form = schedule.form
-    return {
-        "name": schedule.name,
-        "run": form.run_id,
-        "store": form.store,
-        "version": form.checkpoint if form.version is None else form.version,
-        "cron": schedule.cron,
-        "timezone": schedule.timezone,
-        "next": _moment(schedule.next_moment),
-        "keep_last": "all" if form.keep_last is None else form.keep_last,
-        "keep_days": form.keep_days,
-        "active": schedule.active,
-    }
 
 
 def _moment(moment: datetime | None) -> str:

@@ -142,10 +142,15 @@ def replays_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False
     for name in replay_names(store):
         request = request_of(load_replay(store, name))
         try:
-            comparison: dict[str, Any] | None = read_comparison(store, name)
+            comparison = read_comparison(store, name)
         except StoreError:
-            comparison = None
-        found.append({"name": name, "request": request, "outcome": _outcome(comparison)})
+            outcome = "interrupted"
+        else:
+            stopped, first = comparison["stopped"], comparison["first"]
+            outcome = "equal" if first is None else f"differs from iteration {first['iteration']}, {first['stage']}"
+            if stopped is not None:
+                outcome = f"stopped by drift at {stopped['iteration']}"
+        found.append({"name": name, "request": request, "outcome": outcome})
     if as_json:
         return out_json(found)
     rows = []
@@ -419,15 +424,6 @@ def show_verdicts(diff: VerdictDiff) -> None:
         terminal.print(Text(f"{row['rollout_id']}: {change}"))
     for uri in diff.versions:
         out(uri)
-
-
-def _outcome(comparison: dict[str, Any] | None) -> str:
-    if comparison is None:
-        return "interrupted"
-    if comparison["stopped"] is not None:
-        return f"stopped by drift at {comparison['stopped']['iteration']}"
-    first = comparison["first"]
-    return "equal" if first is None else f"differs from iteration {first['iteration']}, {first['stage']}"
 
 
 def _show(found: Comparison) -> None:

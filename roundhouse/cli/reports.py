@@ -63,21 +63,16 @@ def show(beat: Beat, errors: int) -> None:
     when = "health" if beat.state(now) in ("working", "idle") else "health at the last heartbeat"
     terminal.print(f"{when}: [{COLORS[health.status]}]{health.status}[/], {escape(health.message)}", highlight=False)
     for name, count in beat.counts.items():
-        terminal.print(f"  {count:>5} {name}{_oldest(beat, name)}", highlight=False, markup=False)
+        line = f"  {count:>5} {name}"
+        if works := [work for work in beat.in_flight if f"{work.module}: {work.kind}" == name]:  # not all are listed
+            oldest = max(works, key=lambda work: work.seconds)
+            what = " ".join(word for word in (oldest.about, oldest.where) if word)
+            line += f"  oldest {what or '–'}: {oldest.seconds:.0f} s, silent for {oldest.silent_seconds:.0f} s"
+        terminal.print(line, highlight=False, markup=False)
     for error in beat.errors[-errors:] if errors else []:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(error.timestamp))
         said = f"{stamp}  {error.severity}  {error.module_name} ({error.work_context}): {error.message}"
         terminal.print(said, highlight=False, markup=False)
-
-
-def _oldest(beat: Beat, name: str) -> str:
-    """The oldest work of a kind, where it is among those that are listed."""
-    works = [work for work in beat.in_flight if f"{work.module}: {work.kind}" == name]
-    if not works:
-        return ""
-    oldest = max(works, key=lambda work: work.seconds)
-    what = " ".join(word for word in (oldest.about, oldest.where) if word)
-    return f"  oldest {what or '–'}: {oldest.seconds:.0f} s, silent for {oldest.silent_seconds:.0f} s"
 
 
 WHY = {
@@ -363,6 +358,12 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
     for name in ("run", "iteration", "rollouts", "trained on", "tokens", "reward", "went into"):
         table.add_column(name, justify="left" if name in ("run", "went into") else "right")
     for entry in found:
+        if entry["first_version"] is None:
+            went_into = f"no version: {', '.join(entry['refused'])}" if entry["refused"] else "no version"
+        else:
+            first, newest = entry["first_version"], entry["newest_version"]
+            went_into = f"version {first}" if first == newest else f"versions {first} to {newest}"
+            went_into += f", and {', '.join(entry['forks'])}" if entry["forks"] else ""
         table.add_row(
             Text(entry["run_id"] + (f" ({entry['dataset']})" if entry["dataset"] else "")),
             str(entry["iteration"]),
@@ -370,20 +371,11 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
             str(entry["trained"]),
             f"{entry['trained_tokens'] or 0:,}",
             _number(entry["reward"]),
-            Text(_went_into(entry)),
+            Text(went_into),
         )
     terminal = console()
     terminal.print(Text(row, style="bold"))
     return terminal.print(table)
-
-
-def _went_into(entry: dict[str, Any]) -> str:
-    if entry["first_version"] is None:
-        reasons = f": {', '.join(entry['refused'])}" if entry["refused"] else ""
-        return f"no version{reasons}"
-    first, newest = entry["first_version"], entry["newest_version"]
-    own = f"version {first}" if first == newest else f"versions {first} to {newest}"
-    return f"{own}, and {', '.join(entry['forks'])}" if entry["forks"] else own
 
 
 def _show_comparison(found: RunComparison) -> None:

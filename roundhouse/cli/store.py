@@ -148,12 +148,14 @@ def _show_tables(as_json: bool) -> None:
 
 
 def _show(answer: pa.Table, limit: int) -> None:
+    from pyarrow import types
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, header_style="bold")
     for field in answer.schema:
-        table.add_column(Text(field.name), justify="right" if _is_number(field.type) else "left", overflow="fold")
+        is_number = types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)
+        table.add_column(Text(field.name), justify="right" if is_number else "left", overflow="fold")
     for row in _plain_rows(answer.slice(0, limit)):
         table.add_row(*(Text(_cell(value)) for value in row.values()))
     terminal = console()
@@ -188,12 +190,6 @@ def _cell(value: Any, digits: int | None = 6) -> str:
     if isinstance(value, float):
         return repr(value) if digits is None else f"{value:.{digits}g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
 
 
 @commands.command()

@@ -158,7 +158,11 @@ def typed(error: BaseException) -> BaseException:
         )
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         found = DiskFull(f"{error}. Free space, then start the run again: it goes on where it stopped.")
-    elif isinstance(error, ConnectionError) or _is_transport(error):
+    elif (
+        isinstance(error, ConnectionError)
+        or any(base.__name__ in _TRANSPORT for base in type(error).__mro__)
+        or (_is_runtime_error(error) and str(error).startswith("Failed to reach API"))  # how Prefect's client says it
+    ):
         found = ServiceUnreachable(
             f"{type(error).__module__.split('.')[0]} {type(error).__name__}: {str(error)[:500]}. `roundhouse doctor` says what "
             "is not reachable."
@@ -167,12 +171,6 @@ def typed(error: BaseException) -> BaseException:
         return error
     found.__cause__ = error
     return found
-
-
-def _is_transport(error: BaseException) -> bool:
-    """Prefect's client says it with a bare RuntimeError."""
-    by_name = any(base.__name__ in _TRANSPORT for base in type(error).__mro__)
-    return by_name or (_is_runtime_error(error) and str(error).startswith("Failed to reach API"))
 
 
 def _is_runtime_error(error: BaseException) -> bool:

@@ -55,7 +55,10 @@ class Supervisor:
             self._follow(wanted)
             if not wanted.services and not self.tasks and self._retire(supervision):
                 return
-            await self._tick(stop, seen)
+            until = time.monotonic() + TICK_SECONDS
+            while time.monotonic() < until and self.state.wishes_changed() == seen and not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
         log.info("told to stop")
         if self.state.path.exists():
             with self.state.lock():
@@ -65,14 +68,6 @@ class Supervisor:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-
-    async def _tick(self, stop: asyncio.Event, seen: int) -> None:
-        """Wait a tick; less if a stop is requested, or leases were written since `seen`."""
-        until = time.monotonic() + TICK_SECONDS
-        while time.monotonic() < until and self.state.wishes_changed() == seen:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
-                return
 
     def _current_wishes(self) -> WantedServices:
         """The leases of live holders; none if the state directory is gone."""
@@ -148,20 +143,15 @@ class Supervisor:
             log.warning("the state cannot be written: %s", error)
 
 
-def _take_supervision(state: StateDirectory) -> TextIO | None:
-    """A client that asks whether a supervisor lives holds the lock for an instant: only a lock that stays is another's."""
-    for _ in range(20):
-        if supervision := state.take_supervision():
-            return supervision
-        time.sleep(0.05)
-    return None
-
-
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     state = StateDirectory(sys.argv[1])
-    supervision = _take_supervision(state)
-    if supervision is None:
+    # A client that asks whether a supervisor lives holds the lock for an instant: only a lock that stays is another's
+    for _ in range(20):
+        if supervision := state.take_supervision():
+            break
+        time.sleep(0.05)
+    else:
         log.info("another supervisor has %s", state.path)
         return
     if orphans := processes.members(state):

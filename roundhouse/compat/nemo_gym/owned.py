@@ -108,7 +108,9 @@ class _Running:
         self._stop = asyncio.Event()
         self._started = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="gym servers", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._live()), name="gym servers", daemon=True
+        )
         self._thread.start()
 
     def ready(self) -> str:
@@ -123,10 +125,6 @@ class _Running:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
         self._loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._live())
 
     async def _live(self) -> None:
         try:

@@ -217,6 +217,7 @@ class LlmClient:
         )
 
     async def _complete(self, messages: list[Message], tools: list[dict[str, Any]], sampling: Sampling) -> Completion:
+        """The engine's answer. A call waits while the engine takes new weights; one that fails is made again."""
         attempt, calls = self._attempt, len(self._chain.turns)
         room = attempt.config.max_tokens - self._stored_tokens
         if calls >= attempt.config.max_turns:
@@ -226,25 +227,20 @@ class LlmClient:
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
         begun = time.perf_counter()
+        seed = derive_seed(attempt.rollout.seed, calls)
         try:
-            return await self._answered(messages, tools, sampling, derive_seed(attempt.rollout.seed, calls))
+            for failed in range(1, self._max_retries + 1):
+                try:
+                    return await attempt.policy.complete(messages, tools, sampling, seed)
+                except InfraError:
+                    await asyncio.sleep(retry_delay(attempt.config.retry, failed, seed))
+            return await attempt.policy.complete(messages, tools, sampling, seed)
         except ContextOverflow as error:
             if not calls:
                 raise
             raise RolloutLimit("max_tokens") from error
         finally:
             attempt.rollout.generation_seconds += time.perf_counter() - begun
-
-    async def _answered(
-        self, messages: list[Message], tools: list[dict[str, Any]], sampling: Sampling, seed: int
-    ) -> Completion:
-        """The engine's answer. A call waits while the engine takes new weights; one that fails is made again."""
-        for failed in range(1, self._max_retries + 1):
-            try:
-                return await self._attempt.policy.complete(messages, tools, sampling, seed)
-            except InfraError:
-                await asyncio.sleep(retry_delay(self._attempt.config.retry, failed, seed))
-        return await self._attempt.policy.complete(messages, tools, sampling, seed)
 
     def _continued(self, messages: list[Message]) -> tuple[int, Completion | None]:
         """How many of the messages, the newest reply of ours the last of them, are a conversation on record; and that reply."""

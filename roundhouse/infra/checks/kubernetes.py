@@ -50,10 +50,14 @@ def cluster(infra: KubernetesInfra) -> list[Finding]:
         remedy = "Check the server's address and certificate in the kubeconfig, and that this machine reaches it."
         return [fail("cluster", str(error), remedy)]
     checks: list[Callable[[Cluster, KubernetesInfra], list[Finding]]] = [rights, job, ray, queue, gpus, objects]
+    findings = [_version(connection, version)]
     try:
-        return [_version(connection, version)] + [
-            finding for check in checks for finding in _guarded(check, connection, infra)
-        ]
+        for check in checks:
+            try:
+                findings += check(connection, infra)
+            except (RoundhouseError, ApiRefused) as error:
+                findings.append(fail(check.__name__, str(error), "Look at the API server, and start again."))
+        return findings
     finally:
         connection.close()
 
@@ -197,12 +201,3 @@ def _has_group(connection: Cluster, group: str) -> bool:
 def _in_words(right: Right) -> str:
     verb, group, resource = right
     return f"{verb} {resource}{f'.{group}' if group else ''}"
-
-
-def _guarded(
-    check: Callable[[Cluster, KubernetesInfra], list[Finding]], connection: Cluster, infra: KubernetesInfra
-) -> list[Finding]:
-    try:
-        return check(connection, infra)
-    except (RoundhouseError, ApiRefused) as error:
-        return [fail(check.__name__, str(error), "Look at the API server, and start again.")]

@@ -22,10 +22,9 @@ from roundhouse.config.environments import (
     AgentEnvironment,
     EnvironmentConfig,
     RemoteEnvironment,
-    Rubric,
     environments_in,
 )
-from roundhouse.config.models import BundledPolicy, PretrainedPolicy, RunConfig
+from roundhouse.config.models import BundledPolicy, PolicyConfig, PretrainedPolicy, RunConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.environments import first_task
 from roundhouse.errors import ConfigError, RoundhouseError
@@ -84,7 +83,11 @@ def _probe(uri: str) -> Finding:
             location.create(name, data)
             if location.read(name) != data:
                 return fail("store", f"{uri} gives back other bytes than were written", _remedy(uri))
-            if not _refuses_second_writer(location, name):
+            try:
+                location.create(name, b"second")
+            except AlreadyExists:
+                pass  # as it must
+            else:
                 detail = f"{uri} lets a second writer replace an object that must be created once"
                 return fail("store", detail, "Use storage with conditional writes (If-None-Match), as S3 has them.")
         finally:
@@ -93,14 +96,6 @@ def _probe(uri: str) -> Finding:
     except (RoundhouseError, NotADirectoryError) as error:
         return fail("store", f"{uri}: {error}", _remedy(uri))
     return ok("store", f"{uri}: write, read, conditional create and delete work")
-
-
-def _refuses_second_writer(location: Location, name: str) -> bool:
-    try:
-        location.create(name, b"second")
-    except AlreadyExists:
-        return True
-    return False
 
 
 def _remedy(uri: str) -> str:
@@ -155,22 +150,8 @@ def configured(config: RunConfig) -> list[Finding]:
     if config.tracking.in_mlflow and (uri := config.tracking.uri or "").startswith("http"):
         findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
     for key, environment in environments_in(config.environment).items():
-        if isinstance(environment, RemoteEnvironment):
-            findings.append(
-                _answers("environment", environment.url, f"Start the resources server, or correct {key}.url.")
-            )
-        elif isinstance(environment, AgentEnvironment):
-            findings += _agent(environment)
-        else:
-            findings.append(_environment(environment))
-        if environment.rubric is not None:
-            findings.append(_rubric(environment.rubric, key))
-    findings += _engine(config)
-    if isinstance(config.policy, PretrainedPolicy) and "://" not in config.policy.path:
-        findings.append(_model(model_location(Location(config.policy.path)).local_path))
-    elif isinstance(config.policy, BundledPolicy):
-        findings.append(_bundled(config.policy.name))
-    return findings
+        findings += _environment(environment, key)
+    return findings + _engine(config) + _policy(config.policy)
 
 
 def _engine(config: RunConfig) -> list[Finding]:
@@ -290,42 +271,46 @@ def _service(found: Services, record: ServiceRecord) -> Finding:
     return ok(record.name, f"{record.url} answers{again}")
 
 
-def _model(path: Path) -> Finding:
+def _policy(policy: PolicyConfig) -> list[Finding]:
+    """Of a policy in files of this machine: they are whole."""
+    remedy = "Set policy.path to a Hugging Face model directory."
     try:
-        if (file := gguf_file(path)) is not None:
+        if isinstance(policy, BundledPolicy):
+            remedy = BUNDLED[policy.name].install
+            file = bundled_file(policy.name)
             check_gguf(file)
+            return [ok("policy", f"{policy.name}: {file}")]
+        if not isinstance(policy, PretrainedPolicy) or "://" in policy.path:
+            return []
+        path = model_location(Location(policy.path)).local_path
+        if (gguf := gguf_file(path)) is not None:
+            check_gguf(gguf)
         else:
             check_model_directory(path)
     except ConfigError as error:
-        return fail("policy", str(error), "Set policy.path to a Hugging Face model directory.")
-    return ok("policy", f"{path} is a model directory")
+        return [fail("policy", str(error), remedy)]
+    return [ok("policy", f"{path} is a model directory")]
 
 
-def _environment(config: EnvironmentConfig) -> Finding:
-    """One task is drawn, as a run draws it."""
-    try:
-        task = first_task(config)
-    except ConfigError as error:
-        return fail("environment", str(error), "Correct the section environment.")
-    return ok("environment", f"{config.kind}: " + ("in another process" if task is None else "a task was drawn"))
-
-
-def _rubric(rubric: Rubric, key: str) -> Finding:
-    """Its functions are imported, and its judge is asked something."""
-    try:
-        refuse_unfit_rubric(rubric, key, ask=True)
-    except ConfigError as error:
-        return fail("judge", str(error), f"Correct {key}.rubric.")
-    return ok("judge", f"{key}.rubric can judge")
-
-
-def _bundled(name: str) -> Finding:
-    try:
-        file = bundled_file(name)
-        check_gguf(file)
-    except ConfigError as error:
-        return fail("policy", str(error), BUNDLED[name].install)
-    return ok("policy", f"{name}: {file}")
+def _environment(config: EnvironmentConfig, key: str) -> list[Finding]:
+    """A server answers, of another one task is drawn as a run draws it; a rubric's judge is asked something."""
+    if isinstance(config, RemoteEnvironment):
+        findings = [_answers("environment", config.url, f"Start the resources server, or correct {key}.url.")]
+    elif isinstance(config, AgentEnvironment):
+        findings = _agent(config)
+    else:
+        try:
+            drawn = "in another process" if first_task(config) is None else "a task was drawn"
+            findings = [ok("environment", f"{config.kind}: {drawn}")]
+        except ConfigError as error:
+            findings = [fail("environment", str(error), "Correct the section environment.")]
+    if config.rubric is not None:
+        try:
+            refuse_unfit_rubric(config.rubric, key, ask=True)
+            findings.append(ok("judge", f"{key}.rubric can judge"))
+        except ConfigError as error:
+            findings.append(fail("judge", str(error), f"Correct {key}.rubric."))
+    return findings
 
 
 def _answers(name: str, url: str, remedy: str) -> Finding:

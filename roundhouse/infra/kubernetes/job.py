@@ -265,20 +265,17 @@ class RunJobs:
             changed.clear()
             if self._jobs.is_gone(uid):
                 return
-            if self._jobs.present(uid) is None and not self._is_there(name, uid):
-                return
+            if self._jobs.present(uid) is None:  # the watch has not reported it yet, or no longer does
+                try:
+                    found = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
+                except ApiRefused as refused:
+                    if refused.status == 404:
+                        return
+                    raise
+                if found["metadata"]["uid"] != uid:
+                    return
             changed.wait(min(left, 2.0))
         raise InfraError(f"Job {name} was not gone {GONE_SECONDS:g} s after it was deleted. Is its node there?")
-
-    def _is_there(self, name: str, uid: str) -> bool:
-        """Read a Job that the watch has not reported yet, or no longer reports."""
-        try:
-            found = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
-        except ApiRefused as refused:
-            if refused.status == 404:
-                return False
-            raise
-        return bool(found["metadata"]["uid"] == uid)
 
     def _waiter(self, uid: str) -> threading.Event:
         with self._lock:

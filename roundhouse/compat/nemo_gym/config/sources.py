@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,22 +103,15 @@ def read_layers(paths: Sequence[str], roots: SearchRoots) -> Layers:
         layers.warnings += [_named_again(one) for one in named if one in layers.paths]
         pulled_in[path] = [one for one in dict.fromkeys(named) if one not in layers.paths]
         layers.paths += pulled_in[path]
-    layers.trees += [trees[path] for path in _inner_first(list(dict.fromkeys(paths)), pulled_in)]
+
+    def with_inner(path: str) -> Iterator[DictConfig]:
+        """What the path pulled in, then its own tree."""
+        for one in pulled_in[path]:
+            yield from with_inner(one)
+        yield trees[path]
+
+    layers.trees += [tree for path in dict.fromkeys(paths) for tree in with_inner(path)]
     return layers
-
-
-def _inner_first(paths: Sequence[str], pulled_in: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each path after what it pulled in, every subtree together."""
-    ordered: list[str] = []
-    pending = [(path, False) for path in reversed(paths)]
-    while pending:
-        path, inner_done = pending.pop()
-        if inner_done:
-            ordered.append(path)
-        else:
-            pending.append((path, True))
-            pending += [(one, False) for one in reversed(pulled_in[path])]
-    return ordered
 
 
 def load_yaml(path: Path) -> DictConfig:

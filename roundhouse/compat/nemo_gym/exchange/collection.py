@@ -176,7 +176,17 @@ def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary:
         assert outcome.error is not None
         result = failure_row(outcome.row, outcome.error)
     else:
-        result = _judged(outcome.result) | _stamps(outcome.row)
+        result = outcome.result
+        reward = result.get("reward")
+        # A failure's reason is in one field, wherever the agent has it; a result that says of itself neither what it is worth
+        # nor that it failed is a failure
+        if FAILURE in result:
+            if DETAIL not in result:
+                result = result | {DETAIL: detail_of(result) or "The agent gives no reason."}
+        elif not (result.get("_ng_no_persist") or isinstance(reward, int | float)):
+            detail = f"The agent's answer has reward {reward!r}."
+            result = result | {FAILURE: "no_reward", TERMINAL: False, DETAIL: detail}
+        result = result | _stamps(outcome.row)
     if result.get("_ng_no_persist"):
         summary.not_run += 1
     elif (failure := result.get(FAILURE)) is not None:
@@ -186,17 +196,6 @@ def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary:
         summary.completed += 1
         summary.reward_sum += result["reward"]
         rollouts.append(result)
-
-
-def _judged(result: Row) -> Row:
-    """The result, marked as a failure if it says of itself neither what it is worth nor that it failed. The reason of any
-    failure is in one field, wherever the agent has it."""
-    if FAILURE in result:
-        return result if DETAIL in result else result | {DETAIL: detail_of(result) or "The agent gives no reason."}
-    if result.get("_ng_no_persist") or isinstance(result.get("reward"), int | float):
-        return result
-    found = result.get("reward")
-    return result | {FAILURE: "no_reward", TERMINAL: False, DETAIL: f"The agent's answer has reward {found!r}."}
 
 
 def _stamps(row: Row) -> Row:

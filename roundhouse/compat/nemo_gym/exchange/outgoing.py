@@ -254,6 +254,11 @@ def message_log(row: Row) -> list[dict[str, Any]]:
         if not carries_tokens(item):
             continue
         prompt, generated = item["prompt_token_ids"], item["generation_token_ids"]
+        kind = item.get("type", "message")
+        content = item.get("content") if kind == "message" else None
+        text = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
+        summary = item.get("summary") if kind == "reasoning" else None
+        thought = "".join(part.get("text") or "" for part in summary or ())
         if prompt[: len(seen)] != seen:
             raise DataError(f"Output item {place}: its prompt does not begin with the {len(seen)} tokens before it.")
         messages.append({"role": "user", "content": "", "token_ids": prompt[len(seen) :]})
@@ -263,27 +268,11 @@ def message_log(row: Row) -> list[dict[str, Any]]:
                 "content": "",
                 "token_ids": generated,
                 "generation_logprobs": item["generation_log_probs"],
-                "is_invalid_tool_call": _has(_text(item), _CALL_TAGS, 1),
-                "has_malformed_thinking": _has(_text(item), _THINK_TAGS, 1)
-                or _has(
-                    "".join(part.get("text") or "" for part in item.get("summary") or ())
-                    if item.get("type") == "reasoning"
-                    else "",
-                    _THINK_TAGS,
-                    2,
-                ),
+                "is_invalid_tool_call": any(tag in text for tag in _CALL_TAGS),
+                "has_malformed_thinking": any(tag in text or thought.count(tag) > 1 for tag in _THINK_TAGS),
             }
         )
         seen = prompt + generated
     if not messages:
         raise DataError("No item of the rollout's output has generated tokens: there is nothing to train on.")
     return messages
-
-
-def _has(text: str, tags: tuple[str, ...], times: int) -> bool:
-    return any(text.count(tag) >= times for tag in tags)
-
-
-def _text(item: Item) -> str:
-    content = item.get("content") if item.get("type", "message") == "message" else None
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())

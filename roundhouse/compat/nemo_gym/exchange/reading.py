@@ -131,8 +131,10 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
     newest = {line.key: line for line in failures if line.key not in known}
     failed = [converter.converted(line) for line in newest.values()]
     chosen = [*judged, *failed]
-    if all(line.own for line in chosen):
-        chosen = _in_common_order(judged, failed)
+    if all(line.own for line in chosen):  # a dataset of ours, whose order both files keep
+        places = [(0 if line.address is None else line.address.after, 0, line) for line in failed]
+        places += [(place, 1, line) for place, line in enumerate(judged)]
+        chosen = [line for _, _, line in sorted(places, key=lambda entry: entry[:2])]
     rollouts = [line.rollout for line in chosen if line.rollout is not None]
     in_order = [line for line in chosen if line.file == "failures"]
     same_lines = len(in_order) == len(failures) and all(map(operator.is_, in_order, failures))
@@ -182,21 +184,6 @@ def _key(row: Row, number: int) -> Key:
     """Task and rollout index; a row without them is a task of its own, numbered by its line."""
     task, rollout = row.get(TASK), row.get(ROLLOUT)
     return (row[TASK], row[ROLLOUT]) if is_index(task) and is_index(rollout) else (number - 1, 0)
-
-
-def _in_common_order(judged: Sequence[_Line], failed: Sequence[_Line]) -> list[_Line]:
-    """The lines of both files of a dataset of ours in the order of the dataset."""
-    waiting = sorted(failed, key=_judged_before)
-    ordered = []
-    for place, line in enumerate(judged):
-        while waiting and _judged_before(waiting[0]) <= place:
-            ordered.append(waiting.pop(0))
-        ordered.append(line)
-    return ordered + waiting
-
-
-def _judged_before(line: _Line) -> int:
-    return 0 if line.address is None else line.address.after
 
 
 def _refuse_twice(where: str, keys: Sequence[tuple[int, Key]]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -30,11 +29,9 @@ Event = dict[str, Any]
 def responses_events(response: Event) -> bytes:
     """`response.created`, for each item added · text · done, then `response.completed` (also of an incomplete response,
     which its status tells)."""
-    return _numbered(_responses(response))
-
-
-def _responses(response: Event) -> Iterator[Event]:
-    yield {"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}
+    events: list[Event] = [
+        {"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}
+    ]
     for index, item in enumerate(response["output"]):
         place = {"output_index": index, "item_id": item.get("id")}
         shell = {
@@ -46,17 +43,13 @@ def _responses(response: Event) -> Iterator[Event]:
             "function_call": {"arguments": ""},
         }
         shell |= {"status": "in_progress", **empty.get(item["type"], {})}
-        yield {"type": "response.output_item.added", "output_index": index, "item": shell}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": shell})
         if item["type"] == "message":
             for part, content in enumerate(item["content"]):
-                yield {
-                    "type": "response.output_text.delta",
-                    **place,
-                    "content_index": part,
-                    "delta": content["text"],
-                }
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    yield {"type": "response.completed", "response": response}
+                text = {"content_index": part, "delta": content["text"]}
+                events.append({"type": "response.output_text.delta", **place, **text})
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    return _numbered([*events, {"type": "response.completed", "response": response}])
 
 
 def responses_failure(text: str, code: str = "server_error") -> bytes:
@@ -70,7 +63,7 @@ def responses_failure(text: str, code: str = "server_error") -> bytes:
     }
     created = {**response, "status": "in_progress", "error": None}
     return _numbered(
-        iter([{"type": "response.created", "response": created}, {"type": "response.failed", "response": response}])
+        [{"type": "response.created", "response": created}, {"type": "response.failed", "response": response}]
     )
 
 
@@ -97,11 +90,7 @@ def chat_chunks(completion: Event, *, include_usage: bool) -> bytes:
 
 def messages_events(message: Event) -> bytes:
     """Anthropic's events: `message_start`, for each block start · delta · stop, `message_delta`, `message_stop`."""
-    return b"".join(map(_named, _messages(message)))
-
-
-def _messages(message: Event) -> Iterator[Event]:
-    yield {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}
+    events: list[Event] = [{"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}]
     for index, block in enumerate(message["content"]):
         kind = block["type"]
         if kind == "tool_use":
@@ -109,15 +98,18 @@ def _messages(message: Event) -> Iterator[Event]:
             delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
         else:  # a thinking block's text is under "thinking", a text block's under "text"
             shell, delta = {"type": kind, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
-        yield {"type": "content_block_start", "index": index, "content_block": shell}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": shell},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
     stop = {key: message[key] for key in ("stop_reason", "stop_sequence")}
-    yield {"type": "message_delta", "delta": stop, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
-    yield {"type": "message_stop"}
+    usage = {"output_tokens": message["usage"]["output_tokens"]}
+    events += [{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}]
+    return b"".join(map(_named, events))
 
 
-def _numbered(events: Iterator[Event]) -> bytes:
+def _numbered(events: list[Event]) -> bytes:
     return b"".join(_named({**event, "sequence_number": number}) for number, event in enumerate(events))
 
 
