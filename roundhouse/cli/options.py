@@ -14,7 +14,7 @@ import contextlib
 import errno
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,14 +137,19 @@ def out_json(value: Any) -> None:
     out(json.dumps(value, indent=1))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on the terminal. Cells are shown as they are: brackets in a name are no markup."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str] = (), title: str | None = None
+) -> None:
+    """A table on the terminal; the columns of `right` are aligned to the right. Cells are shown as they are and whole: brackets
+    in a name are no markup."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, box=None)
+    table = Table(box=None, title=title, title_justify="left")
+    for name in columns:
+        table.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     console().print(table)
 
 

@@ -11,7 +11,7 @@ import typer
 from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out, out_json, print_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Sequence
 
     from roundhouse.health.heartbeat import Beat
     from roundhouse.query.lineage import RunComparison, TrainedOn
@@ -286,57 +286,49 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
         if segment.note:
             terminal.print(Text(segment.note, style="yellow"))
     iterations = found.iterations
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold")
     origins = {_origin(entry) for entry in iterations}
     several = len(origins) > 1  # seldom; else it is said once, below
-    left = ("run", "sampled by", "made with")
-    for name in ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "made with")[: 7 + several]:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    columns = ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "made with")[: 7 + several]
     shown = _thinned(iterations, ITERATIONS_SHOWN)
-    for entry in shown:
-        table.add_row(
-            Text(entry["run_id"]),
-            str(entry["iteration"]),
-            str(entry["rows"]),
-            str(entry["rollouts"]),
+    rows = (
+        (
+            entry["run_id"],
+            entry["iteration"],
+            entry["rows"],
+            entry["rollouts"],
             f"{entry['trained_tokens']:,}",
             _number(entry["reward"]),
             f"version {', '.join(map(str, entry['policy_versions']))}"
             + (f" ({entry['dataset']})" if entry["dataset"] else ""),
             *([_origin(entry)] if several else []),
         )
-    terminal.print(table)
+        for entry in shown
+    )
+    print_table(columns, rows, right=columns[1:6])
     if len(origins) == 1:
         terminal.print(f"[dim]made with {origins.pop()}[/]", highlight=False)
     if len(shown) < len(iterations):
         terminal.print(f"[dim]{len(shown)} of {len(iterations)} iterations; all of them: --json[/]", highlight=False)
-    _show_rows(terminal, found.rows, limit)
+    _show_rows(found.rows, limit)
     return None
 
 
-def _show_rows(terminal: Console, found: list[dict[str, Any]], limit: int) -> None:
-    from rich.table import Table
+def _show_rows(found: list[dict[str, Any]], limit: int) -> None:
     from rich.text import Text
 
-    rows = Table(box=None, header_style="bold")
-    for name, justify in (
-        ("row", "left"),
-        ("iterations", "left"),
-        ("rollouts", "right"),
-        ("reward", "right"),
-        ("prompt", "left"),
-    ):
-        rows.add_column(name, justify=justify, overflow="ellipsis", no_wrap=name == "prompt")  # type: ignore[arg-type]
-    for entry in found[:limit]:
-        iterations = ", ".join(map(str, entry["iterations"]))
-        prompt = Text(" ".join((entry["prompt"] or "–").split())[:120])
-        rows.add_row(Text(entry["row"]), iterations, str(entry["rollouts"]), _number(entry["reward"]), prompt)
-    terminal.print(rows)
+    rows = (
+        (
+            entry["row"],
+            ", ".join(map(str, entry["iterations"])),
+            entry["rollouts"],
+            _number(entry["reward"]),
+            Text(" ".join((entry["prompt"] or "–").split())[:120], no_wrap=True, overflow="ellipsis"),
+        )
+        for entry in found[:limit]
+    )
+    print_table(("row", "iterations", "rollouts", "reward", "prompt"), rows, right=("rollouts", "reward"))
     if len(found) > limit:
-        terminal.print(f"[dim]{limit} of {len(found)} rows; more of them: --limit, --json[/]", highlight=False)
+        console().print(f"[dim]{limit} of {len(found)} rows; more of them: --limit, --json[/]", highlight=False)
 
 
 def _origin(entry: dict[str, Any]) -> str:
@@ -346,7 +338,6 @@ def _origin(entry: dict[str, Any]) -> str:
 
 
 def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from roundhouse.query.lineage import row_history
@@ -354,9 +345,7 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
     found = row_history(store, row, None if run_id is None else [run_id])
     if as_json:
         return out_json({"row": row, "collected": found})
-    table = Table(box=None, header_style="bold")
-    for name in ("run", "iteration", "rollouts", "trained on", "tokens", "reward", "went into"):
-        table.add_column(name, justify="left" if name in ("run", "went into") else "right")
+    rows = []
     for entry in found:
         if entry["first_version"] is None:
             went_into = f"no version: {', '.join(entry['refused'])}" if entry["refused"] else "no version"
@@ -364,43 +353,35 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
             first, newest = entry["first_version"], entry["newest_version"]
             went_into = f"version {first}" if first == newest else f"versions {first} to {newest}"
             went_into += f", and {', '.join(entry['forks'])}" if entry["forks"] else ""
-        table.add_row(
-            Text(entry["run_id"] + (f" ({entry['dataset']})" if entry["dataset"] else "")),
-            str(entry["iteration"]),
-            str(entry["rollouts"]),
-            str(entry["trained"]),
-            f"{entry['trained_tokens'] or 0:,}",
-            _number(entry["reward"]),
-            Text(went_into),
+        rows.append(
+            (
+                entry["run_id"] + (f" ({entry['dataset']})" if entry["dataset"] else ""),
+                entry["iteration"],
+                entry["rollouts"],
+                entry["trained"],
+                f"{entry['trained_tokens'] or 0:,}",
+                _number(entry["reward"]),
+                went_into,
+            )
         )
-    terminal = console()
-    terminal.print(Text(row, style="bold"))
-    return terminal.print(table)
+    console().print(Text(row, style="bold"))
+    columns = ("run", "iteration", "rollouts", "trained on", "tokens", "reward", "went into")
+    return print_table(columns, rows, right=columns[1:6])
 
 
 def _show_comparison(found: RunComparison) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    terminal = console()
-    differences = Table(box=None, header_style="bold", title="configuration", title_justify="left")
-    for name in ("key", found.a, found.b):
-        differences.add_column(name, overflow="fold")
-    for key, values in found.differences.items():
-        differences.add_row(Text(key), *(Text(json.dumps(value)) for value in values))
+    differences: list[Sequence[object]] = [
+        (key, *(json.dumps(value) for value in values)) for key, values in found.differences.items()
+    ]
     if found.code_versions[0] != found.code_versions[1]:
-        differences.add_row("[dim]code[/]", *found.code_versions)
-    terminal.print(differences if differences.row_count else "The configurations are the same but for the run's name.")
-    table = Table(box=None, header_style="bold", title="\ncurves", title_justify="left")
-    for name, justify in (
-        ("metric", "left"),
-        (found.a, "left"),
-        ("last", "right"),
-        (found.b, "left"),
-        ("last", "right"),
-        ("b − a", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        differences.append((Text("code", style="dim"), *found.code_versions))
+    if differences:
+        print_table(("key", found.a, found.b), differences, title="configuration")
+    else:
+        out("The configurations are the same but for the run's name.")
+    rows = []
     for name, by_iteration in found.curves.items():
         sides = [[pair[side] for pair in by_iteration.values()] for side in (0, 1)]
         given = [value for side in sides for value in side if value is not None]
@@ -408,15 +389,10 @@ def _show_comparison(found: RunComparison) -> None:
         sparks = [_spark(side, min(given), max(given)) for side in sides]
         a, b = lasts
         difference = None if a is None or b is None else b - a
-        table.add_row(
-            name,
-            f"[yellow]{sparks[0]}[/]",
-            _number(a),
-            f"[cyan]{sparks[1]}[/]",
-            _number(b),
-            _number(difference, signed=True),
-        )
-    terminal.print(table)
+        curves = (Text(sparks[0], style="yellow"), _number(a), Text(sparks[1], style="cyan"), _number(b))
+        rows.append((name, *curves, _number(difference, signed=True)))
+    columns = ("metric", found.a, "last", found.b, "last", "b − a")
+    print_table(columns, rows, right=("last", "b − a"), title="\ncurves")
 
 
 def _spark(values: list[float | None], low: float, high: float) -> str:

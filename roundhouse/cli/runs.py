@@ -79,21 +79,21 @@ def runs_list(
     found = sorted((_facts(load_run(store, run_id)) for run_id in there), key=_KEYS[sort])
     if as_json:
         return out_json(found)
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table("run", "state", "age", "environment", "iterations", "held-out before", "after", box=None)
-    for facts in found:
-        evaluation = facts["evaluation"]
-        table.add_row(
+    rows = (
+        (
             facts["run_id"],
-            f"[{_COLORS[facts['state']]}]{facts['state']}[/]",
+            Text(facts["state"], style=_COLORS[facts["state"]]),
             _age(time.time() - facts["created_at"]),
             facts["environment"],
             f"{facts['iterations']}/{facts['iterations_wanted']}",
-            _reward(evaluation["before"]),
-            _reward(evaluation["after"]),
+            _reward(facts["evaluation"]["before"]),
+            _reward(facts["evaluation"]["after"]),
         )
-    return console().print(table)
+        for facts in found
+    )
+    return print_table(("run", "state", "age", "environment", "iterations", "held-out before", "after"), rows)
 
 
 @app.command("show")

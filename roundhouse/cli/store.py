@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out, out_json
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out, out_json, print_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -149,19 +149,16 @@ def _show_tables(as_json: bool) -> None:
 
 def _show(answer: pa.Table, limit: int) -> None:
     from pyarrow import types
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=None, header_style="bold")
-    for field in answer.schema:
-        is_number = types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)
-        table.add_column(Text(field.name), justify="right" if is_number else "left", overflow="fold")
-    for row in _plain_rows(answer.slice(0, limit)):
-        table.add_row(*(Text(_cell(value)) for value in row.values()))
-    terminal = console()
-    terminal.print(table)
+    numbers = [
+        field.name
+        for field in answer.schema
+        if types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)
+    ]
+    rows = ([_cell(value) for value in row.values()] for row in _plain_rows(answer.slice(0, limit)))
+    print_table(answer.schema.names, rows, right=numbers)
     if answer.num_rows > limit:
-        terminal.print(
+        console().print(
             f"[dim]{limit} of {answer.num_rows} rows; all of them: --limit, --csv or --json[/]", highlight=False
         )
 

@@ -21,6 +21,7 @@ from roundhouse.cli.options import (
     load,
     out,
     out_json,
+    print_table,
 )
 
 if TYPE_CHECKING:
@@ -279,16 +280,12 @@ def simulate(
     if as_json:
         out_json(rows_as_json(rows))
     else:
-        from rich.table import Table
-
-        table = Table(box=None)
-        for name in ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost"):
-            table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(
+        columns = ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost")
+        cells = (
+            (
                 row.mode,
-                str(row.staleness),
-                str(row.replicas),
+                row.staleness,
+                row.replicas,
                 f"{row.iterations_per_hour:.2f}",
                 f"{row.speedup:.2f}×",
                 f"{row.iterations_per_gpu_hour:.3f}",
@@ -296,7 +293,9 @@ def simulate(
                 f"{row.engine_idle:.0%}",
                 f"{row.discarded:.1%}",
             )
-        console().print(table)
+            for row in rows
+        )
+        print_table(columns, cells, right=columns[1:])
         out(
             "speed: against the first row; /GPU-h: iterations a GPU hour; waits: the trainer; idle: slots of the engine;"
         )
