@@ -20,7 +20,6 @@ judged as truncated.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import secrets
 import shutil
@@ -38,7 +37,7 @@ from roundhouse.compat.nemo_gym.clients.agent import rollout_name
 from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.compat.nemo_gym.model_server.app import build_app
 from roundhouse.compat.nemo_gym.servers.endpoints import path_prefix
-from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit
+from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit, call_verifier
 from roundhouse.config.environments import CommandEnvironment
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.environments.base import Restoration, TaskRow, Verdict
@@ -50,7 +49,7 @@ from roundhouse.http.ports import HttpThread
 from roundhouse.import_string import load_function
 from roundhouse.infra.children import Child, Children
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
-from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens, VerifierFailed
+from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens
 from roundhouse.trajectories.records import Status
 
 MODEL = "policy"
@@ -341,15 +340,5 @@ async def _verdict(verifier: Verifier | None, task: TaskRow, outcome: CommandOut
                 "environment.verifier."
             )
         return Verdict(outcome.result["reward"], metrics=outcome.result.get("metrics") or {})
-    try:
-        told = (
-            verifier(task, outcome)
-            if inspect.iscoroutinefunction(verifier)
-            else await asyncio.to_thread(verifier, task, outcome)
-        )
-        told = await told if inspect.isawaitable(told) else told
-    except (InfraError, DataError):
-        raise
-    except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
-        raise VerifierFailed(f"environment.verifier raised {error!r}") from error
-    return told if isinstance(told, Verdict) else Verdict(told)
+    verdict = await call_verifier("environment.verifier", verifier, task, outcome)
+    return verdict if isinstance(verdict, Verdict) else Verdict(verdict)

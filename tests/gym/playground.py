@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from roundhouse.compat.nemo_gym.servers.resources import KEEP_ALIVE_SECONDS, build_app
+from roundhouse.compat.nemo_gym.servers.endpoints import KEEP_ALIVE_SECONDS
+from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.errors import InfraError

@@ -44,7 +44,7 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
@@ -370,19 +370,11 @@ class BaseRolloutWorker(ABC):
             evaluator = self.evaluator
             if evaluator is None:
                 raise VerifierFailed(f"{type(self).__name__} has no evaluator: set environment.evaluator.")
-            try:
-                if is_async(evaluator):
-                    evaluated: Any = evaluator.evaluate(task, target)
-                else:
-                    evaluated = await asyncio.to_thread(evaluator.evaluate, task, target)
-                result = await evaluated if inspect.isawaitable(evaluated) else evaluated
-            except (InfraError, DataError):
-                raise
-            except Exception as error:  # the evaluator's code ends here; its failure becomes an outcome
-                raise VerifierFailed(f"{type(evaluator).__name__} raised {error!r}") from error
+            name = type(evaluator).__name__
+            result = await call_verifier(name, evaluator.evaluate, task, target)
             if not isinstance(result, EvaluationRunResult):
                 raise VerifierFailed(
-                    f"{type(evaluator).__name__} returned a {type(result).__name__}; it must return an EvaluationRunResult."
+                    f"{name} returned a {type(result).__name__}; it must return an EvaluationRunResult."
                 )
         self.result = result
         return StepResult.SUCCESS
@@ -465,8 +457,26 @@ class AnswerTag(Evaluator):
         return EvaluationRunResult(float(right), truth, {"answered": float(bool(given))})
 
 
-def is_async(evaluator: Evaluator) -> bool:
-    return inspect.iscoroutinefunction(evaluator.evaluate)
+async def call_function(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a function of the user's returns. One that is not `async` runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    result = await asyncio.to_thread(function, *arguments, **named)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def call_verifier(name: str, verify: Callable[..., Any], *arguments: Any) -> Any:
+    """What a verifier of the user's returns.
+
+    Raises:
+        VerifierFailed: it raised anything but an InfraError or a DataError, which pass; `name` says which one it was.
+    """
+    try:
+        return await call_function(verify, *arguments)
+    except (InfraError, DataError):
+        raise
+    except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
+        raise VerifierFailed(f"{name} raised {error!r}") from error
 
 
 def _finite(value: object) -> bool:

@@ -35,10 +35,8 @@ it is imported here: whatever offers `dump_traces` can be used.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
-import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -54,6 +52,7 @@ from roundhouse.compat.nexrl.base import (
     NoTrajectory,
     RolloutLimit,
     WorkerFailed,
+    call_function,
 )
 from roundhouse.environments.base import Tool, Toolbox, invalid_arguments, marked_tools
 from roundhouse.errors import ConfigError
@@ -182,10 +181,7 @@ class TraceRolloutWorker(BaseRolloutWorker):
 
     async def run_agent(self, task: dict[str, Any]) -> str | None:
         tracer, query = self.make_tracer(), self.format_task_query(task)
-        if inspect.iscoroutinefunction(self.run_traced):
-            answer = await self.run_traced(query, task, tracer)
-        else:
-            answer = await asyncio.to_thread(self.run_traced, query, task, tracer)
+        answer = await call_function(self.run_traced, query, task, tracer)
         spans = tracer.dump_traces()
         record_calls(spans, self.llm)
         return await self.put_trajectory(task, str(answer), observation=spans)

@@ -20,7 +20,6 @@ tokens; `observation` of the evaluation target is the trace, a tree of spans as 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -35,7 +34,14 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from roundhouse.compat.nexrl.base import BaseRolloutWorker, Evaluator, LlmClient, RolloutLimit, WorkerFailed
+from roundhouse.compat.nexrl.base import (
+    BaseRolloutWorker,
+    Evaluator,
+    LlmClient,
+    RolloutLimit,
+    WorkerFailed,
+    call_function,
+)
 from roundhouse.compat.nexrl.built_in import Span
 from roundhouse.environments.base import invalid_arguments, raised
 from roundhouse.errors import ConfigError, InfraError
@@ -155,10 +161,7 @@ class BoundTool:
         if (wrong := next(self._validator.iter_errors(arguments), None)) is not None:
             return json.dumps({"error": f"Invalid parameters: {wrong.message}"})
         try:
-            if inspect.iscoroutinefunction(self.function):
-                value = await self.function(**(arguments | self.extra))
-            else:
-                value = await asyncio.to_thread(self.function, **(arguments | self.extra))
+            value = await call_function(self.function, **(arguments | self.extra))
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         except InfraError:
             raise

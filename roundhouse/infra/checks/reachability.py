@@ -20,8 +20,8 @@ import httpx
 
 from roundhouse.config.environments import (
     AgentEnvironment,
-    EnvironmentConfig,
     RemoteEnvironment,
+    SingleEnvironment,
     environments_in,
 )
 from roundhouse.config.models import BundledPolicy, PolicyConfig, PretrainedPolicy, RunConfig
@@ -292,7 +292,7 @@ def _policy(policy: PolicyConfig) -> list[Finding]:
     return [ok("policy", f"{path} is a model directory")]
 
 
-def _environment(config: EnvironmentConfig, key: str) -> list[Finding]:
+def _environment(config: SingleEnvironment, key: str) -> list[Finding]:
     """A server answers, of another one task is drawn as a run draws it; a rubric's judge is asked something."""
     if isinstance(config, RemoteEnvironment):
         findings = [_answers("environment", config.url, f"Start the resources server, or correct {key}.url.")]

@@ -12,17 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import uvicorn
 from pydantic import ValidationError
 
 from roundhouse.compat.nemo_gym.model_server import build_app
+from roundhouse.compat.nemo_gym.servers.endpoints import serve
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
-from roundhouse.http.asgi import SameOrigin
 
-KEEP_ALIVE_SECONDS = 30
-"""As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
 API_KEY_VARIABLE = "ROUNDHOUSE_ENGINE_API_KEY"
 CAPTURE_TOKEN_VARIABLE = "ROUNDHOUSE_CAPTURE_TOKEN"
 
@@ -48,15 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = configuration(options.base_url, options.model, options.set)
     except (ValueError, ConfigError) as error:
         sys.exit(f"model server: {error}")
-    uvicorn.run(
-        SameOrigin(build_app(config, options.name), options.host),
-        host=options.host,
-        port=options.port,
-        log_level=options.log_level,
-        access_log=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+    app = build_app(config, options.name)
+    serve(app, options.host, options.port, log_level=options.log_level, proxy_headers=False)
 
 
 def configuration(base_urls: Sequence[str], model: str, settings: Sequence[str]) -> ModelServerConfig:

@@ -39,13 +39,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from roundhouse.environments.base import ToolResult, bad_request, raised
 from roundhouse.errors import InfraError
-from roundhouse.http.asgi import BodyLimit
+from roundhouse.http.asgi import BodyLimit, SameOrigin
 from roundhouse.http.sessions import StickySession
 from roundhouse.rollout.protocol import FAILURE_HEADER, BadTaskRow
 
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 600.0
+KEEP_ALIVE_SECONDS = 30
+"""As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -138,6 +140,14 @@ async def object_body(request: Request, *required: str) -> dict[str, Any]:
 def answer(result: ToolResult) -> Response:
     """A tool's result as an HTTP answer."""
     return Response(result.text, result.status, media_type="application/json" if result.is_json else "text/plain")
+
+
+def serve(app: ASGIApp, host: str, port: int, **options: Any) -> None:
+    """Serve until interrupted. `options` are uvicorn's."""
+    import uvicorn  # only a server's own process serves
+
+    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
+    uvicorn.run(SameOrigin(app, host), host=host, port=port, **(settings | options))
 
 
 def json_answer(value: Any) -> Response:

@@ -32,7 +32,6 @@ from typing import Any
 from roundhouse.fast_imports import gc_paused
 
 with gc_paused():
-    import uvicorn
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from pydantic import BaseModel, ValidationError
@@ -40,12 +39,10 @@ with gc_paused():
 
     from roundhouse.compat.nemo_gym.config.instances import SERVER_TYPES, Instance, ServerType
     from roundhouse.compat.nemo_gym.config.merging import filled
+    from roundhouse.compat.nemo_gym.servers.endpoints import serve
     from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, own_fields
     from roundhouse.errors import ConfigError, RoundhouseError
-    from roundhouse.http.asgi import SameOrigin
 
-KEEP_ALIVE_SECONDS = 30
-"""As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
 GRACE_SECONDS = 1
 
 
@@ -55,16 +52,7 @@ def main() -> None:
         server = own_server(os.environ)
     except RoundhouseError as error:
         sys.exit(f"roundhouse server: {error}")
-    uvicorn.run(
-        SameOrigin(server.app, server.host),
-        host=server.host,
-        port=server.port,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        backlog=4096,
-    )
+    serve(server.app, server.host, server.port, timeout_graceful_shutdown=GRACE_SECONDS, backlog=4096)
 
 
 CONFIG_DICT, CONFIG_PATH = "NEMO_GYM_CONFIG_DICT", "NEMO_GYM_CONFIG_PATH"

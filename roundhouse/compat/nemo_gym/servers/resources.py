@@ -33,14 +33,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
@@ -51,6 +49,7 @@ from roundhouse.compat.nemo_gym.servers.endpoints import (
     json_answer,
     json_body,
     object_body,
+    serve,
     with_sessions,
 )
 from roundhouse.environments import environment_config, load_to_serve
@@ -65,7 +64,6 @@ from roundhouse.environments.base import (
     Verdict,
 )
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.http.asgi import SameOrigin
 from roundhouse.http.sessions import Closing, SessionStore, outcome
 from roundhouse.logs import set_up_observability
 from roundhouse.rollout.protocol import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
@@ -73,7 +71,6 @@ from roundhouse.rollout.protocol import SESSION_CLOSED, SESSION_HEADER, SESSION_
 if TYPE_CHECKING:
     from roundhouse.compat.mcp import McpEndpoint
 
-log = logging.getLogger(__name__)
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -239,10 +236,6 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
     return fields
 
 
-KEEP_ALIVE_SECONDS = 30
-"""As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(
@@ -267,14 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from roundhouse.compat.nemo_gym.servers.endpoints import MeasuredRequests
 
         served = MeasuredRequests(app, registry)
-    uvicorn.run(
-        SameOrigin(served, options.host),
-        host=options.host,
-        port=options.port,
-        log_level=options.log_level,
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
+    serve(served, options.host, options.port, log_level=options.log_level)
 
 
 CAPABILITIES = {"supports_explicit_close": True, "supports_step_idempotency": True}
