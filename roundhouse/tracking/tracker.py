@@ -216,7 +216,12 @@ class Sinks:
         """
         names = [name for name in run.config.tracking.sinks if name != "mlflow"] if run.config.tracking.enabled else []
         self._run, self._next = run, run.first_version
-        classes = [JsonLinesSink if name == "json_lines" else _sink_class(name) for name in names]
+        classes: list[Callable[[Run], MetricsSink]] = []
+        for name in names:
+            found: Any = JsonLinesSink if name == "json_lines" else load_class(name, object, "tracking.sinks")
+            if not callable(getattr(found, "log_iteration", None)):
+                raise ConfigError(f"tracking.sinks names {name!r}, which does not define log_iteration.")
+            classes.append(found)
         self._sinks: list[MetricsSink] = []
         for name, sink in zip(names, classes, strict=True):
             try:
@@ -234,13 +239,6 @@ class Sinks:
                 except Exception as error:  # noqa: BLE001 (border of the sink's own code)
                     log.warning("%s did not take iteration %d: %r", type(sink).__name__, self._next, error)
             self._next += 1
-
-
-def _sink_class(name: str) -> Callable[[Run], MetricsSink]:
-    found: Any = load_class(name, object, "tracking.sinks")
-    if not callable(getattr(found, "log_iteration", None)):
-        raise ConfigError(f"tracking.sinks names {name!r}, which does not define log_iteration.")
-    return found
 
 
 def catch_up(run: Run) -> bool:

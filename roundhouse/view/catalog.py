@@ -13,9 +13,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -351,19 +351,19 @@ class Filters:
         Raises:
             ViewError: a value cannot be understood.
         """
-        made = _Conditions()
+        made: list[tuple[str, Sequence[Any]]] = []
         for name, column in _EQUAL.items():
             if wanted := parameters.get(name):
-                choices = wanted.split(",") if name not in ("group",) else [wanted]
-                made.add(f"{column} IN ({', '.join('?' * len(choices))})", *choices)
+                choices = [wanted] if name == "group" else wanted.split(",")
+                made.append((f"{column} IN ({', '.join('?' * len(choices))})", choices))
         if learning := parameters.get("learning"):
             if learning not in _LEARNING:
                 raise ViewError(f"learning={learning!r} is none of {', '.join(_LEARNING)}.")
-            made.add(_LEARNING[learning])
+            made.append((_LEARNING[learning], ()))
         for name, column in _RANGES.items():
             for end, sign in (("min", ">="), ("max", "<=")):
                 if text := parameters.get(f"{name}_{end}"):
-                    made.add(f"{column} {sign} ?", _limit_of(f"{name}_{end}", text))
+                    made.append((f"{column} {sign} ?", [_limit_of(f"{name}_{end}", text)]))
         sort = parameters.get("sort", "")
         by = sort.removeprefix("-")
         if by and by not in SORTS:
@@ -372,23 +372,13 @@ class Filters:
         if by:
             order = f"{by} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, {order}"
         return cls(
-            tuple(made.conditions),
-            tuple(made.values),
+            tuple(condition for condition, _ in made),
+            tuple(value for _, values in made for value in values),
             parameters.get("q", "").strip(),
             order,
             int(_limit_of("offset", parameters.get("offset", "0"))),
             min(int(_limit_of("limit", parameters.get("limit", "200"))), LARGEST_PAGE),
         )
-
-
-@dataclass(slots=True)
-class _Conditions:
-    conditions: list[str] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-
-    def add(self, condition: str, *values: Any) -> None:
-        self.conditions.append(condition)
-        self.values += values
 
 
 def spellings(text: str) -> list[str]:

@@ -55,9 +55,7 @@ class Index:
         self._lock = threading.Lock()
         read = dataset_of(self._rollouts, "rollouts", ROLLOUTS).to_table(columns=[*_READ, "__filename"])
         files: dict[str, int] = {}
-        numbers = []
-        for name in read.column("__filename").to_pylist():
-            numbers.append(files.setdefault(name, len(files)))
+        numbers = [files.setdefault(name, len(files)) for name in read.column("__filename").to_pylist()]
         self._files = list(files)
         read = read.drop(["__filename"]).append_column("part", pa.array(numbers, pa.int32()))
         validated = [found for found in self.stages if found.stage == StageKind.VALIDATE]

@@ -62,7 +62,7 @@ def create_app(store: str) -> Starlette:
         Route(f"/api/{name}", _endpoint(answer), methods=["GET"], name=name)
         for name, answer in answers.routes().items()
     ]
-    routes += [Route("/", _page, methods=["GET"]), Route("/static/{name}", _static, methods=["GET"])]
+    routes += [Route("/", _file, methods=["GET"]), Route("/static/{name}", _file, methods=["GET"])]
     # Names that are used with other methods get 405 from the routes themselves.
     return Starlette(
         routes=routes,
@@ -119,12 +119,8 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _page(request: Request) -> Response:
-    return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
-
-
-def _static(request: Request) -> Response:
-    name = request.path_params["name"]
+def _file(request: Request) -> Response:
+    name = request.path_params.get("name", "index.html")
     known = {entry.name: entry for entry in STATIC.iterdir()}
     if name not in known:
         return Response("no such file", 404, media_type="text/plain")

@@ -267,9 +267,15 @@ class NexAURolloutWorker(BaseRolloutWorker):
                 limit = str(reached)
                 break
             answer = message.get("content") or ""
-            calls = message.get("tool_calls") or []
-            stopped = [await self._called(call, messages) for call in calls]
-            if final := [result for result in stopped if result is not None]:
+            calls, final = message.get("tool_calls") or [], []
+            for call in calls:
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                tool = self.agent.tools.get(name)
+                result = f"Tool '{name}' not found" if tool is None else await tool.call(arguments)
+                self.spans.append({"type": "TOOL", "name": name, "inputs": arguments, "outputs": result})
+                messages.append(tool_message(call["id"], result))
+                final += [result] if name in agent.stop_tools else []
+            if final:
                 return await self._finished(task, final[0])
             if self.llm.limit or not calls:
                 return await self._finished(task, answer)
@@ -299,15 +305,6 @@ class NexAURolloutWorker(BaseRolloutWorker):
         self.spans.append({"type": "LLM", "inputs": {"messages": [*messages], "tools": tools}, "outputs": outputs})
         messages.append(completion.message)
         return completion.message
-
-    async def _called(self, call: dict[str, Any], messages: list[dict[str, Any]]) -> str | None:
-        """Answer a call in the conversation; the result of a call that ends the rollout."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        tool = self.agent.tools.get(name)
-        result = f"Tool '{name}' not found" if tool is None else await tool.call(arguments)
-        self.spans.append({"type": "TOOL", "name": name, "inputs": arguments, "outputs": result})
-        messages.append(tool_message(call["id"], result))
-        return result if name in self.agent.file.stop_tools else None
 
     async def _finished(self, task: dict[str, Any], answer: str) -> str:
         root = {"type": "AGENT", "name": self.agent.file.name, "task_name": self.task_name, "children": self.spans}

@@ -281,15 +281,15 @@ def pass_rates(
         for name in names:
             columns = [_of(rollouts, name) for rollouts in scores]
             passes = [pass_at_k(values, k) for values in columns if len(values) >= k]
-            means = [_mean(values) for rollouts in scores if (values := _of(rollouts[:k], name))]
+            means = [statistics.fmean(values) for rollouts in scores if (values := _of(rollouts[:k], name))]
             if passes:
-                rates[f"pass@{k}/{name}"] = 100.0 * _mean(passes)
+                rates[f"pass@{k}/{name}"] = 100.0 * statistics.fmean(passes)
             if means:
-                rates[f"pass@1[avg-of-{k}]/{name}"] = 100.0 * _mean(means)
+                rates[f"pass@1[avg-of-{k}]/{name}"] = 100.0 * statistics.fmean(means)
             rates |= _spread_at(scores, name, k, runs[name])
             if answer_key is not None:
                 answers = [[rollout.get(answer_key) for rollout in rollouts] for rollouts in tasks]
-                rates[f"majority@{k}/{name}"] = 100.0 * _mean(
+                rates[f"majority@{k}/{name}"] = 100.0 * statistics.fmean(
                     [
                         majority(given[:k], [one.get(name) for one in own[:k]])
                         for given, own in zip(answers, scores, strict=True)
@@ -316,7 +316,7 @@ def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:
         return 0.0
     votes = Counter(given)
     most = max(votes.values())
-    return _mean([score for (_, score), count in votes.items() if count == most])
+    return statistics.fmean([score for (_, score), count in votes.items() if count == most])
 
 
 def highest_k(rates: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _spread_at(scores: Scores, name: str, k: int, runs: Sequence[float]) -> dict
         spread[f"{key}/std_err_across_runs"] = deviation / math.sqrt(len(first))
     within = [_sample_deviation(values) for rollouts in scores if len(values := _of(rollouts[:k], name)) > 1]
     if k > 1 and within:
-        spread[f"{key}/avg_sample_std_dev"] = _mean(within)
+        spread[f"{key}/avg_sample_std_dev"] = statistics.fmean(within)
     return spread
 
 
@@ -362,13 +362,9 @@ def _mean_by_run(scores: Scores, name: str, largest: int) -> list[float]:
         [rollouts[run][name] for rollouts in scores if run < len(rollouts) and name in rollouts[run]]
         for run in range(largest)
     )
-    return [100.0 * _mean(values) for values in runs if values]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return [100.0 * statistics.fmean(values) for values in runs if values]
 
 
 def _sample_deviation(values: Sequence[float]) -> float:
-    mean = _mean(values)
+    mean = statistics.fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
