@@ -260,9 +260,8 @@ class RemoteAgent:
             "agent_tool_calls": float(sum(item.get("type") == "function_call" for item in answer.response["output"])),
             **answer.verdict.metrics,
         }
-        rollout_name = request["_ng_rollout_id"]
-        if self._client.captures:
-            record = await attempt.in_environment(self._client.captured_calls(rollout_name))
+        if client.captures:
+            record = await attempt.in_environment(client.captured_calls(request["_ng_rollout_id"]))
             chained = chain_calls(record["calls"], attempt.policy_version)
             if record.get("complete") is False and chained.reason is None:
                 detail = "the model server lost some of the rollout's calls"
@@ -273,21 +272,19 @@ class RemoteAgent:
             chained = ChainedCalls()
             turns = [] if attempt.policy_version is None else turns_from_items(answer.response, attempt.policy_version)
             lacking = NO_POLICY_VERSION if attempt.policy_version is None else NO_TOKENS_IN_ITEMS
-        attempt.rollout.turns = turns
+        rollout.turns = turns
         if attempt.on_policy and not turns and lacking:
             raise NoTrainableTokens(lacking)
-        doubt = chained if attempt.on_policy and chained.reason is not None else None
-        judged, verdict = attempt.rollout, answer.verdict
-        judged.reward, judged.reward_components = verdict.reward, verdict.reward_components
-        judged.finish_reason = answer.finish
-        if doubt is not None:
-            judged.status = Status.MASKED
-            judged.failure_code, judged.failure_detail = f"token_capture_{doubt.reason}", doubt.detail
-            judged.metrics |= {"token_capture_masked": 1.0}
-        elif verdict.mask:
-            judged.status = Status.MASKED
+        rollout.reward, rollout.reward_components = answer.verdict.reward, answer.verdict.reward_components
+        rollout.finish_reason = answer.finish
+        if attempt.on_policy and chained.reason is not None:
+            rollout.status = Status.MASKED
+            rollout.failure_code, rollout.failure_detail = f"token_capture_{chained.reason}", chained.detail
+            rollout.metrics |= {"token_capture_masked": 1.0}
+        elif answer.verdict.mask:
+            rollout.status = Status.MASKED
         else:
-            judged.status = Status.COMPLETED if answer.finish == "stop" else Status.TRUNCATED
+            rollout.status = Status.COMPLETED if answer.finish == "stop" else Status.TRUNCATED
 
 
 _LONGEST_NAME = 64

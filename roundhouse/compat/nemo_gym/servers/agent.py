@@ -186,16 +186,14 @@ class _AgentServer:
         row = {"responses_create_params": params}
         spec = _spec(row)
         attempt = RolloutAttempt(
-            (
-                Rollout(
-                    group_id=spec.group_id,
-                    sample=spec.sample,
-                    task=row,
-                    environment="",
-                    status=Status.FAILED,
-                    seed=spec.seed,
-                    started_at=time.time(),
-                )
+            Rollout(
+                group_id=spec.group_id,
+                sample=spec.sample,
+                task=row,
+                environment="",
+                status=Status.FAILED,
+                seed=spec.seed,
+                started_at=time.time(),
             ),
             policy,
             self._limits,
