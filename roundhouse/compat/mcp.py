@@ -377,8 +377,8 @@ async def with_offered(session: EnvironmentSession, row: TaskRow, base_url: str,
         )
     if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise SeedFailed(f"{where} offers MCP with headers that are no texts: {headers!r}")
-    server, url, headers = offer["server_name"], base_url + path, headers
-    connection = await McpConnection.open(server, url, headers)
+    server = offer["server_name"]
+    connection = await McpConnection.open(server, base_url + path, headers)
     offered = _OfferedSession(session, [connection])
     params = row.get("responses_create_params")
     own = {tool.get("name") for tool in (params.get("tools") or [])} if isinstance(params, dict) else set()

@@ -130,15 +130,11 @@ def _await_ready(
                 shown[name] = record.status
                 on_progress(record)
             if record.status == "failed" and name not in wish.unawaited:
-                text = (
+                own_logs = state.path / "ray" / "session_latest" / "logs"
+                raise InfraError(
                     f"{name} did not start. {record.detail} Its log, {record.log}, ends with:\n{log_tail(state, name)}"
+                    + (f"\nRay's own logs are in {own_logs}." if name == "ray" else "")
                 )
-                ray = (
-                    f"\nRay's own logs are in {state.path / 'ray' / 'session_latest' / 'logs'}."
-                    if name == "ray"
-                    else ""
-                )
-                raise InfraError(text + ray)
         late = [name for name in wish.services if not _is_there(wish, current, records, name)]
         if not late:
             return records

@@ -10,7 +10,6 @@ import pytest
 
 from roundhouse.compat.nemo_gym.exchange.statistics import (
     aggregate_metrics,
-    highest_k,
     light,
     majority,
     pass_at_k,
@@ -137,12 +136,6 @@ def test_graded_scores_take_the_best_of_the_first_k():
     assert rates["pass@2/accuracy"] == 75  # (0.5 + 1) / 2
     assert rates["pass@3/accuracy"] == 100  # only the second task has three
     assert rates["pass@1[avg-of-3]/accuracy"] == pytest.approx(38.75)  # (0.375 + 0.4) / 2
-
-
-def test_the_headline_is_the_rate_at_the_largest_k():
-    rates = pass_rates(ANSWERED)
-    assert highest_k(rates, "pass@") == {"pass@3/accuracy": 100}
-    assert highest_k(rates, "pass@1[avg-of-") == {"pass@1[avg-of-3]/accuracy": 50}
 
 
 def test_rates_of_nothing_are_nothing():

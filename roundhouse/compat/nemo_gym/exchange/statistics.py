@@ -319,21 +319,6 @@ def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:
     return statistics.fmean([score for (_, score), count in votes.items() if count == most])
 
 
-def highest_k(rates: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The rates of a family at its largest k, without their spreads.
-
-    Args:
-        family: `pass@`, `pass@1[avg-of-` or `majority@`.
-    """
-    by_k: dict[int, dict[str, Any]] = {}
-    for name, value in rates.items():
-        head, _, score = name.partition("/")
-        number = head.removeprefix(family).removesuffix("]") if head.startswith(family) else ""
-        if number.isdigit() and score and "/" not in score:
-            by_k.setdefault(int(number), {})[name] = value
-    return by_k[max(by_k)] if by_k else {}
-
-
 def _scores(rollout: Mapping[str, Any], score: Score, answer_key: str | None) -> dict[str, float]:
     scores = {name: int(value) if isinstance(value, bool) else value for name, value in score(rollout).items()}
     return scores if answer_key is None else scores | {NO_ANSWER: int(rollout.get(answer_key) is None)}
