@@ -129,15 +129,9 @@ def query(
 
 
 def _show_tables(as_json: bool) -> None:
-    from roundhouse.query.database import TABLES
-    from roundhouse.query.parts import DATASET_PLACE, PLACE, with_place
+    from roundhouse.query.database import TABLES, schema_of
 
-    schemas = {
-        name: with_place(kind.schema, PLACE if kind.of_datasets is None else DATASET_PLACE)
-        if kind.partitioned
-        else kind.schema
-        for name, kind in TABLES.items()
-    }
+    schemas = {name: schema_of(name) for name in TABLES}
     if as_json:
         return out_json({name: {field.name: str(field.type) for field in schema} for name, schema in schemas.items()})
     terminal = console()

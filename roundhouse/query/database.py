@@ -163,15 +163,16 @@ def _executed(database: duckdb.DuckDBPyConnection, sql: str, names: set[str], va
 
 def describe(names: set[str]) -> str:
     """The columns of tables, a line each."""
+    return "\n".join(f"  {name}: {', '.join(schema_of(name).names)}" for name in sorted(names))
+
+
+def schema_of(name: str) -> pa.Schema:
+    """The columns that a query sees of a table of `TABLES`."""
     from roundhouse.query.parts import DATASET_PLACE, PLACE, with_place
 
-    lines = []
-    for name in sorted(names):
-        kind = TABLES[name]
-        place = PLACE if kind.of_datasets is None else DATASET_PLACE
-        schema = with_place(kind.schema, place) if kind.partitioned else kind.schema
-        lines.append(f"  {name}: {', '.join(schema.names)}")
-    return "\n".join(lines)
+    kind = TABLES[name]
+    place = PLACE if kind.of_datasets is None else DATASET_PLACE
+    return with_place(kind.schema, place) if kind.partitioned else kind.schema
 
 
 def _checked(database: duckdb.DuckDBPyConnection, sql: str) -> str:

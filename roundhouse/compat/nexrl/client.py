@@ -228,7 +228,7 @@ def items_of(config: WorkerEnvironment, data: str, key: str, *, is_validate: boo
         DataError: a line of the file cannot be read.
     """
     if config.data_loader == "file":
-        return _drained(FileDataLoader(data, is_validate=is_validate, key=key))
+        return list(iter(FileDataLoader(data, is_validate=is_validate, key=key).get_next_item, None))
     if config.data_loader == "mock":
         if not data.isdecimal():
             raise ConfigError(f"{key} is {data!r}, but environment.data_loader is mock: give the number of its items.")
@@ -237,14 +237,8 @@ def items_of(config: WorkerEnvironment, data: str, key: str, *, is_validate: boo
         bases = [config.workspace] if config.workspace else []
         found: Any = load_class(config.data_loader, BaseDataLoader, "environment.data_loader", bases)
         loader = _made(lambda: found(data, is_validate=is_validate), "environment.data_loader", config.data_loader)
-    return named_items(_drained(loader), f"environment.data_loader is {config.data_loader!r}, and {key}", data)
-
-
-def _drained(loader: BaseDataLoader) -> list[Item]:
-    items = []
-    while (item := loader.get_next_item()) is not None:
-        items.append(item)
-    return items
+    items = list(iter(loader.get_next_item, None))
+    return named_items(items, f"environment.data_loader is {config.data_loader!r}, and {key}", data)
 
 
 def _made(make: Callable[[], Any], key: str, target: str) -> Any:
