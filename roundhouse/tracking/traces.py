@@ -25,7 +25,7 @@ from typing import Any
 
 from roundhouse.stages.promotion import answer_to
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference, model_location
+from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run, promoted_version
 from roundhouse.store.stage import StageKind, read_manifest
 from roundhouse.trajectories.records import Rollout, Status, Turn, item_text
@@ -221,16 +221,15 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     if registered_version(client, name, run, version) is None:
-        place = _place(checkpoint).removeprefix("file://")
-        said = (
-            f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{place}`. MLflow has no copy."
-        )
+        place = model_location(Location(checkpoint.uri)).uri  # the Hugging Face directory
+        path = place.removeprefix("file://")
+        said = f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{path}`. MLflow has no copy."
         tags = {
             VERSION_TAG: str(version),
             UID_TAG: run.uid,
             "roundhouse.run_id": run.run_id,
             "roundhouse.checkpoint": checkpoint.uri,
-            "roundhouse.model": _place(checkpoint),
+            "roundhouse.model": place,
             "roundhouse.checkpoint_digest": checkpoint.digest,
             "roundhouse.code_version": run.code_version,
         }
@@ -241,7 +240,6 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
         evaluation = run.stage(version, StageKind.EVALUATE).reference()
         if evaluation is not None:
             tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
-        place = _place(checkpoint)
         client.create_model_version(
             name,
             source="roundhouse" + place.removeprefix("file") if place.startswith("file://") else place,
@@ -295,8 +293,3 @@ def registered_version(client: Any, name: str, run: Run, version: int) -> Any | 
         f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}' and tags.`{VERSION_TAG}` = '{version}'"
     )
     return client.get_model_version(name, found[0].version) if found else None
-
-
-def _place(checkpoint: Reference) -> str:
-    """URI of its Hugging Face directory."""
-    return model_location(Location(checkpoint.uri)).uri

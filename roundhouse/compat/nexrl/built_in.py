@@ -93,15 +93,13 @@ class AgentRolloutWorker(BaseRolloutWorker):
         toolbox = Toolbox(self)
         tools = chat_tools([tool.schema() for tool in self.tools().values()])
         messages = self.first_messages(task)
-        answer = ""
         while True:
             try:
                 told = await self.llm.generate(messages, tools)
             except RolloutLimit as limit:
                 return await self.cut_short(task, str(limit))
-            answer = told["response"]
             if self.llm.limit or not told["tool_calls"]:
-                return await self.put_trajectory(task, answer)
+                return await self.put_trajectory(task, told["response"])
             messages.append(told["message"])
             for call in told["tool_calls"]:
                 try:
