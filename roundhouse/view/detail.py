@@ -229,26 +229,27 @@ def _chain_stream(chain: Sequence[Row]) -> Stream:
 def _sequence_stream(sequence: Row, columns: Row | None, chains: Sequence[Stream]) -> Stream:
     ids, mask = sequence["token_ids"], sequence["loss_mask"]
     origin = next((chain for chain in chains if chain["ids"][: len(ids)] == ids), None)
-    trained = [bool(value) for value in mask]
+
+    def masked(values: Sequence[Any] | None) -> list[Any] | None:
+        return None if values is None else [value if on else None for value, on in zip(values, mask, strict=True)]
+
     versions: list[int | None] = [None] * len(ids)
     for span in sequence["version_spans"] or []:
         for place in range(span["start"], min(span["end"], len(ids))):
             versions[place] = span["version"]
-    trainer = None if columns is None else columns.get("trainer_logprobs")
-    advantage = None if columns is None else columns.get("advantage")
+    beside = columns or {}
+    advantage = beside.get("advantage")
     return {
         "sequence_id": sequence["sequence_id"],
         "ids": ids,
         "turn": origin["turn"][: len(ids)] if origin else None,
         "generated": origin["generated"][: len(ids)] if origin else mask,
-        "logprob": [value if on else None for value, on in zip(sequence["gen_logprobs"], trained, strict=True)],
-        "version": [version if on else None for version, on in zip(versions, trained, strict=True)],
+        "logprob": masked(sequence["gen_logprobs"]),
+        "version": masked(versions),
         "mask": mask,
-        "trainer_logprob": None
-        if trainer is None
-        else [v if on else None for v, on in zip(trainer, trained, strict=True)],
-        "advantage": None if advantage is None else [advantage if on else None for on in trained],
-        "trained": None if columns is None else columns.get("trained"),
+        "trainer_logprob": masked(beside.get("trainer_logprobs")),
+        "advantage": None if advantage is None else masked([advantage] * len(ids)),
+        "trained": beside.get("trained"),
     }
 
 
