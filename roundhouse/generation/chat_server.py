@@ -42,37 +42,58 @@ class ChatServer:
         self.codec = codec
         self.model = model
         self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] = self._only_this
-        self._routes: dict[tuple[str, str], Callable[[Receive, Send], Awaitable[None]]] = {
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("GET", "/v1/models"): self._models,
-            ("POST", "/rh/parsed"): self._parsed,
-            ("GET", "/rh/status"): self._status,
-            ("GET", "/rh/replicas"): self._replicas,
-            ("GET", "/health"): self._health,
-            ("GET", "/ready"): self._ready,
-            ("GET", "/metrics"): self._metrics,
-        }
-
         self._limited = BodyLimit(self._answer)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+        if scope["type"] != "lifespan":
+            await self._limited(scope, receive, send)
             return
-        await self._limited(scope, receive, send)
+        ended = False
+        while not ended:  # nothing to start or stop here: Serve owns the replica's life
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            ended = message["type"] == "lifespan.shutdown"
 
     async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        route = self._routes.get((scope.get("method", ""), scope["path"]))
-        if route is not None:
-            await route(receive, send)
-            return
-        if (scope.get("method"), scope["path"]) == ("POST", "/tokenize"):
+        match scope.get("method"), scope["path"]:
+            case "POST", "/v1/chat/completions":
+                await self._chat(receive, send)
+            case "POST", "/rh/parsed":
+                await self._parsed(receive, send)
+            case "GET", "/v1/models":
+                limit = self.codec.max_model_len
+                model = {"id": self.model, "object": "model", "owned_by": "roundhouse", "max_model_len": limit}
+                await reply_json(send, 200, {"object": "list", "data": [model]})
+            case "GET", "/rh/status":
+                await reply_json(send, 200, self.policy.status())
+            case "GET", "/rh/replicas":
+                await reply_json(send, 200, {"replicas": await self.replicas()})
+            case "GET", "/health":
+                status = self.policy.status()
+                report = {name: status[name] for name in ("ready", "error")}
+                await reply_json(send, 200 if status["ready"] else 503, report)
+            case "GET", "/ready":
+                status = self.policy.status()
+                ready = holds_desired_version(status)
+                report = {"ready": ready} | {name: status[name] for name in ("policy_version", "desired", "error")}
+                await reply_json(send, 200 if ready else 503, report)
+            case "GET", "/metrics":
+                own = metrics_page(self.policy.status()).encode()
+                text = own + await engine_metrics_page(self.policy.engine.openai_app())
+                await reply(send, 200, text, b"text/plain; version=0.0.4; charset=utf-8")
+            case _:
+                await self._pass_on(scope, receive, send)
+
+    async def _pass_on(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer by the engine's own OpenAI application, where it has the route; /tokenize of a conversation is ours."""
+        route = (scope.get("method"), scope["path"])
+        if route == ("POST", "/tokenize"):
             raw = await read_body(receive)
             if await self._tokenized(raw, send):
                 return
             receive = _replayed(raw, receive)
         app = self.policy.engine.openai_app()
-        if app is None or (scope.get("method"), scope["path"]) not in ENGINE_ROUTES:
+        if app is None or route not in ENGINE_ROUTES:
             await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
             return
         # The engine's own routes, too, keep the weights as they are while a request that uses them runs
@@ -104,11 +125,6 @@ class ChatServer:
         else:
             await reply_json(send, 200, token_list(tokens, self.codec.max_model_len))
         return True
-
-    async def _models(self, receive: Receive, send: Send) -> None:
-        limit = self.codec.max_model_len
-        model = {"id": self.model, "object": "model", "owned_by": "roundhouse", "max_model_len": limit}
-        await reply_json(send, 200, {"object": "list", "data": [model]})
 
     async def _parsed(self, receive: Receive, send: Send) -> None:
         """An assistant message (`message`, with `tools`) as the chat template writes it, and what is read from that text."""
@@ -185,28 +201,8 @@ class ChatServer:
         for stage, what in zip(CallStage, said, strict=True):
             logger.debug("%s: %s", stage.value, what)
 
-    async def _status(self, receive: Receive, send: Send) -> None:
-        await reply_json(send, 200, self.policy.status())
-
-    async def _replicas(self, receive: Receive, send: Send) -> None:
-        await reply_json(send, 200, {"replicas": await self.replicas()})
-
     async def _only_this(self) -> list[dict[str, Any]]:
         return [self.policy.status()]
-
-    async def _health(self, receive: Receive, send: Send) -> None:
-        status = self.policy.status()
-        await reply_json(send, 200 if status["ready"] else 503, {"ready": status["ready"], "error": status["error"]})
-
-    async def _ready(self, receive: Receive, send: Send) -> None:
-        status = self.policy.status()
-        ready = holds_desired_version(status)
-        report = {"ready": ready} | {name: status[name] for name in ("policy_version", "desired", "error")}
-        await reply_json(send, 200 if ready else 503, report)
-
-    async def _metrics(self, receive: Receive, send: Send) -> None:
-        text = metrics_page(self.policy.status()).encode() + await engine_metrics_page(self.policy.engine.openai_app())
-        await reply(send, 200, text, b"text/plain; version=0.0.4; charset=utf-8")
 
 
 def token_list(tokens: list[int], max_model_len: int) -> dict[str, Any]:
@@ -229,15 +225,6 @@ def _json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"The body is not JSON: {error}") from error
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    """Nothing to start or stop here: Serve owns the replica's life."""
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 METRICS = {

@@ -82,16 +82,12 @@ class HttpPolicyClient:
 
     async def _timed_post(self, body: bytes) -> tuple[int, bytes, float]:
         """Status, body, and seconds that it took."""
-        started = time.perf_counter()
-        status, data = await self._post(body)
-        return status, data, time.perf_counter() - started
-
-    async def _post(self, body: bytes) -> tuple[int, bytes]:
         if self._session is None:
             raise RuntimeError("HttpPolicyClient is not open: use it in `async with`.")
+        started = time.perf_counter()
         try:
             async with self._session.post(self.url, data=body, headers=JSON_HEADERS) as reply:
-                return reply.status, await reply.read()
+                return reply.status, await reply.read(), time.perf_counter() - started
         except TimeoutError as error:
             raise EngineTimeout(
                 f"{self.url} did not answer within {self.timeout_seconds:g} s (generation.request_timeout_seconds)."

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
@@ -21,18 +19,16 @@ from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.interface import GenerationInterface, configure_generation_config, create_backend
 from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, WeightsRefused
 from roundhouse.generation.requests import BadRequest
+from roundhouse.generation.transformers_engine import BATCH, BatchingEngine
 
-BATCH = 64
-"""Requests answered together at most."""
 PROBE_TOKENS = 31
-_Waiting = tuple[list[int], Draw, "asyncio.Future[Generated]"]
 
 
-class InterfaceEngine:
+class InterfaceEngine(BatchingEngine):
     """`Engine` over a backend of your own."""
 
     def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:
-        self.max_model_len = config.max_model_len
+        super().__init__(config.max_model_len, "backend")
         self._sampling = config.sampling
         self._stops = codec.stop_token_ids
         self._make: Callable[[], GenerationInterface] = lambda: create_backend(
@@ -40,9 +36,6 @@ class InterfaceEngine:
         )
         self._backend: GenerationInterface | None = None
         self._version = 0
-        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
-        self._loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._backend = await self._run(self._make)
@@ -62,9 +55,7 @@ class InterfaceEngine:
                 "(temperature 0).",
                 "temperature",
             )
-        future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
-        await self._waiting.put((list(prompt_token_ids), draw, future))
-        return await future
+        return await super().generate(prompt_token_ids, draw)
 
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
@@ -97,10 +88,6 @@ class InterfaceEngine:
     async def wake(self) -> None:
         """`load_weights` follows, and prepares."""
 
-    async def check_health(self) -> None:
-        if self._loop is None or self._loop.done():
-            raise EnginePoisoned("The engine's loop has ended.")
-
     def openai_app(self) -> AsgiApp | None:
         return None
 
@@ -110,9 +97,6 @@ class InterfaceEngine:
         if self._backend is not None:
             self._thread.submit(self._backend.finish_generation)
         self._thread.shutdown(wait=False)
-
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _made(self) -> GenerationInterface:
         assert self._backend is not None, "start() came before"
@@ -127,18 +111,6 @@ class InterfaceEngine:
                 alike = [each for each in batch if (each[1].temperature == 0) == greedy and not each[2].done()]
                 if alike:
                     await self._answer(alike)
-
-    async def _answer(self, batch: list[_Waiting]) -> None:
-        try:
-            answers = await self._run(self._answers, [each[0] for each in batch], [each[1] for each in batch])
-        except Exception as error:  # noqa: BLE001 (border of a batch: each request gets the cause)
-            for *_, future in batch:
-                if not future.done():
-                    future.set_exception(EnginePoisoned(f"The backend failed: {type(error).__name__}: {error}"))
-            return
-        for (*_, future), answer in zip(batch, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
 
     def _answers(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
         import torch

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.generation import IN_TRAINER, InflightRequests
@@ -124,7 +123,23 @@ class TrainerEngine(LentEngine, TransformersEngine):
     def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:
         super().__init__(config, model_dir, codec)
         self._service: Any = None
-        self._tokens = self._room(Path(model_dir))
+        self._tokens: int | None = None
+        """Of all requests that may be answered together, padding included; None: any number."""
+        options = config.mcore_generation_config
+        if options is None:
+            return
+        with lean_transformers():
+            from transformers import AutoConfig
+
+            shape = AutoConfig.from_pretrained(model_dir)
+        buffered = int(options.buffer_size_gb * 2**30 / key_value_bytes(shape, config.dtype))
+        if buffered < self.max_model_len:
+            raise ConfigError(
+                f"generation.mcore_generation_config.buffer_size_gb is {options.buffer_size_gb:g}, which has room for the keys "
+                f"and values of {buffered} tokens, but generation.max_model_len is {self.max_model_len}. Raise the first, or "
+                "lower the second."
+            )
+        self._tokens = min(buffered, options.max_tokens)
 
     async def start(self) -> None:
         self._loop = asyncio.create_task(self._serve())
@@ -150,24 +165,6 @@ class TrainerEngine(LentEngine, TransformersEngine):
     def _have_room(self, batch: Sequence[Waiting]) -> bool:
         longest = max(len(prompt) for prompt, *_ in batch) + max(draw.max_tokens for _, draw, _ in batch)
         return super()._have_room(batch) and (self._tokens is None or len(batch) * longest <= self._tokens)
-
-    def _room(self, model_dir: Path) -> int | None:
-        """Tokens of all requests that may be answered together, padding included; None for any number."""
-        options = self.config.mcore_generation_config
-        if options is None:
-            return None
-        with lean_transformers():
-            from transformers import AutoConfig
-
-            shape = AutoConfig.from_pretrained(model_dir)
-        buffered = int(options.buffer_size_gb * 2**30 / key_value_bytes(shape, self.config.dtype))
-        if buffered < self.max_model_len:
-            raise ConfigError(
-                f"generation.mcore_generation_config.buffer_size_gb is {options.buffer_size_gb:g}, which has room for the keys "
-                f"and values of {buffered} tokens, but generation.max_model_len is {self.max_model_len}. Raise the first, or "
-                "lower the second."
-            )
-        return min(buffered, options.max_tokens)
 
 
 class TrainerGeneration(ListGeneration):

@@ -12,6 +12,7 @@ rows (temperature 0) take the most likely token and report its log-probability a
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -243,20 +244,58 @@ BATCH = 64
 Waiting = tuple[list[int], Draw, "asyncio.Future[Generated]"]
 
 
-class TransformersEngine:
+class BatchingEngine(ABC):
+    """What engines share that answer in batches, from one thread: each request gets its answer, or the cause of the failure."""
+
+    def __init__(self, max_model_len: int, thread: str) -> None:
+        self.max_model_len = max_model_len
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread)
+        self._loop: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        """See `Engine.generate`."""
+        future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        await self._waiting.put((list(prompt_token_ids), draw, future))
+        return await future
+
+    async def check_health(self) -> None:
+        if self._loop is None or self._loop.done():
+            raise EnginePoisoned("The engine's loop has ended.")
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    @abstractmethod
+    def _answers(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
+        """Answer a batch; called in the thread."""
+
+    async def _answer(self, batch: Sequence[Waiting]) -> None:
+        try:
+            answers = await self._run(self._answers, [item[0] for item in batch], [item[1] for item in batch])
+        except Exception as error:  # noqa: BLE001 (border of a batch: each request gets the cause)
+            aborted = isinstance(error, GenerationAborted)
+            for *_, future in batch:
+                if not future.done():
+                    cause = f"The batch failed: {type(error).__name__}: {error}"
+                    future.set_exception(GenerationAborted(str(error)) if aborted else EnginePoisoned(cause))
+            return
+        for (*_, future), answer in zip(batch, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+
+
+class TransformersEngine(BatchingEngine):
     """`Engine` over `AutoModelForCausalLM`, in a thread of its own."""
 
     def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:
+        super().__init__(config.max_model_len, "transformers")
         self.config = config
-        self.max_model_len = config.max_model_len
         self._batch = int(config.engine_args.get("max_num_seqs", BATCH))
         self._model_dir = model_dir
         self._codec = codec
         self._app = OpenAIRoutes(codec)
         self._model: Any = None
-        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
-        self._loop: asyncio.Task[None] | None = None
         self._version = 0
         self._broken = False
         """A load failed: nothing more is drawn until one succeeds."""
@@ -265,11 +304,6 @@ class TransformersEngine:
     async def start(self) -> None:
         self._model = await self._run(self._build)
         self._loop = asyncio.create_task(self._serve())
-
-    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
-        future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
-        await self._waiting.put((list(prompt_token_ids), draw, future))
-        return await future
 
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
@@ -328,10 +362,6 @@ class TransformersEngine:
             raise GenerationAborted("New weights could not be loaded.")
         return change
 
-    async def check_health(self) -> None:
-        if self._loop is None or self._loop.done():
-            raise EnginePoisoned("The engine's loop has ended.")
-
     def openai_app(self) -> AsgiApp | None:
         return self._app
 
@@ -339,9 +369,6 @@ class TransformersEngine:
         if self._loop is not None:
             self._loop.cancel()
         self._thread.shutdown(wait=False)
-
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     @contextmanager
     def _computing(self) -> Iterator[Any]:
@@ -364,26 +391,10 @@ class TransformersEngine:
             if batch:
                 await self._answer(batch)
 
-    async def _answer(self, batch: list[Waiting]) -> None:
-        prompts, draws = [item[0] for item in batch], [item[1] for item in batch]
-
-        def answered() -> list[Generated]:
-            between, stops = self._do_what_was_asked, self._codec.stop_token_ids
-            with self._computing() as model:
-                return generate_batch(model, prompts, draws, stops, between, lambda: self._version)
-
-        try:
-            answers = await self._run(answered)
-        except Exception as error:  # noqa: BLE001 (border of a batch: each request gets the cause)
-            aborted = isinstance(error, GenerationAborted)
-            for *_, future in batch:
-                if not future.done():
-                    cause = f"The batch failed: {type(error).__name__}: {error}"
-                    future.set_exception(GenerationAborted(str(error)) if aborted else EnginePoisoned(cause))
-            return
-        for (*_, future), answer in zip(batch, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
+    def _answers(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
+        between, stops = self._do_what_was_asked, self._codec.stop_token_ids
+        with self._computing() as model:
+            return generate_batch(model, prompts, draws, stops, between, lambda: self._version)
 
     def _build(self) -> Any:
         return build_model(self._model_dir, self.config)

@@ -12,13 +12,10 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.weight_sync.base import parse_source
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLED = ("temperature", "top_p", "top_k")
 """What decides the distribution that a token is drawn from."""
