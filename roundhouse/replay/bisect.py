@@ -29,12 +29,12 @@ from roundhouse.replay.readings import (
     find_fall,
     measured_on,
     recorded_readings,
-    rollouts_of,
     value_of_rollouts,
 )
 from roundhouse.replay.rollouts import open_for_replay
 from roundhouse.replay.stages import load_replay, replay, substituted_config
 from roundhouse.replay.verdicts import judge_all
+from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.policy import delete_run
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.lineage import code_version
@@ -222,7 +222,7 @@ class _Bisector:
         for version in (self.fall.good, self.fall.bad):
             reference = measured_on(self.run, self.found.metric, version)
             assert reference is not None, "it was read"
-            self.rollouts[version] = rollouts_of(reference)
+            self.rollouts[version] = read_rollouts(reference)
         if self._is_of_the_measurement():
             return
         self._narrow_window()
@@ -322,7 +322,7 @@ class _Bisector:
         return self._name("configuration", self.window[0], f"with {', '.join(keys)} it does not fall")
 
     def _reward(self) -> bool:
-        judged = {k: self._judged(rollouts_of(self._collection(k)), f"iteration {k}") for k in self.window}
+        judged = {k: self._judged(self._collected(k), f"iteration {k}") for k in self.window}
         if not any(flips for _, flips in judged.values()):
             return False
         _, trial = self._replayed(
@@ -331,7 +331,7 @@ class _Bisector:
         if not _does(trial):
             return False
         self._narrowing = True
-        since = self._since(lambda k: bool(self._judged(rollouts_of(self._collection(k)), f"iteration {k}")[1]))
+        since = self._since(lambda k: bool(self._judged(self._collected(k), f"iteration {k}")[1]))
         flips = sum(count for _, count in judged.values())
         return self._name(
             "reward", since, f"{flips} verdicts of iterations {_span(self.window)} are not the verifier's"
@@ -340,10 +340,10 @@ class _Bisector:
     def _engine(self) -> bool:
         mended, faults = {}, {}
         for k in self.window:
-            rollouts = rollouts_of(self._collection(k))
+            rollouts = self._collected(k)
             # Rollouts of the last iteration before the window
             before = self.window[0] - 1
-            earlier = rollouts_of(self._collection(before)) if before > 0 and self._has_collection(before) else []
+            earlier = self._collected(before) if before > 0 and self._has_collection(before) else []
             prompts = _other_prompts(rollouts, earlier)
             apart = self.other.mismatch(rollouts, k - 1)
             mended[k] = rollouts
@@ -362,11 +362,11 @@ class _Bisector:
 
     def _rows(self) -> bool:
         good = self.fall.good
-        groups = {k: sorted({each.group_id for each in rollouts_of(self._collection(k))}) for k in self.window}
+        groups = {k: sorted({each.group_id for each in self._collected(k)}) for k in self.window}
         every = [(k, group) for k in self.window for group in groups[k]]
         healthy, rows = None, list[Rollout]()
         if good > self.run.first_version and len(self.window) <= LONGEST:
-            rows = rollouts_of(self._collection(good))
+            rows = self._collected(good)
             _, healthy = self._replayed("rows", f"rows of iteration {good}", rollouts=dict.fromkeys(self.window, rows))
             if healthy.recovered is not None and not _does(healthy):
                 return False
@@ -380,7 +380,7 @@ class _Bisector:
         if healthy is None or not _does(healthy):
             return False
         self._narrowing = False
-        bad_rows = {good: rollouts_of(self._collection(self.window[0]))}
+        bad_rows = {good: self._collected(self.window[0])}
         _, sufficient = self._replayed(
             "rows", f"rows of iteration {self.window[0]} in iteration {good}", rollouts=bad_rows
         )
@@ -397,9 +397,7 @@ class _Bisector:
         healthy rows; where there are none, without as many other groups it has to fall. Empty: there is no such set."""
 
         def without(some: list[tuple[int, str]]) -> bool:
-            left = {
-                k: [each for each in rollouts_of(self._collection(k)) if (k, each.group_id) not in some] for k in groups
-            }
+            left = {k: [each for each in self._collected(k) if (k, each.group_id) not in some] for k in groups}
             if 2 * len(some) > len(every) or not all(left.values()):
                 return False
             label = f"without {len(some)} groups" if len(some) > 1 else f"without group {some[0][1]}"
@@ -413,7 +411,7 @@ class _Bisector:
         names = {group for _, group in found}
         mixed = {
             k: [each for each in healthy if each.group_id not in names]
-            + [each for each in rollouts_of(self._collection(k)) if (k, each.group_id) in found]
+            + [each for each in self._collected(k) if (k, each.group_id) in found]
             for k in groups
         }
         _, alone = self._replayed("rows", f"healthy rows with {len(found)} of these groups", rollouts=mixed)
@@ -467,16 +465,12 @@ class _Bisector:
             return None, self._tried(cause, what, None)
         self._count(len(found.stages))
         made = load_replay(self.run.config.store, name)
-        value = self._evaluated(made, iterations[-1]) if self.evaluate else None
-        if value is None:
-            reference = made.checkpoint(iterations[-1]).reference()
-            assert reference is not None, "the replay published it"
-            value = self.other.value_of(reference)
-        return found, self._tried(cause, what, value, place=found.uri)
-
-    def _evaluated(self, made: Run, version: int) -> float | None:
-        reference = made.stage(version, StageKind.EVALUATE).reference()
-        return None if reference is None else value_of_rollouts(rollouts_of(reference))
+        evaluation = made.stage(iterations[-1], StageKind.EVALUATE).reference() if self.evaluate else None
+        if evaluation is not None:
+            return found, self._tried(cause, what, value_of_rollouts(read_rollouts(evaluation)), place=found.uri)
+        reference = made.checkpoint(iterations[-1]).reference()
+        assert reference is not None, "the replay published it"
+        return found, self._tried(cause, what, self.other.value_of(reference), place=found.uri)
 
     def _stored(self, name: str, rollouts: Mapping[int, list[Rollout]]) -> str:
         """The rollouts as versions of a dataset, in the place that `replay` reads re-scored ones from."""
@@ -486,7 +480,7 @@ class _Bisector:
             stage = Stage(place, kind=StageKind.COLLECT, run_id=self.run.run_id, iteration=k)
             if stage.reference() is not None:
                 continue
-            recorded = self._collection(k)
+            recorded = self._recorded(k, StageKind.COLLECT)
             attempt = stage.begin(read_manifest(recorded).provenance)
             own = [
                 replace(each, turns=[replace(turn, policy_version=k - 1, version_spans=None) for turn in each.turns])
@@ -536,8 +530,8 @@ class _Bisector:
             raise StoreError(f"Run {self.run.run_id!r} has no {kind} of iteration {k}, so it cannot be replayed.")
         return reference
 
-    def _collection(self, k: int) -> Reference:
-        return self._recorded(k, StageKind.COLLECT)
+    def _collected(self, k: int) -> list[Rollout]:
+        return read_rollouts(self._recorded(k, StageKind.COLLECT))
 
     def _has_collection(self, k: int) -> bool:
         return self.run.stage(k, StageKind.COLLECT).reference() is not None

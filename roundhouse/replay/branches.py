@@ -23,7 +23,7 @@ from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion, PolicyClient
-from roundhouse.replay.rollouts import NotRebuilt, Recording, open_for_replay
+from roundhouse.replay.rollouts import NotRebuilt, Recording, failed_rollout, open_for_replay
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
@@ -93,17 +93,7 @@ async def branch_one(
         refused = error
         played = Rollout(group, sample, rollout.task, rollout.environment, Status.FAILED, seed=spec.seed)
     if refused is not None:
-        return replace(
-            played,
-            status=Status.FAILED,
-            reward=None,
-            reward_components={},
-            finish_reason="",
-            turns=[],
-            failure_kind=FailureKind.DATA,
-            failure_code="not_rebuilt",
-            failure_detail=str(refused),
-        )
+        return replace(failed_rollout(played, FailureKind.DATA, "not_rebuilt", str(refused)), turns=[])
     turns = [replace(each, trained=each.turn >= turn) for each in played.turns]
     return replace(played, turns=turns)
 

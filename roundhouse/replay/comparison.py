@@ -113,7 +113,10 @@ def compare_stage(
         found.distribution = _distribution(recorded, again)
         return found
     found.rows = _rows(recorded, again, before, after)
-    found.weights = _weights(before, after)
+    if before.kind == StageKind.TRAIN:
+        files = [ModelFiles.written_by(manifest).weights() for manifest in (before, after)]
+        digests = [{name: entry.sha256 for name, entry in own.items()} for own in files]
+        found.weights = sorted(_pairs(digests[0], digests[1]))
     found.metrics = {
         name: pair for name, pair in _pairs(before.metrics, after.metrics).items() if not MEASURED.match(name)
     }
@@ -137,8 +140,12 @@ def _causes(comparison: Comparison, before: Manifest, after: Manifest) -> list[s
             causes.append(f"input {name}: {reference.uri}")
         elif name in comparison.request["inputs"]:
             causes.append(f"input {name}: {comparison.request['inputs'][name]} was substituted for {recorded.uri}")
-        elif reference != recorded and (maker := _maker(comparison, reference)) is not None:
-            causes.append(f"input {name}: iteration {maker.iteration}, {maker.stage} differs")
+        elif reference != recorded:
+            # The stage of this replay that made it. A version is made by the train stage of its iteration
+            kind = StageKind.TRAIN if reference.kind == StageKind.CHECKPOINT else reference.kind
+            made = (reference.iteration, str(kind), "differs")
+            differs = any((stage.iteration, stage.stage, stage.outcome) == made for stage in comparison.stages)
+            causes += [f"input {name}: iteration {reference.iteration}, {kind} differs"] if differs else []
     for key, (old, new) in comparison.changed.items():
         if any(key == part or key.startswith(f"{part}.") for part in READS[before.kind]):
             causes.append(f"configuration: {key} {old!r} -> {new!r}")
@@ -148,15 +155,6 @@ def _causes(comparison: Comparison, before: Manifest, after: Manifest) -> list[s
     if old != new:
         return [f"code: {old} -> {new}"]
     return ["nothing that is recorded: another device, number of threads or version of a library"]
-
-
-def _maker(comparison: Comparison, reference: Reference) -> StageComparison | None:
-    """The stage of this replay that made an input and differs. A version is made by the train stage of its iteration."""
-    kind = StageKind.TRAIN if reference.kind == StageKind.CHECKPOINT else reference.kind
-    for stage in comparison.stages:
-        if (stage.iteration, stage.stage, stage.outcome) == (reference.iteration, str(kind), "differs"):
-            return stage
-    return None
 
 
 def _rows(recorded: Reference, again: Reference, before: Manifest, after: Manifest) -> dict[str, dict[str, Any]]:
@@ -190,7 +188,10 @@ def _table_difference(before: pa.Table, after: pa.Table, keys: Sequence[str]) ->
     """None when every value is equal."""
     names = [name for name in before.column_names if name in after.column_names]
     other = sorted(set(before.column_names) ^ set(after.column_names))
-    rows = [_keyed(table.select(names), keys) for table in (before, after)]
+    rows = [
+        {tuple(row[key] for key in keys) if keys else place: row for place, row in enumerate(rows)}
+        for rows in (table.select(names).to_pylist() for table in (before, after))
+    ]
     shared = [key for key in rows[0] if key in rows[1]]
     columns: set[str] = set()
     changed = 0
@@ -208,25 +209,10 @@ def _table_difference(before: pa.Table, after: pa.Table, keys: Sequence[str]) ->
     }
 
 
-def _keyed(table: pa.Table, keys: Sequence[str]) -> dict[Any, dict[str, Any]]:
-    rows = table.to_pylist()
-    return {tuple(row[key] for key in keys) if keys else place: row for place, row in enumerate(rows)}
-
-
 def _same(one: Any, other: Any) -> bool:
     return one == other or (
         isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
     )
-
-
-def _weights(before: Manifest, after: Manifest) -> list[str]:
-    if before.kind != StageKind.TRAIN:
-        return []
-    files = [
-        {name: entry.sha256 for name, entry in ModelFiles.written_by(manifest).weights().items()}
-        for manifest in (before, after)
-    ]
-    return sorted(name for name in files[0].keys() | files[1].keys() if files[0].get(name) != files[1].get(name))
 
 
 def _pairs(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

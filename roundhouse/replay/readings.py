@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
 from roundhouse.errors import StoreError
+from roundhouse.stages.evaluate import rewards_by_task
 from roundhouse.stages.freshness import kish
 from roundhouse.stages.train import log_probs_under, release_trainer
 from roundhouse.store.directories import checkpoint_cache
@@ -23,7 +25,7 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_table
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.records import Rollout
-from roundhouse.trajectories.schemas import chains_of, rollouts_from_tables, sequences_table
+from roundhouse.trajectories.schemas import chains_of, sequences_table
 
 THRESHOLD = 4.0
 """Standard errors that a metric has to fall by: at hundreds of versions, chance does it in one run of a hundred."""
@@ -44,7 +46,7 @@ class Reading:
     @property
     def value(self) -> float:
         """Mean over tasks of their means."""
-        return math.fsum(math.fsum(own) / len(own) for own in self.by_task.values()) / len(self.by_task)
+        return fmean(map(fmean, self.by_task.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +114,14 @@ def standard_error(one: Reading, other: Reading) -> float:
         spread = [_variance(own) / len(own) for each in (one, other) for own in each.by_task.values()]
         return math.sqrt(math.fsum(spread)) / len(one.by_task)
     if same:
-        differences_of = [mean(one.by_task[task]) - mean(other.by_task[task]) for task in one.by_task]
+        differences_of = [fmean(one.by_task[task]) - fmean(other.by_task[task]) for task in one.by_task]
         return math.sqrt(_variance(differences_of) / len(differences_of))
-    means = [[mean(own) for own in each.by_task.values()] for each in (one, other)]
+    means = [[fmean(own) for own in each.by_task.values()] for each in (one, other)]
     return math.sqrt(math.fsum(_variance(own) / len(own) for own in means))
 
 
-def mean(values: Sequence[float]) -> float:
-    """Of at least one value."""
-    return math.fsum(values) / len(values)
-
-
 def _variance(values: Sequence[float]) -> float:
-    centre = mean(values)
+    centre = fmean(values)
     return math.fsum((value - centre) ** 2 for value in values) / max(1, len(values) - 1)
 
 
@@ -181,7 +178,7 @@ class OtherWeights:
             shares.append(kish(own))
             covered.append(float(np.exp(own).mean()))
             values.append(float((relative * reward[owner == task]).sum() / relative.sum()))
-        return None if mean(shares) < MIN_ESS or mean(covered) < MIN_COVERED else mean(values)
+        return None if fmean(shares) < MIN_ESS or fmean(covered) < MIN_COVERED else fmean(values)
 
     def _of_version(self, version: int, whose: int, measured: _Measured) -> np.ndarray:
         key = (version, whose)
@@ -229,15 +226,6 @@ class OtherWeights:
         return found
 
 
-def rollouts_of(reference: Reference) -> list[Rollout]:
-    """The rollouts of a collection or an evaluation."""
-    return rollouts_from_tables(read_table(reference, "rollouts"), read_table(reference, "turns"))
-
-
-def value_of_rollouts(rollouts: Iterable[Rollout]) -> float:
+def value_of_rollouts(rollouts: Sequence[Rollout]) -> float:
     """The metric of these rollouts."""
-    by_task: dict[str, list[float]] = {}
-    for each in rollouts:
-        if each.reward is not None:
-            by_task.setdefault(each.group_id, []).append(each.reward)
-    return Reading(0, by_task).value
+    return Reading(0, rewards_by_task(rollouts)).value

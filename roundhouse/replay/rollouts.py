@@ -163,6 +163,20 @@ async def _scored(rollout: Rollout, rubric: RubricJudge, seconds: float) -> Judg
     return Judged(rollout, after)
 
 
+def failed_rollout(rollout: Rollout, kind: FailureKind, code: str, detail: str) -> Rollout:
+    """The rollout with this failure in the place of its outcome."""
+    return replace(
+        rollout,
+        status=Status.FAILED,
+        reward=None,
+        reward_components={},
+        finish_reason="",
+        failure_kind=kind,
+        failure_code=code,
+        failure_detail=detail,
+    )
+
+
 class Recording:
     """One stored rollout, in the place of the policy; and its environment with an agent that can be watched."""
 

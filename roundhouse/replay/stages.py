@@ -16,13 +16,11 @@ their recorded rollouts. The code is the code that is installed. The same call a
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
 
-from roundhouse.config.loading import apply_override, config_digest, digest_of_tree, parse_config
+from roundhouse.config.loading import apply_override, digest_of_tree, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.replay.comparison import Comparison, compare_stage, first_difference
@@ -35,8 +33,8 @@ from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_groups, validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.lease import driving
-from roundhouse.store.lineage import IDENTITY, Parent, code_version, parent_at, read_identity, refuse_unloadable
-from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.lineage import Parent, code_version, create_identity, parent_at, read_identity, refuse_unloadable
+from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, load_run, no_such_version
 from roundhouse.store.stage import Stage, StageKind, read_manifest
@@ -269,27 +267,14 @@ def _open(original: Run, config: RunConfig, request: dict[str, Any], name: str, 
         raise no_such_version(original, base)
     parent = parent_at(checkpoint.uri)
     refuse_unloadable(parent, config)
-    identity: dict[str, Any] = {
-        "run_id": original.run_id,
-        "uid": uuid.uuid4().hex[:12],
-        "created_at": time.time(),
-        "config": config.model_dump(mode="json"),
-        "config_digest": config_digest(config),
-        "code_version": code_version(),
-        "parent": parent.model_dump(mode="json"),
-        "replay": request,
-    }
-    try:
-        location.create(IDENTITY, (json.dumps(identity, indent=1) + "\n").encode())
-    except AlreadyExists:
-        identity = read_identity(location)
-        if identity.get("replay") != request:
-            theirs = identity.get("replay") or {}
-            other = [key for key in request if theirs.get(key) != request[key]]
-            raise StoreError(
-                f"{location.uri} is another replay: {', '.join(other)} differ ({theirs.get(other[0])!r} there). Choose another "
-                "--name, or leave it out."
-            ) from None
+    identity, created = create_identity(location, config, parent, replay=request)
+    if not created and identity.get("replay") != request:
+        theirs = identity.get("replay") or {}
+        other = [key for key in request if theirs.get(key) != request[key]]
+        raise StoreError(
+            f"{location.uri} is another replay: {', '.join(other)} differ ({theirs.get(other[0])!r} there). Choose another "
+            "--name, or leave it out."
+        )
     return Run(location, config, identity["uid"], identity["created_at"], code_version(), parent)
 
 

@@ -17,7 +17,7 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ from roundhouse.config.loading import apply_override, digest_of_tree, flatten, p
 from roundhouse.config.models import EnvironmentConfig, RunConfig
 from roundhouse.environments import BUILT_IN, class_of
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.replay.rollouts import Judged, NotRebuilt, judge, open_for_replay
+from roundhouse.replay.rollouts import Judged, failed_rollout, judge, open_for_replay
 from roundhouse.stages.offline import find_datasets
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Manifest, Provenance, Reference
+from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.run import Run, load_run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.records import FailureKind, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table
 
 OUTCOMES = ("equal", "flipped", "refused", "unrewarded")
@@ -172,19 +172,15 @@ def judging_config(store: str, collection: Reference, overrides: Sequence[str]) 
             raise ConfigError(
                 f"--set {override}: nothing but the environment judges a rollout; give environment.… keys."
             )
-    tree = _run_config(store, read_manifest(collection)).model_dump(mode="json")
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree, origin=f"the environment of {collection.uri}", recorded=True)
-
-
-def _run_config(store: str, manifest: Manifest) -> RunConfig:
     try:
-        return load_run(store, manifest.run_id).config
+        tree = load_run(store, read_manifest(collection).run_id).config.model_dump(mode="json")
     except StoreError as error:
         raise StoreError(
             f"{error} It collected what is to be judged, and its run.json says with which environment."
         ) from error
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree, origin=f"the environment of {collection.uri}", recorded=True)
 
 
 def judged_rollouts(collection: Reference, config: EnvironmentConfig, store: str | None = None) -> list[Judged]:
@@ -289,19 +285,9 @@ def _stored(judged: Judged) -> Rollout:
         return judged.after
     if judged.outcome == "unrewarded":
         return judged.before
-    failed = FailureKind.DATA, "not_rebuilt", str(NotRebuilt(judged.reason, judged.detail))
     if judged.failure is not None:
-        failed = judged.failure, judged.reason, judged.detail
-    return replace(
-        judged.before,
-        status=Status.FAILED,
-        reward=None,
-        reward_components={},
-        finish_reason="",
-        failure_kind=failed[0],
-        failure_code=failed[1],
-        failure_detail=failed[2],
-    )
+        return failed_rollout(judged.before, judged.failure, judged.reason, judged.detail)
+    return failed_rollout(judged.before, FailureKind.DATA, "not_rebuilt", f"{judged.reason}: {judged.detail}")
 
 
 def _refuse_other_judge(version: Reference, config: EnvironmentConfig) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse import __version__
-from roundhouse.config.loading import differences, digest_of_tree, parse_config
+from roundhouse.config.loading import config_digest, differences, digest_of_tree, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.renamed import translated
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.directories import take_over
-from roundhouse.store.location import Location, NotFound
+from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import MANIFEST, ModelFiles, Reference
 from roundhouse.store.stage import Stage, StageKind, read_manifest
 
@@ -161,6 +163,31 @@ def _identity(run: str) -> dict[str, Any]:
 
 
 IDENTITY = "run.json"
+
+
+def create_identity(
+    location: Location, config: RunConfig, parent: Parent | None, **more: Any
+) -> tuple[dict[str, Any], bool]:
+    """The identity of the run at `location`, and whether it was created here rather than before.
+
+    Args:
+        more: what is recorded besides, as JSON.
+    """
+    identity: dict[str, Any] = {
+        "run_id": config.run_id,
+        "uid": uuid.uuid4().hex[:12],
+        "created_at": time.time(),
+        "config": config.model_dump(mode="json"),
+        "config_digest": config_digest(config),
+        "code_version": code_version(),
+        "parent": None if parent is None else parent.model_dump(mode="json"),
+        **more,
+    }
+    try:
+        location.create(IDENTITY, (json.dumps(identity, indent=1) + "\n").encode())
+    except AlreadyExists:
+        return read_identity(location), False
+    return identity, True
 
 
 def read_identity(location: Location) -> dict[str, Any]:

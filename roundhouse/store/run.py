@@ -19,8 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +28,16 @@ from roundhouse.config.loading import changes_of_identity, config_digest, parse_
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.lease import fence_of
-from roundhouse.store.lineage import IDENTITY, Parent, code_version, parent_at, read_identity, refuse_unloadable
-from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.lineage import (
+    IDENTITY,
+    Parent,
+    code_version,
+    create_identity,
+    parent_at,
+    read_identity,
+    refuse_unloadable,
+)
+from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.stage import Attempt, Stage, StageKind, read_manifest
 
@@ -154,8 +160,12 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
         identity = read_identity(location)
         _refuse_existing(config, first_start)
     except NotFound:
-        identity, created = _create(location, config)
-        if not created:
+        parent = None
+        if config.resume.path is not None:
+            parent = parent_at(config.resume.path)
+            refuse_unloadable(parent, config)
+        identity, created = create_identity(location, config, parent)
+        if not created:  # a concurrent process did
             _refuse_existing(config, first_start)
     old = parse_config(identity["config"], origin="run.json", recorded=True)
     if changed := changes_of_identity(old, config):
@@ -178,28 +188,6 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
 def run_exists(store: str, run_id: str) -> bool:
     """Whether a run of that id was created."""
     return (Location(store) / f"runs/{run_id}").exists(IDENTITY)
-
-
-def _create(location: Location, config: RunConfig) -> tuple[dict[str, Any], bool]:
-    """The run's identity, and whether it was created here rather than by a concurrent process."""
-    parent = None
-    if config.resume.path is not None:
-        parent = parent_at(config.resume.path)
-        refuse_unloadable(parent, config)
-    identity: dict[str, Any] = {
-        "run_id": config.run_id,
-        "uid": uuid.uuid4().hex[:12],
-        "created_at": time.time(),
-        "config": config.model_dump(mode="json"),
-        "config_digest": config_digest(config),
-        "code_version": code_version(),
-        "parent": None if parent is None else parent.model_dump(mode="json"),
-    }
-    try:
-        location.create(IDENTITY, (json.dumps(identity, indent=1) + "\n").encode())
-    except AlreadyExists:
-        return read_identity(location), False
-    return identity, True
 
 
 def _opened(location: Location, config: RunConfig, identity: dict[str, Any]) -> Run:
