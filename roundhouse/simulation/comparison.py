@@ -19,7 +19,6 @@ from roundhouse.config.simulation import Scenario, parse_scenario
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.simulation.run import simulate
 from roundhouse.stages.report import iteration_manifests
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_table
 from roundhouse.trajectories.records import Status
@@ -134,11 +133,27 @@ def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
     Raises:
         StoreError: it has none.
     """
-    found = [
-        _iteration(run, iteration, manifests)
-        for iteration in range(since, run.config.iterations + 1)
-        if all(kind in (manifests := iteration_manifests(run, iteration)) for kind in NEEDED)
-    ]
+    found = []
+    for iteration in range(since, run.config.iterations + 1):
+        manifests = iteration_manifests(run, iteration)
+        if any(kind not in manifests for kind in NEEDED):
+            continue
+        collect = run.stage(iteration, StageKind.COLLECT).reference()
+        assert collect is not None, "it is among the manifests"
+        rows = read_table(collect, "rollouts").select(["status", "seconds"]).to_pylist()
+        lasted = {kind: manifest.finished_at - manifest.started_at for kind, manifest in manifests.items()}
+        wall = manifests[StageKind.REPORT].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
+        rollouts = [row["seconds"] for row in rows if row["status"] != Status.FAILED]
+        generating = makespan(rollouts, _slots(run) * run.config.generation.replicas)
+        found.append(
+            RecordedIteration(
+                wall=wall,
+                refit=lasted[StageKind.REFIT],
+                training=max(0.0, wall - lasted[StageKind.REFIT] - generating),
+                rollouts=rollouts,
+                failed=len(rows) - len(rollouts),
+            )
+        )
     if not found:
         raise StoreError(
             f"{run.location.uri} has no reported iteration: there is nothing to draw durations from. Let the run finish one, "
@@ -178,23 +193,6 @@ def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
         "trainer": {"seconds": _measured([iteration.training for iteration in iterations]), "gpus": 1},
         "faults": {"rollout": failed / (failed + count), "attempts": 1},
     }
-
-
-def _iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) -> RecordedIteration:
-    collect = run.stage(iteration, StageKind.COLLECT).reference()
-    assert collect is not None, "it is among the manifests"
-    rows = read_table(collect, "rollouts").select(["status", "seconds"]).to_pylist()
-    lasted = {kind: manifest.finished_at - manifest.started_at for kind, manifest in manifests.items()}
-    wall = manifests[StageKind.REPORT].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
-    rollouts = [row["seconds"] for row in rows if row["status"] != Status.FAILED]
-    generating = makespan(rollouts, _slots(run) * run.config.generation.replicas)
-    return RecordedIteration(
-        wall=wall,
-        refit=lasted[StageKind.REFIT],
-        training=max(0.0, wall - lasted[StageKind.REFIT] - generating),
-        rollouts=rollouts,
-        failed=sum(row["status"] == Status.FAILED for row in rows),
-    )
 
 
 def makespan(seconds: list[float], slots: int) -> float:

@@ -164,14 +164,14 @@ class Simulation:
             self._tell(happened.RolloutFinished(*key, slot.attempt))
         return [name]
 
-    def _on_trained(self) -> list[str]:
-        self._tell(happened.TrainingFinished(self.controller.version + 1))
+    def _on_training_ended(self, failed: bool) -> list[str]:
+        version = self.controller.version + 1
+        if failed:
+            self._tell(happened.TrainingFailed(version, "planted"))
+            return []
+        self._tell(happened.TrainingFinished(version))
         self.outcome.ended_at.append(self.now)
         return list(self.replicas)
-
-    def _on_training_failed(self) -> list[str]:
-        self._tell(happened.TrainingFailed(self.controller.version + 1, "planted"))
-        return []
 
     def _on_transferred(self, name: str, life: int, version: int) -> list[str] | None:
         replica = self.replicas.get(name)
@@ -223,29 +223,27 @@ class Simulation:
             self._fill(name)
 
     def _start_training(self) -> None:
+        """Start the training that the controller decides on; its batch is whole and within the bound."""
         train = self.controller.training()
         if train is None:
             return
         self._tell(happened.TrainingStarted(train.iteration, train.groups))
         seconds = next(self._train)
         self.outcome.trainer_busy_seconds += seconds
-        if next(self._faults) < self.scenario.faults.training:
-            self._later(seconds, self._on_training_failed)
+        failed = next(self._faults) < self.scenario.faults.training
+        self._later(seconds, self._on_training_ended, failed)
+        if failed:
             return
-        self._later(seconds, self._on_trained)
-        self._check_batch(train.iteration, train.groups)
-
-    def _check_batch(self, iteration: int, groups: tuple[int, ...]) -> None:
-        scenario = self.scenario
-        keys = [(position, sample) for position in groups for sample in range(scenario.group_size)]
+        scenario, iteration = self.scenario, train.iteration
+        keys = [(position, sample) for position in train.groups for sample in range(scenario.group_size)]
         ages = Counter(iteration - 1 - self._finished.pop(key) for key in keys if key in self._finished)
         if ages and not 0 <= min(ages) <= max(ages) <= scenario.asynchrony.staleness:
             raise DataError(
                 f"Iteration {iteration} would train on ages {dict(ages)}, over {scenario.asynchrony.staleness}."
             )
-        failed = sum(len(self.controller.pool.groups[position].failed) for position in groups)
-        if ages.total() + failed != len(keys):
-            raise DataError(f"The batch of iteration {iteration} has {ages.total()} rollouts and {failed} failed ones.")
+        lost = sum(len(self.controller.pool.groups[position].failed) for position in train.groups)
+        if ages.total() + lost != len(keys):
+            raise DataError(f"The batch of iteration {iteration} has {ages.total()} rollouts and {lost} failed ones.")
         self.outcome.ages += ages
 
     def _fill(self, name: str) -> None:

@@ -182,7 +182,13 @@ def _slowness(iterations: Sequence[Sequence[Row]], config: RunConfig) -> list[Sy
                 "put environment and engine on one node (same rack at least, never across sites); more replicas of the server",
             )
         ]
-    flying = statistics.fmean(_in_flight(each) for each in iterations if each)
+    flying_in = []
+    for each in filter(None, iterations):  # from the first rollout's beginning to the last one's end
+        busy = sum(row["seconds"] for row in each)
+        ended = max(row["started_at"] + row["seconds"] for row in each)
+        window = ended - min(row["started_at"] for row in each)
+        flying_in.append(busy / window if window > 0 else float(len(each)))
+    flying = statistics.fmean(flying_in)
     slots = min(config.rollout.concurrency or len(rows), max(map(len, iterations)))
     if flying >= SLOW_SHARE * slots:
         return []
@@ -196,10 +202,3 @@ def _slowness(iterations: Sequence[Sequence[Row]], config: RunConfig) -> list[Sy
             "collect ahead (asynchrony.staleness: 1), more groups an iteration, or a lower rollout.max_tokens",
         )
     ]
-
-
-def _in_flight(rows: Sequence[Row]) -> float:
-    """Mean rollouts in flight between the first one's beginning and the last one's end."""
-    begin = min(row["started_at"] for row in rows)
-    end = max(row["started_at"] + row["seconds"] for row in rows)
-    return sum(row["seconds"] for row in rows) / (end - begin) if end > begin else float(len(rows))

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from roundhouse.cli.training import app
 from roundhouse.collection.asynchronous.controller import replay
+from roundhouse.collection.asynchronous.events import TrainingStarted
 from roundhouse.config.simulation import EngineScenario, Scenario, parse_scenario
 from roundhouse.errors import ConfigError
 from roundhouse.simulation.comparison import compare, makespan, variants
@@ -104,15 +105,8 @@ def test_under_faults_the_bound_holds_and_every_rollout_is_trained_on_or_on_reco
 
 def test_long_rollouts_are_trained_on_as_often_as_short_ones():
     """A trainer that took what is ready first would see the long ones too seldom, or late."""
-    plan = scenario("batch-async", 3, iterations=40)
-    simulation = Simulation(plan)
-    trained: dict[int, list[int]] = {}
-    step = simulation._check_batch
-    simulation._check_batch = lambda iteration, groups: (
-        trained.setdefault(iteration, list(groups)),
-        step(iteration, groups),
-    )
-    simulation.run()
+    journal = simulate(scenario("batch-async", 3, iterations=40), keep_journal=True).journal
+    trained = {each.iteration: list(each.groups) for each in journal if isinstance(each, TrainingStarted)}
     assert trained == {k: list(range(8 * (k - 1), 8 * k)) for k in range(1, 41)}
 
 
