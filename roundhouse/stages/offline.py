@@ -366,18 +366,13 @@ def batch_at(groups: Sequence[Sequence[str]], size: int, seed: int, position: in
     """
     count = batches_of_an_epoch([len(own) for own in groups], size)
     epoch, number = divmod(position, count)
-    dataset, own = _epoch(groups, size, seed, epoch)[number]
-    return OfflineBatch(epoch + 1, number + 1, dataset, own)
-
-
-def _epoch(groups: Sequence[Sequence[str]], size: int, seed: int, epoch: int) -> list[tuple[int, tuple[str, ...]]]:
     shuffle = random.Random(derive_seed(seed, "offline epoch", epoch))
     batches = []
     for index, own in enumerate(groups):
         order = list(own)
         shuffle.shuffle(order)
-        count = -(-len(order) // size)
-        bounds = [round(part * len(order) / count) for part in range(count + 1)] if count else []
-        batches += [(index, tuple(order[bounds[part] : bounds[part + 1]])) for part in range(count)]
+        parts = -(-len(order) // size)
+        bounds = [round(part * len(order) / parts) for part in range(parts + 1)] if parts else []
+        batches += [(index, tuple(order[bounds[part] : bounds[part + 1]])) for part in range(parts)]
     shuffle.shuffle(batches)
-    return batches
+    return OfflineBatch(epoch + 1, number + 1, *batches[number])

@@ -104,7 +104,7 @@ def answer_to(run: Run, version: int) -> ApprovalDecision | None:
 
 
 def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | None = None) -> ApprovalDecision:
-    """ApprovalDecision the question about a version, and promote it where the answer is yes; the answer that counts.
+    """Answer the question about a version, and promote it where the answer is yes; the answer that counts.
 
     Raises:
         StoreError: there is no question about that version.

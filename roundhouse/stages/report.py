@@ -151,6 +151,9 @@ def summarize(run: Run) -> dict[str, Any]:
         k: _evaluation(k, manifests) for k, manifests in by_iteration.items() if StageKind.EVALUATE in manifests
     }
     trained = [k for k, manifests in by_iteration.items() if StageKind.TRAIN in manifests]
+    validated = [
+        manifests[StageKind.VALIDATE].counts for manifests in by_iteration.values() if StageKind.VALIDATE in manifests
+    ]
     finished = max((m.finished_at for manifests in by_iteration.values() for m in manifests.values()), default=None)
     return {
         "run_id": run.run_id,
@@ -175,7 +178,12 @@ def summarize(run: Run) -> dict[str, Any]:
         "skipped": [k for k in trained if "train/skipped" in by_iteration[k][StageKind.TRAIN].metrics],
         "wall_seconds": 0.0 if finished is None else finished - run.created_at,
         "seconds_before_first_stage": _start_seconds(run, by_iteration.values()),
-        "stage_seconds": _stage_totals(by_iteration.values()),
+        "stage_seconds": {
+            kind: round(
+                sum(stage_seconds(manifests[kind]) for manifests in by_iteration.values() if kind in manifests), 3
+            )
+            for kind in dict.fromkeys(kind for manifests in by_iteration.values() for kind in manifests)
+        },
         "overhead_seconds_per_iteration": _median_overhead(by_iteration.values()),
         "mismatch": {
             "max_abs_log_prob_difference": max(
@@ -183,7 +191,7 @@ def summarize(run: Run) -> dict[str, Any]:
                 default=None,
             )
         },
-        "ledger": _ledger_total(by_iteration.values()),
+        "ledger": {name: sum(counts.get(name, 0) for counts in validated) for name in LEDGER},
         "latest_checkpoint": None if latest is None else latest.uri,
     }
 
@@ -238,14 +246,6 @@ def _policy_details(run: Run) -> dict[str, Any]:
     return {} if policy is None else read_manifest(policy).details
 
 
-def _stage_totals(iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for manifests in iterations:
-        for kind, manifest in manifests.items():
-            totals[kind] = totals.get(kind, 0.0) + stage_seconds(manifest)
-    return {kind: round(seconds, 3) for kind, seconds in totals.items()}
-
-
 def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, float]:
     """Median over the iterations, of each stage and in all."""
     values: dict[str, list[float]] = {}
@@ -255,15 +255,6 @@ def _median_overhead(iterations: Iterable[dict[str, Manifest]]) -> dict[str, flo
                 if name.startswith(("overhead/", "time/")):
                     values.setdefault(name, []).append(value)
     return {name: round(statistics.median(found), 3) for name, found in values.items()}
-
-
-def _ledger_total(iterations: Iterable[dict[str, Manifest]]) -> dict[str, int]:
-    totals = dict.fromkeys(LEDGER, 0)
-    for manifests in iterations:
-        if StageKind.VALIDATE in manifests:
-            for name in LEDGER:
-                totals[name] += manifests[StageKind.VALIDATE].counts.get(name, 0)
-    return totals
 
 
 class AlertWatch:

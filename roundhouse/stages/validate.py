@@ -202,6 +202,8 @@ def _validated(
     )
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
+    # Under `on_break` truncate and split no quarantine row has them
+    told = {name: str(found[0]) for name, found in itertools.islice(result.breaks.items(), BREAKS_TOLD)}
     refused = _refuse_too_few(result, config, f"iteration {stage.iteration}", stage.location.uri)
     return attempt.commit(
         inputs=inputs,
@@ -219,19 +221,14 @@ def _validated(
             **break_metrics("validate/forks", result.forks),
             **rollout_waste(collected, result.quarantine),
         },
-        details={"reasons": result.reasons, "failures": result.ledger.failures, **_breaks_told(result.breaks)}
+        details={"reasons": result.reasons, "failures": result.ledger.failures}
+        | ({"token_breaks": told} if told else {})
         | details,
     )
 
 
 BREAKS_TOLD = 20
 """Breaks that the manifest holds word for word; all of them are counted."""
-
-
-def _breaks_told(breaks: dict[str, list[TokenBreak]]) -> dict[str, Any]:
-    """The first breaks by rollout, for the manifest: under `on_break` truncate and split no quarantine row has them."""
-    told = {name: str(found[0]) for name, found in itertools.islice(breaks.items(), BREAKS_TOLD)}
-    return {"token_breaks": told} if told else {}
 
 
 def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str) -> int:
@@ -291,10 +288,16 @@ class DecodedText:
                 f"{directory} has no tokenizer.json, so text cannot be proved. Set validation.check_text to false."
             )
         self._tokenizer = Tokenizer.from_file(str(file))
-        named = [name for name in _special_names(directory) if self._tokenizer.token_to_id(name) is not None]
-        self._tokenizer.add_special_tokens(named)
+        config = _json(directory / "tokenizer_config.json")
+        # Tokens that transformers makes special, too, when it loads the tokenizer
+        listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+        tokens = [config.get(f"{role}_token") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+        tokens += listed if isinstance(listed, list) else list(listed.values())
+        names = {str(token["content"] if isinstance(token, dict) else token) for token in tokens if token}
+        known_names = [name for name in names if self._tokenizer.token_to_id(name) is not None]
+        self._tokenizer.add_special_tokens(known_names)
         ids: set[int] = set()
-        token = _json(directory / "tokenizer_config.json").get("eos_token")
+        token = config.get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token
         if name is not None and (known := self._tokenizer.token_to_id(name)) is not None:
             ids.add(known)
@@ -365,15 +368,6 @@ def _arguments(text: str) -> str:
 
 def _short(said: Said | None) -> str:
     return "nothing" if said is None else f"{said[0]} {said[1]!r}"[:200]
-
-
-def _special_names(directory: Path) -> set[str]:
-    """Tokens that tokenizer_config.json makes special, as transformers does when it loads the tokenizer."""
-    config = _json(directory / "tokenizer_config.json")
-    listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    tokens = [config.get(f"{role}_token") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-    tokens += listed if isinstance(listed, list) else list(listed.values())
-    return {str(token["content"] if isinstance(token, dict) else token) for token in tokens if token}
 
 
 def _json(file: Path) -> dict[str, Any]:
