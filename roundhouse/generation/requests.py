@@ -54,26 +54,11 @@ class UnknownModel(BadRequest):
     code = "model_not_found"
 
 
-READ = frozenset(
-    {
-        "model",
-        "messages",
-        "tools",
-        "temperature",
-        "top_p",
-        "top_k",
-        "seed",
-        "max_tokens",
-        "max_completion_tokens",
-        "chat_template_kwargs",
-        "reasoning_effort",
-        "required_prefix_token_ids",
-        "parallel_tool_calls",
-        "logprobs",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-    }
-)
+READ = frozenset({
+    "model", "messages", "tools", "temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens",
+    "chat_template_kwargs", "reasoning_effort", "required_prefix_token_ids", "parallel_tool_calls", "logprobs",
+    "return_token_ids", "return_tokens_as_token_ids",
+})  # fmt: skip
 """Fields that are honoured. The last two ask for token IDs, which every answer carries in its message."""
 
 DESCRIPTIVE = frozenset(
@@ -319,37 +304,12 @@ RESPONSES_FIELDS: dict[str, tuple[type, ...]] = {
 
 _NEVER_NULL = frozenset({"input", "parallel_tool_calls", "tool_choice", "tools"})
 
-CHAT_FIELDS = frozenset(
-    {
-        "messages",
-        "model",
-        "audio",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "metadata",
-        "modalities",
-        "n",
-        "parallel_tool_calls",
-        "prediction",
-        "presence_penalty",
-        "reasoning_effort",
-        "response_format",
-        "seed",
-        "service_tier",
-        "stop",
-        "store",
-        "temperature",
-        "tool_choice",
-        "tools",
-        "top_logprobs",
-        "top_p",
-        "user",
-        "web_search_options",
-    }
-)
+CHAT_FIELDS = frozenset({
+    "messages", "model", "audio", "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens",
+    "metadata", "modalities", "n", "parallel_tool_calls", "prediction", "presence_penalty", "reasoning_effort",
+    "response_format", "seed", "service_tier", "stop", "store", "temperature", "tool_choice", "tools", "top_logprobs",
+    "top_p", "user", "web_search_options",
+})  # fmt: skip
 """What `/v1/chat/completions` passes on; other fields are ignored."""
 
 _TYPE_NAMES = {
