@@ -152,8 +152,14 @@ def inside(root: str, name: str) -> Path:
 
 def tree(root: str) -> list[str]:
     """Names of all files below, relative, sorted. Links to directories are not followed."""
+
+    def raised(error: OSError) -> None:
+        # A directory that went while its parent was listed holds nothing; one that cannot be read is an error
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     found = []
-    for folder, _, names in os.walk(root, onerror=_raised):
+    for folder, _, names in os.walk(root, onerror=raised):
         relative = os.path.relpath(folder, root)
         found += [name if relative == "." else f"{relative}/{name}" for name in names]
     return sorted(found)
@@ -163,12 +169,6 @@ def delete_tree(root: str) -> None:
     """Delete a directory with everything below; nothing happens when it is not there."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(root)
-
-
-def _raised(error: OSError) -> None:
-    """A directory that went while its parent was listed holds nothing; one that cannot be read is an error."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def _write_temporary(target: Path, data: bytes) -> Path:

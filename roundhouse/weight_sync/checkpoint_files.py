@@ -134,10 +134,23 @@ class CheckpointCache:
         if Location(reference.uri).is_local:
             return local_directory(reference, scratch)
         key, size = content_key(manifest.model_files.named()), sum(file.size for file in manifest.files)
+
+        def fill(partial: Path) -> None:
+            files, source = manifest.model_files.by_name(), Location(reference.uri)
+            for parent in {(partial / name).parent for name in files}:
+                parent.mkdir(parents=True, exist_ok=True)
+            source = source / manifest.directory if manifest.directory else source
+            download(source, {name: file.size for name, file in files.items()}, partial)
+            for name, file in files.items():
+                if file_digest(partial / name) != file.sha256:
+                    raise StoreError(
+                        f"{reference.uri}/{file.path} is damaged: it is not what its manifest says. Restore it."
+                    )
+
         try:
             cache = self._cache()
             if (entry := cache.held(key)) is None:
-                entry = cache.entry(key, lambda partial: _fetch(reference, manifest, partial))
+                entry = cache.entry(key, fill)
                 self.fetched_bytes += size
         except OSError as error:
             logger.warning("The node's cache of checkpoints cannot be used, and is done without: %s", error)
@@ -172,17 +185,6 @@ class CheckpointCache:
 def content_key(files: Iterable[FileEntry]) -> str:
     lines = sorted(f"{file.sha256} {file.path}" for file in files)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-def _fetch(reference: Reference, manifest: Manifest, partial: Path) -> None:
-    files, source = manifest.model_files.by_name(), Location(reference.uri)
-    for parent in {(partial / name).parent for name in files}:
-        parent.mkdir(parents=True, exist_ok=True)
-    source = source / manifest.directory if manifest.directory else source
-    download(source, {name: file.size for name, file in files.items()}, partial)
-    for name, file in files.items():
-        if file_digest(partial / name) != file.sha256:
-            raise StoreError(f"{reference.uri}/{file.path} is damaged: it is not what its manifest says. Restore it.")
 
 
 def download(source: Location, sizes: Mapping[str, int], directory: Path, threads: int = DOWNLOAD_THREADS) -> None:

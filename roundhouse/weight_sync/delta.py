@@ -155,7 +155,15 @@ def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1, sid
         )
         for file in map(TensorFile, weight_files(new))
     ]
-    beside = list(_side_files(base, new, writer)) if side_files else []
+    beside = []
+    for path in sorted(new.iterdir()) if side_files else ():
+        if not path.is_file() or _NOT_COPIED.fullmatch(path.name):
+            continue
+        data, old = path.read_bytes(), base / path.name
+        digest = hashlib.sha256(data).hexdigest()
+        kept = old.is_file() and hashlib.sha256(old.read_bytes()).hexdigest() == digest
+        pieces = None if kept else [writer.add(Codec.WHOLE, len(data), encode_whole(_bytes(data)))]
+        beside.append(SideFile(name=path.name, sha256=digest, pieces=pieces))
     delta = Delta(weights=weights, side_files=beside, parts=writer.close())
     place.create(DELTA, delta.model_dump_json().encode())
     return delta
@@ -213,16 +221,6 @@ def _tensor_delta(tensor: Tensor, old: Tensor | None, writer: _Parts, threads: i
         after=_digest(tensor.data),
         pieces=pieces,
     )
-
-
-def _side_files(base: Path, new: Path, writer: _Parts) -> Iterator[SideFile]:
-    for path in sorted(path for path in new.iterdir() if path.is_file() and not _NOT_COPIED.fullmatch(path.name)):
-        data = path.read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        old = base / path.name
-        kept = old.is_file() and hashlib.sha256(old.read_bytes()).hexdigest() == digest
-        pieces = None if kept else [writer.add(Codec.WHOLE, len(data), encode_whole(_bytes(data)))]
-        yield SideFile(name=path.name, sha256=digest, pieces=pieces)
 
 
 class _Parts:

@@ -302,6 +302,8 @@ class TensorWriter:
         Args:
             headers: in the order of the tensors.
         """
+        import torch
+
         path, whole, size = self._directory / name, hashlib.sha256(), 0
         with path.open("wb") as stream:
 
@@ -316,7 +318,8 @@ class TensorWriter:
                 if header_of(came, tensor) != header:
                     raise ValueError(f"{came} came where {header} was announced.")
                 own = hashlib.sha256()
-                data = _bytes_of(tensor)
+                flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                data = memoryview(flat.numpy())  # type: ignore[arg-type]
                 for begin in range(0, len(data), _CHUNK_BYTES):
                     chunk = data[begin : begin + _CHUNK_BYTES]
                     put(chunk)
@@ -429,10 +432,3 @@ def _header_bytes(headers: Sequence[TensorHeader]) -> bytes:
 
 def _dtype(header: TensorHeader) -> str:
     return str(header.dtype).removeprefix("torch.")
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
