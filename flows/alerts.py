@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,7 @@ def install(webhook: str | None = None, suspend: Collection[str] = ()) -> list[A
     able = [kind.name for kind in ALERTS if kind.can_suspend]
     if unknown := set(suspend) - set(able):
         raise ConfigError(f"--suspend {', '.join(sorted(unknown))}: a run can be suspended on {', '.join(able)}.")
-    block = _save_block(webhook) if webhook is not None else _block()
+    block = _block(webhook)
     with get_client(sync_client=True) as client:
         there = {found.name: found for found in _read(client)}
         for kind in ALERTS:
@@ -168,16 +169,13 @@ def _actions(kind: AlertKind, block: Any, suspend: bool) -> list[Any]:
     return actions or [DoNothing()]
 
 
-def _save_block(url: str) -> Any:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--webhook {url!r} is no http:// or https:// URL.")
-    headers: Any = {"Content-Type": "application/json"}
-    return Webhook(url=url, headers=headers).save(BLOCK, overwrite=True)  # type: ignore[arg-type]
-
-
-def _block() -> Any | None:
-    """The block of an earlier install; None where no webhook was ever given."""
-    try:
-        return Webhook.load(BLOCK)._block_document_id  # type: ignore[union-attr]
-    except ValueError:
+def _block(webhook: str | None) -> Any | None:
+    """The block that sends to this URL, or without one that of an earlier install; None where no webhook was ever given."""
+    if webhook is None:
+        with suppress(ValueError):
+            return Webhook.load(BLOCK)._block_document_id  # type: ignore[union-attr]
         return None
+    if not webhook.startswith(("http://", "https://")):
+        raise ConfigError(f"--webhook {webhook!r} is no http:// or https:// URL.")
+    headers: Any = {"Content-Type": "application/json"}
+    return Webhook(url=webhook, headers=headers).save(BLOCK, overwrite=True)  # type: ignore[arg-type]

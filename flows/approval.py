@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
@@ -111,7 +111,11 @@ def carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
         tell_mlflow(run, version)
     try:
         with get_client(sync_client=True) as client:
-            for other in _flow_runs(client, run, version):
+            waiting = {  # they stand for the question, and have nothing to wait for any more
+                "tags": {"all_": [_tag(run, version)]},
+                "state": {"type": {"any_": [StateType.PAUSED.value, StateType.SCHEDULED.value]}},
+            }
+            for other in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(waiting)):
                 client.set_flow_run_state(other.id, Cancelled(message=f"Version {version} was {given}"), force=True)
             if not open_questions(run):
                 let_go_on(client, run.run_id, WAITS)
@@ -130,15 +134,6 @@ def _asked(run: Run, version: int) -> ApprovalDecision:
     form = Approval.with_initial_data(description=description)
     given = suspend_flow_run(wait_for_input=form, key="decision", timeout=PAUSE_SECONDS)
     return answer(run, version, given.decision == "approve", given.comment, by=given.name or "a person in Prefect")
-
-
-def _flow_runs(client: SyncPrefectClient, run: Run, version: int) -> list[FlowRun]:
-    """Flow runs that stand for the question and have nothing to wait for any more."""
-    wanted = {
-        "tags": {"all_": [_tag(run, version)]},
-        "state": {"type": {"any_": [StateType.PAUSED.value, StateType.SCHEDULED.value]}},
-    }
-    return client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted))
 
 
 def _tag(run: Run, version: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -164,7 +163,10 @@ class RunForm(Form):
     def resolve(self, state: str | None = None) -> RunConfig:
         """The run's own configuration, with the form's changes."""
         tree = load_run(self.store, self.run_id).config.model_dump(mode="json") | {"store": self.store}
-        return _at(_changed(tree | {"resume": {"mode": "auto"}}, self.changes(), self.run_id), state)
+        tree["resume"] = {"mode": "auto"}
+        for override in self.changes():
+            apply_override(tree, override)
+        return _at(parse_config(tree, origin=f"run {self.run_id}"), state)
 
 
 class EvaluateForm(RunForm):
@@ -355,9 +357,3 @@ def _at(config: RunConfig, state: str | None) -> RunConfig:
     if state is None or not isinstance(config.infra, LocalInfra):
         return config
     return config.model_copy(update={"infra": config.infra.model_copy(update={"state": state})})
-
-
-def _changed(tree: dict[str, Any], overrides: Sequence[str], run_id: str) -> RunConfig:
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree, origin=f"run {run_id}")

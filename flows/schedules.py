@@ -6,7 +6,6 @@ retry of either make the same version of the dataset, or find it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -55,8 +54,10 @@ def add_schedule(form: CollectForm, cron: str, timezone: str = "UTC") -> Schedul
     try:
         schedule = CronSchedule(cron=cron, timezone=timezone)
     except ValueError as error:
+        lines = str(error).splitlines()
+        said = lines[2].strip() if len(lines) > 2 else error  # pydantic says in the third what is wrong
         raise ConfigError(
-            f"--cron {cron!r} --timezone {timezone!r}: {_first_line(error)} Five fields are wanted, such as '0 2 * * *' for "
+            f"--cron {cron!r} --timezone {timezone!r}: {said} Five fields are wanted, such as '0 2 * * *' for "
             "two o'clock every night, and a time zone such as Europe/Berlin."
         ) from error
     with get_client(sync_client=True) as client:
@@ -163,17 +164,9 @@ def _named(name: str) -> Scheduled:
 
 
 def _deployment(client: SyncPrefectClient) -> Any:
-    return _answered(lambda: client.read_deployment_by_name(DEPLOYMENT))
-
-
-def _answered(call: Callable[[], Any]) -> Any:
     try:
-        return call()
+        return client.read_deployment_by_name(DEPLOYMENT)
     except ObjectNotFound as error:
         raise InfraError("The Prefect server has no deployment 'collect'. Start it with `roundhouse up`.") from error
     except PrefectHTTPStatusError as error:
         raise InfraError(f"The Prefect server refuses: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[2].strip() if len(str(error).splitlines()) > 2 else str(error)

@@ -23,7 +23,7 @@ import httpx
 
 from roundhouse.errors import InfraError
 from roundhouse.http.ports import LOOPBACK, HttpThread
-from roundhouse.infra.services import Services, status
+from roundhouse.infra.services import status
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="of the health page")
     parser.add_argument("--limit", type=int, default=1, help="flow runs at a time")
     given = parser.parse_args()
-    services = _with_prefect(given.state)
+    deadline = time.monotonic() + SERVER_SECONDS
+    while not (services := status(given.state)).is_ready("prefect"):
+        if time.monotonic() > deadline:
+            raise InfraError(
+                f"The Prefect server of {given.state} is not ready after {SERVER_SECONDS:.0f} s. Its log: logs/prefect.log."
+            )
+        time.sleep(0.2)
     # Prefect reads its settings when it is first imported, which must be after this.
     os.environ.update(services.environment())
     os.environ["ROUNDHOUSE_STATE"] = str(given.state.resolve().parent)
@@ -86,17 +92,6 @@ async def _keep_suspensions(served: Sequence[UUID]) -> None:
         except (httpx.HTTPError, PrefectHTTPStatusError) as error:
             log.warning("Prefect does not list its suspended flow runs, and is asked again: %s", error)
         await asyncio.sleep(SUSPENSIONS_SECONDS)
-
-
-def _with_prefect(state: Path) -> Services:
-    deadline = time.monotonic() + SERVER_SECONDS
-    while not (services := status(state)).is_ready("prefect"):
-        if time.monotonic() > deadline:
-            raise InfraError(
-                f"The Prefect server of {state} is not ready after {SERVER_SECONDS:.0f} s. Its log: logs/prefect.log."
-            )
-        time.sleep(0.2)
-    return services
 
 
 if __name__ == "__main__":

@@ -140,8 +140,10 @@ def _schedules(
     wanted = {FROM_FILE + each.slug: each for each in entry.schedules}
     for slug in sorted({*ours, *wanted}):
         old, new = ours.get(slug), wanted.get(slug)
-        if old is not None and new is not None and _is_same(old, new):
-            continue
+        if old is not None and new is not None:
+            here = (old.schedule, old.active, old.parameters or {})
+            if here == (_cron(new), new.active, new.parameters):
+                continue
         if not dry_run:
             if old is not None:
                 client.delete_deployment_schedule(deployment, old.id)
@@ -149,10 +151,6 @@ def _schedules(
                 _create_schedules(client, deployment, (new,))
         done = "removed" if new is None else f"{'changed' if old else 'created'}: {new.cron} ({new.timezone})"
         yield f"  schedule {slug.removeprefix(FROM_FILE)}: {done}"
-
-
-def _is_same(old: DeploymentSchedule, new: ScheduleEntry) -> bool:
-    return (old.schedule, old.active, old.parameters or {}) == (_cron(new), new.active, new.parameters)
 
 
 def _create_schedules(client: SyncPrefectClient, deployment: Any, schedules: tuple[ScheduleEntry, ...]) -> None:

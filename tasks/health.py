@@ -76,20 +76,16 @@ def tell(run: Run, alert: Alert, about: str, severity: Severity = Severity.WARNI
 
 
 def _emit(run: Run, error: ErrorInfo) -> None:
+    context = FlowRunContext.get()
+    flow_run = None if context is None else context.flow_run
+    own = {} if flow_run is None else {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
     emit_event(
         event=error.details.get("event") or f"roundhouse.failure.{error.details.get('code', 'reported')}",
         resource={"prefect.resource.id": f"roundhouse.run.{run.run_id}", "prefect.resource.name": run.run_id},
-        related=_flow_run(),
+        # The first flow run that an automation finds is the one that it would suspend
+        related=[own | {"prefect.resource.role": "flow-run"}] if own else [],
         payload=error.model_dump(mode="json", exclude={"exception_traceback"}),
     )
-
-
-def _flow_run() -> list[dict[str, str]]:
-    """The flow run that this is said in: the first that an automation finds, so the one that it would suspend."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return []
-    return [{"prefect.resource.id": f"prefect.flow-run.{context.flow_run.id}", "prefect.resource.role": "flow-run"}]
 
 
 def _tag(run: Run, error: ErrorInfo, health: Health) -> None:

@@ -85,7 +85,11 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     sent = _artifacts.submit(copy_context().run, _show_iteration, run, iteration, manifests)
     sent.add_done_callback(partial(_log_failure, iteration))
     if StageKind.EVALUATE in manifests and run.config.tracking.enabled:
-        _show_conversations(run, iteration)
+        evaluation = run.stage(iteration, StageKind.EVALUATE).reference()
+        assert evaluation is not None, "its manifest is among the iteration's"
+        rollouts = read_rollouts(evaluation)[: run.config.tracking.conversations]
+        text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
+        create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
     announce("iteration", iteration=iteration, metrics=stage.iteration_metrics(manifests))
     return reference
 
@@ -165,14 +169,6 @@ def _link(run: Run, tracker: Tracker) -> None:
         create_link_artifact(key=_key(run, "mlflow"), link=tracker.url, link_text=f"MLflow run of {run.run_id}")
         announce("tracking", url=tracker.url)
         _linked.add(run.uid)
-
-
-def _show_conversations(run: Run, iteration: int) -> None:
-    evaluation = run.stage(iteration, StageKind.EVALUATE).reference()
-    assert evaluation is not None, "its manifest is among the iteration's"
-    rollouts = read_rollouts(evaluation)[: run.config.tracking.conversations]
-    text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
-    create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
 
 
 def _summary_markdown(summary: dict[str, Any]) -> str:

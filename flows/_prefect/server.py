@@ -53,16 +53,16 @@ IN_PROCESS = "prefect-in-memory"
 
 def collect_garbage_elsewhere() -> None:
     """Have one thread collect all garbage of this process: nobody else waits for what it waits for."""
+
+    def collect() -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            full = [count > limit for count, limit in zip(gc.get_count(), gc.get_threshold(), strict=True)]
+            if any(full):
+                gc.collect(max(generation for generation, is_full in enumerate(full) if is_full))
+
     gc.disable()
-    threading.Thread(target=_collect, name="garbage", daemon=True).start()
-
-
-def _collect() -> None:
-    while True:
-        time.sleep(LOOK_SECONDS)
-        full = [count > limit for count, limit in zip(gc.get_count(), gc.get_threshold(), strict=True)]
-        if any(full):
-            gc.collect(max(generation for generation, is_full in enumerate(full) if is_full))
+    threading.Thread(target=collect, name="garbage", daemon=True).start()
 
 
 class AsksAgain:
