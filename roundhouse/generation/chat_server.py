@@ -41,7 +41,8 @@ class ChatServer:
         self.policy = policy
         self.codec = codec
         self.model = model
-        self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] = self._only_this
+        self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+        """Gives the status of every replica, where there may be others."""
         self._limited = BodyLimit(self._answer)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -67,7 +68,8 @@ class ChatServer:
             case "GET", "/rh/status":
                 await reply_json(send, 200, self.policy.status())
             case "GET", "/rh/replicas":
-                await reply_json(send, 200, {"replicas": await self.replicas()})
+                found = [self.policy.status()] if self.replicas is None else await self.replicas()
+                await reply_json(send, 200, {"replicas": found})
             case "GET", "/health":
                 status = self.policy.status()
                 report = {name: status[name] for name in ("ready", "error")}
@@ -200,9 +202,6 @@ class ChatServer:
         )
         for stage, what in zip(CallStage, said, strict=True):
             logger.debug("%s: %s", stage.value, what)
-
-    async def _only_this(self) -> list[dict[str, Any]]:
-        return [self.policy.status()]
 
 
 def token_list(tokens: list[int], max_model_len: int) -> dict[str, Any]:

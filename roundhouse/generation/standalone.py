@@ -106,8 +106,8 @@ class StandaloneEngine:
             logger.exception("the engine cannot be started")
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
             return
-        assert self._server is not None
-        await reply_json(send, 200, {"replicas": await self._server.replicas()})
+        assert self._policy is not None
+        await reply_json(send, 200, {"replicas": [self._policy.status()]})
 
     async def _bring(self, arguments: dict[str, Any], wanted: DesiredPolicy) -> None:
         async with self._changing:

@@ -111,11 +111,9 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
     tree = recorded_scenario(run, begin) | {"iterations": ITERATIONS}
     before = _simulated(tree)
     slope, slope_error = load_slope(run, numbers)
-    noise = (
-        statistics.stdev(each.wall for each in recorded)
-        / math.sqrt(len(recorded))
-        / statistics.fmean(each.wall for each in recorded)
-    )
+    walls = [each.wall for each in recorded]
+    seconds = statistics.fmean(walls)
+    noise = statistics.stdev(walls) / math.sqrt(len(walls)) / seconds
     python = min(1.0, statistics.fmean(_python_share(run, k) for k in numbers))
     notes = (
         [] if slope else ["the rows show no effect of load on a rollout's speed: more replicas only shorten its queue"]
@@ -130,7 +128,7 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
     return Diagnosis(
         run_id=run.run_id,
         iterations=len(recorded),
-        seconds=statistics.fmean(each.wall for each in recorded),
+        seconds=seconds,
         parts=mean,
         binds=max(mean, key=mean.__getitem__),
         simulated=before,
@@ -219,20 +217,18 @@ def _changes(
         )
     ahead = tree | {"asynchrony": {"mode": "batch-async", "staleness": 1}}
     found.append(("staleness", "asynchrony: {mode: batch-async, staleness: 1}", [ahead], 0.0))
-    for change, what, part in (
-        ("trainer ranks", "twice the ranks (train.service)", mean["train"]),
-        ("storage", "storage of twice the speed", mean["storage"]),
-    ):
-        found.append((change, what, [_shorter(tree, "trainer", "seconds", part * share / 2) for share in ends], 1.0))
-    refit = mean["refit"]
-    found[-1] = (
-        *found[-1][:2],
-        [
-            _shorter(each, "engine", "refit_seconds", refit * share / 2)
-            for each, share in zip(found[-1][2], ends, strict=True)
-        ],
-        1.0,
-    )
+    trained = [_shorter(tree, "trainer", "seconds", mean["train"] * share / 2) for share in ends]
+    found.append(("trainer ranks", "twice the ranks (train.service)", trained, 1.0))
+    stored = [
+        _shorter(
+            _shorter(tree, "trainer", "seconds", mean["storage"] * share / 2),
+            "engine",
+            "refit_seconds",
+            mean["refit"] * share / 2,
+        )
+        for share in ends
+    ]
+    found.append(("storage", "storage of twice the speed", stored, 1.0))
     if python > 0.05:
         scaled = [_engine(tree, replicas, slots, 1 - python * share / 2) for share in ends]
         found.append(("shards", f"twice the processes that collect ({python:.0%} of it is Python's)", scaled, 1.0))
