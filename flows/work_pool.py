@@ -42,7 +42,11 @@ def deploy(file: DeploymentsFile, template: JobTemplate, *, dry_run: bool = Fals
     """
     for entry in file.deployments:
         for schedule in entry.schedules:
-            _check_parameters(entry, schedule)
+            _cron(schedule)
+            try:  # now, not at two in the morning
+                entry.flow().validate_parameters(entry.parameters | schedule.parameters)
+            except ParameterTypeError as error:
+                raise ConfigError(f"deployments.{entry.name}, schedule {schedule.slug}: {error}") from error
     try:
         with get_client(sync_client=True) as client:
             if not dry_run:
@@ -81,7 +85,20 @@ def _pool(client: SyncPrefectClient, name: str, template: JobTemplate, dry_run: 
 
 def _deployment(client: SyncPrefectClient, entry: DeploymentEntry, dry_run: bool) -> Iterator[str]:
     flow = entry.flow()
-    wanted = _wanted(entry, flow)
+    wanted: dict[str, Any] = {
+        "entrypoint": entry.entrypoint,
+        "path": None,
+        "pull_steps": [],
+        "description": entry.description or flow.description,
+        "parameters": entry.parameters,
+        "tags": list(entry.tags),
+        "work_pool_name": entry.work_pool.name,
+        "work_queue_name": entry.work_pool.work_queue_name or "default",
+        "job_variables": entry.work_pool.job_variables,
+        "concurrency_limit": entry.concurrency_limit,
+        "parameter_openapi_schema": parameter_schema(flow).model_dump(exclude_unset=True),
+        "enforce_parameter_schema": True,
+    }
     try:
         there = client.read_deployment_by_name(f"{flow.name}/{entry.name}")
     except ObjectNotFound:
@@ -114,23 +131,6 @@ def _refuse_served(client: SyncPrefectClient, entry: DeploymentEntry) -> None:
                 f"Deployment {name} of {client.api_url} cannot be put on a work pool: {SERVED}. Name the cluster's server in "
                 "PREFECT_API_URL, or the deployment otherwise in prefect.yaml."
             )
-
-
-def _wanted(entry: DeploymentEntry, flow: Any) -> dict[str, Any]:
-    return {
-        "entrypoint": entry.entrypoint,
-        "path": None,
-        "pull_steps": [],
-        "description": entry.description or flow.description,
-        "parameters": entry.parameters,
-        "tags": list(entry.tags),
-        "work_pool_name": entry.work_pool.name,
-        "work_queue_name": entry.work_pool.work_queue_name or "default",
-        "job_variables": entry.work_pool.job_variables,
-        "concurrency_limit": entry.concurrency_limit,
-        "parameter_openapi_schema": parameter_schema(flow).model_dump(exclude_unset=True),
-        "enforce_parameter_schema": True,
-    }
 
 
 def _schedules(
@@ -172,12 +172,3 @@ def _cron(schedule: ScheduleEntry) -> CronSchedule:
             f"schedule {schedule.slug}: cron {schedule.cron!r}, timezone {schedule.timezone!r}: no schedule. Five fields are "
             "wanted, such as '0 2 * * *', and a time zone such as Europe/Berlin."
         ) from error
-
-
-def _check_parameters(entry: DeploymentEntry, schedule: ScheduleEntry) -> None:
-    """A schedule that lacks a parameter is told now, not at two in the morning."""
-    _cron(schedule)
-    try:
-        entry.flow().validate_parameters(entry.parameters | schedule.parameters)
-    except ParameterTypeError as error:
-        raise ConfigError(f"deployments.{entry.name}, schedule {schedule.slug}: {error}") from error
