@@ -13,7 +13,6 @@ Nothing of a run depends on which of the two it is.
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -36,8 +35,6 @@ from roundhouse.weight_sync.replica_state import (
     arguments_of,
     desired_state,
 )
-
-logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.03
 SERVE_STATUS_SECONDS = 0.3
@@ -78,8 +75,8 @@ def ensure_deployed(
         config: how to serve; a changed one replaces the replicas.
         model_dir: directory with config.json and tokenizer files, on every node. Weights in it are not read.
         serve: the cluster.
-        weights: directory or URI of the weights. None starts the engines without: they take no request until `refit`. On a
-            deployment that has weights already, None leaves them.
+        weights: directory or URI of the weights. None starts the engines without, and they take no request yet. On a deployment
+            that has weights already, None leaves them.
         version: policy version of the weights.
         options: how the weights come to a replica, and what becomes of its running generations.
         reserved: room for the trainer near the replica; another one replaces the replica.
@@ -99,40 +96,11 @@ def ensure_deployed(
     with _Serve(serve) as client:
         present = client.applications()
         current = present.get(serve_app.APPLICATION)
-        user_config = desired_state(version, weights, options, desired_in(current))
-        if weights is None and current is not None:
-            user_config = current["deployments"][0]["user_config"]
+        before = [] if current is None else [current["deployments"][0]["user_config"]]
+        user_config = before[0] if before and weights is None else desired_state(version, weights, options, before)
         application = wanted_application(config, model_dir, user_config, reserved)
         client.put_applications(present | {serve_app.APPLICATION: application}, config.start_timeout_seconds)
         return client.wait(application, config.start_timeout_seconds) if wait else []
-
-
-def refit(
-    config: GenerationConfig,
-    serve: ServeEndpoint,
-    *,
-    weights: str,
-    version: int,
-    options: RefitOptions = RefitOptions(),
-) -> list[ReplicaReport]:
-    """Bring all replicas of the running deployment to new weights, in place.
-
-    Raises:
-        DeploymentFailed: nothing is deployed, a replica refuses the weights, or not all of them answered with the new version
-            within `config.refit_timeout_seconds`.
-        ServeUnreachable: the dashboard does not answer.
-    """
-    with _Serve(serve) as client:
-        present = client.applications()
-        application = present.get(serve_app.APPLICATION)
-        if application is None:
-            raise DeploymentFailed(
-                "There is no policy deployment to refit. Call ensure_deployed first (`roundhouse up`)."
-            )
-        user_config = desired_state(version, weights, options, desired_in(application))
-        application["deployments"][0] |= {"user_config": user_config, **_pace(config)}
-        client.put_applications(present, config.refit_timeout_seconds)
-        return client.wait(application, config.refit_timeout_seconds)
 
 
 def replicas_at(client: httpx.Client) -> list[ReplicaReport]:
@@ -142,19 +110,6 @@ def replicas_at(client: httpx.Client) -> list[ReplicaReport]:
         return [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
     except (httpx.HTTPError, ValueError, KeyError):
         return []
-
-
-def remove(serve: ServeEndpoint) -> None:
-    """Take the policy down. Other applications of the cluster stay."""
-    with _Serve(serve) as client:
-        present = client.applications()
-        present.pop(serve_app.APPLICATION, None)
-        client.put_applications(present)
-
-
-def desired_in(application: dict[str, Any] | None) -> list[dict[str, Any] | None]:
-    """The desired states that an application has: none, or one."""
-    return [] if application is None else [application["deployments"][0]["user_config"]]
 
 
 def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
@@ -173,6 +128,8 @@ def wanted_application(
 ) -> dict[str, Any]:
     """The application as Serve's schema has it, with what is wanted of it."""
     near = None if reserved is None else asdict(reserved)
+    # Serve hands a change to a fifth of the replicas at a time, or to one, unless the transport needs all at once
+    pace = {"rolling_update_percentage": 1.0} if load_transport(config.weight_sync).all_replicas_at_once else {}
     return {
         "name": serve_app.APPLICATION,
         "route_prefix": "/",
@@ -183,15 +140,10 @@ def wanted_application(
                 "name": serve_app.DEPLOYMENT,
                 "num_replicas": config.replicas,
                 "user_config": user_config,
-                **_pace(config),
+                **pace,
             },
         ],
     }
-
-
-def _pace(config: GenerationConfig) -> dict[str, Any]:
-    """Serve hands a change to a fifth of the replicas at a time, or to one, unless the transport needs all at once."""
-    return {"rolling_update_percentage": 1.0} if load_transport(config.weight_sync).all_replicas_at_once else {}
 
 
 class _Serve:
@@ -231,9 +183,7 @@ class _Serve:
         found = self._call("GET")["applications"]
         return {name: each["deployed_app_config"] for name, each in found.items() if each.get("deployed_app_config")}
 
-    def put_applications(
-        self, applications: Mapping[str, dict[str, Any]], seconds: float = CALL_TIMEOUT_SECONDS
-    ) -> None:
+    def put_applications(self, applications: Mapping[str, dict[str, Any]], seconds: float) -> None:
         """Write the wanted state of all applications of the cluster; one that is left out is taken down.
 
         Args:

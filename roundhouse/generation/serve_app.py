@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
@@ -147,8 +146,6 @@ SERVED_MODEL = "policy"
 IMPORT_PATH = "roundhouse.generation.serve_app:build"
 FAILED_NOTE = "This was application "
 """Ends the error of a replica that could not start: Serve blames the wanted application for replicas of the one before, too."""
-
-logger = logging.getLogger(__name__)
 
 
 class PolicyReplica:

@@ -52,7 +52,6 @@ from roundhouse.trajectories.schemas import (
 
 METRICS = ("held_out_reward", "reward")
 """Mean reward of a version's evaluation, and of the collection that it made for the next iteration."""
-CAUSES = ("rows", "reward", "configuration", "weights", "engine", "code")
 RECOVERED = 0.5
 MAX_MISMATCH = 0.05
 """Nats a token between recorded and recomputed log-probabilities, in the mean, that rounding does not explain."""
@@ -87,7 +86,7 @@ class Bisection:
     """By version, as recorded."""
     fall: Fall | None = None
     cause: str = ""
-    """One of `CAUSES`; empty: no fall, or nothing that was tried explains it."""
+    """rows, reward, configuration, weights, engine or code; empty: no fall, or nothing that was tried explains it."""
     iteration: int | None = None
     detail: str = ""
     groups: list[str] = field(default_factory=list)

@@ -41,26 +41,32 @@ def config() -> GenerationConfig:
     )
 
 
-@pytest.fixture(scope="package")
-def deployed(
-    ray: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], tmp_path_factory
-) -> ServeEndpoint:
-    """Two replicas of vLLM, started from a directory without any weights, then refitted to version 1."""
-    bare = tmp_path_factory.mktemp("bare")
+@pytest.fixture(scope="session")
+def bare(policies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory without any weights, from which the shared deployment starts."""
+    directory = tmp_path_factory.mktemp("bare")
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        (bare / name).write_bytes((policies["first"] / name).read_bytes())
-    started = deployment.ensure_deployed(config, str(bare), ray)
+        (directory / name).write_bytes((policies["first"] / name).read_bytes())
+    return str(directory)
+
+
+@pytest.fixture(scope="package")
+def deployed(ray: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], bare: str) -> ServeEndpoint:
+    """Two replicas of vLLM, started without weights, then refitted to version 1."""
+    started = deployment.ensure_deployed(config, bare, ray)
     assert len(started) == 2
     assert not any(replica.ready for replica in started)
-    deployment.refit(config, ray, weights=str(policies["first"]), version=1)
+    deployment.RayServeEngine(ray).ensure(config, bare, str(policies["first"]), 1)
     return ray
 
 
 @pytest.fixture
-def refit(deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]) -> Callable[[str, int], list]:
+def refit(
+    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], bare: str
+) -> Callable[[str, int], list]:
     """Bring the shared deployment to a policy by name."""
 
     def to(name: str, version: int) -> list[ReplicaReport]:
-        return deployment.refit(config, deployed, weights=str(policies[name]), version=version)
+        return deployment.RayServeEngine(deployed).ensure(config, bare, str(policies[name]), version)
 
     return to

@@ -74,8 +74,9 @@ def test_vllm_serves_the_adapter_of_a_checkpoint_as_the_merged_model_says(tmp_pa
 
 
 def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_merged_weights(
-    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], tmp_path: Path
+    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], bare: str, tmp_path: Path
 ) -> None:
+    engine = deployment.RayServeEngine(deployed)
     optimizer = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
     lora = TrainConfig(lora=LoraConfig(rank=4), device="cpu", threads=1, optimizer=optimizer)
     trainer = Trainer.load(policies["first"], lora)
@@ -93,9 +94,7 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
         with published(run, checkpoint) as found:
             assert found.source is not None
             options = RefitOptions(found.digest, found.source.model_dump())
-            found = deployment.refit(
-                config, deployed, weights=checkpoint.uri, version=checkpoint.policy_version, options=options
-            )
+            found = engine.ensure(config, bare, checkpoint.uri, checkpoint.policy_version, options)
         require_agreement(found, config.dtype)
         return found
 
@@ -110,6 +109,6 @@ def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_mer
         for completion in replies(deployed, config, 4):
             assert completion.policy_version == checkpoint.policy_version
             assert_agrees(directory, completion)
-    read = deployment.refit(config, deployed, weights=str(directories[-1]), version=3)
+    read = engine.ensure(config, bare, str(directories[-1]), 3)
     assert {replica.transport for replica in read} == {"store"}
     require_agreement(read, config.dtype, proof_of(replicas))

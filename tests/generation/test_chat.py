@@ -34,7 +34,8 @@ def url(request: pytest.FixtureRequest) -> str:
     from roundhouse.generation import deployment
 
     serve, policies = request.getfixturevalue("deployed"), request.getfixturevalue("policies")
-    deployment.refit(request.getfixturevalue("config"), serve, weights=str(policies["first"]), version=1)
+    config, bare = request.getfixturevalue("config"), request.getfixturevalue("bare")
+    deployment.RayServeEngine(serve).ensure(config, bare, str(policies["first"]), 1)
     return serve.http_url
 
 

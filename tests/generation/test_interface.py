@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import flask
+import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -179,16 +180,21 @@ def test_a_model_computes_with_the_threads_that_it_is_given(policies, monkeypatc
     assert given == [7]
 
 
-@pytest.mark.parametrize(("key", "works"), [("start_timeout_seconds", "ensure"), ("refit_timeout_seconds", "refit")])
-def test_serve_has_as_long_as_the_configuration_says(key, works, policies, monkeypatch):
+def test_serve_has_as_long_to_start_as_the_configuration_says(policies, monkeypatch):
     serve = mock.MagicMock()
     monkeypatch.setattr(deployment, "_Serve", serve)
     client = serve.return_value.__enter__.return_value
     application = {"deployments": [{"user_config": {"policy_version": 0}}]}
     client.applications.return_value = {APPLICATION: application}
-    config, endpoint = GenerationConfig(**{key: 77}), mock.Mock(http_url="http://there:1")
-    if works == "ensure":
-        deployment.ensure_deployed(config, str(policies["first"]), endpoint, weights="/weights")
-    else:
-        deployment.refit(config, endpoint, weights="/weights", version=1)
+    config, endpoint = GenerationConfig(start_timeout_seconds=77), mock.Mock(http_url="http://there:1")
+    deployment.ensure_deployed(config, str(policies["first"]), endpoint, weights="/weights")
     assert client.put_applications.call_args.args[1] == client.wait.call_args.args[1] == 77
+
+
+def test_an_engine_has_as_long_to_refit_as_the_configuration_says(policies, monkeypatch):
+    client = mock.MagicMock()
+    client.return_value.__enter__.return_value.post.return_value = httpx.Response(200, json={"replicas": []})
+    monkeypatch.setattr(deployment, "_client", client)
+    config = GenerationConfig(start_timeout_seconds=100, refit_timeout_seconds=77)
+    deployment.ProcessEngine("http://there:1").ensure(config, str(policies["first"]), "/weights", 1)
+    assert client.return_value.__enter__.return_value.post.call_args.kwargs["timeout"] == 177

@@ -127,7 +127,7 @@ def test_a_refit_under_load_fails_no_request_and_mixes_no_versions(deployed, con
 
 
 def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_version(
-    deployed, config, policies, refit
+    deployed, config, policies, bare, refit
 ):
     """The keys and values of the tokens so far are computed anew, so the log-probabilities are the new weights'."""
     refit("first", 35)
@@ -144,7 +144,8 @@ def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_
         async with HttpPolicyClient(deployed.http_url, config) as policy:
             lanes = asyncio.gather(*map(lane, range(16)))
             weights, options = str(policies["second"]), RefitOptions(running="continue")
-            await asyncio.to_thread(deployment.refit, config, deployed, weights=weights, version=36, options=options)
+            engine = deployment.RayServeEngine(deployed)
+            await asyncio.to_thread(engine.ensure, config, bare, weights, 36, options)
             came.set()
             await lanes
         return answers
@@ -200,7 +201,7 @@ def test_the_end_of_turn_is_among_the_tokens_but_not_in_the_text(deployed, confi
 
 @pytest.mark.parametrize("fault", ["missing", "cut", "lacking", "another model", "digest"])
 def test_weights_that_cannot_be_had_fail_the_refit_in_words_and_nobody_answers(
-    deployed, config, policies, refit, tmp_path, fault
+    deployed, config, policies, bare, refit, tmp_path, fault
 ):
     refit("first", 50)
     broken, digest = tmp_path / "broken", None
@@ -216,7 +217,7 @@ def test_weights_that_cannot_be_had_fail_the_refit_in_words_and_nobody_answers(
         digest = "sha256:0"
     started = time.monotonic()
     with pytest.raises(DeploymentFailed, match="cannot be loaded"):
-        deployment.refit(config, deployed, weights=str(broken), version=51, options=RefitOptions(digest=digest))
+        deployment.RayServeEngine(deployed).ensure(config, bare, str(broken), 51, RefitOptions(digest=digest))
     assert time.monotonic() - started < 20
     wait_until_all_wait_for(deployed, 51)
     body = {"model": "policy", "messages": tiny.TOOL_MESSAGES, "max_tokens": 4}
@@ -246,29 +247,28 @@ def drop_one_tensor(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_weights_with_the_right_digest_are_taken(deployed, config, policies):
-    digest = digest_of(policies["second"])
-    found = deployment.refit(
-        config, deployed, weights=f"file://{policies['second']}", version=60, options=RefitOptions(digest=digest)
-    )
+def test_weights_with_the_right_digest_are_taken(deployed, config, policies, bare):
+    options = RefitOptions(digest=digest_of(policies["second"]))
+    found = deployment.RayServeEngine(deployed).ensure(config, bare, f"file://{policies['second']}", 60, options)
     assert {replica.policy_version for replica in found} == {60}
 
 
 def test_replicas_take_a_transfer_as_ranks_of_one_group(
-    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path]
+    deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], bare: str
 ) -> None:
     sending_config = config.model_copy(update={"weight_sync": "transfer"})
-    ids = [replica.replica_id for replica in deployment.RayServeEngine(deployed).replicas()]
+    engine = deployment.RayServeEngine(deployed)
+    ids = [replica.replica_id for replica in engine.replicas()]
     second = policies["second"]
     with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:
         options = RefitOptions(digest_of(second), sending.source("float32").model_dump())
-        found = deployment.refit(sending_config, deployed, weights=str(second), version=300, options=options)
+        found = engine.ensure(sending_config, bare, str(second), 300, options)
     assert [(one.transport, one.transport_note) for one in found] == [("transfer", None)] * 2
     assert {one.replica_id for one in found} == set(ids)
     assert sending.sent == 1
     require_agreement(found, "float32")
-    read = deployment.refit(config, deployed, weights=str(policies["first"]), version=301)
-    again = deployment.refit(config, deployed, weights=str(second), version=302)
+    read = engine.ensure(config, bare, str(policies["first"]), 301)
+    again = engine.ensure(config, bare, str(second), 302)
     assert read[0].probe != again[0].probe
     require_agreement(again, "float32", {"digest": found[0].digest, "probe": found[0].probe})
 

@@ -25,13 +25,13 @@ def test_a_missing_model_directory_is_refused_before_the_running_one_is_touched(
 def test_a_dashboard_that_is_not_there_is_unreachable(config, policies):
     nowhere = ServeEndpoint("http://127.0.0.1:9", "http://127.0.0.1:9")
     with pytest.raises(ServeUnreachable, match="Is Ray up"):
-        deployment.refit(config, nowhere, weights=str(policies["first"]), version=1)
+        deployment.ensure_deployed(config, str(policies["first"]), nowhere)
 
 
 def test_a_wrong_token_is_named(deployed, config, policies):
     stranger = ServeEndpoint(deployed.dashboard_url, deployed.http_url, "wrong" * 8)
     with pytest.raises(DeploymentFailed, match="token"):
-        deployment.refit(config, stranger, weights=str(policies["first"]), version=1)
+        deployment.ensure_deployed(config, str(policies["first"]), stranger)
 
 
 @pytest.mark.long
