@@ -149,7 +149,7 @@ def write(work: Path, arguments: argparse.Namespace) -> None:
     import torch
 
     from roundhouse.training.checkpoint import TRAINER_DIRECTORY
-    from roundhouse.training.service.engine import OPTIMIZER
+    from roundhouse.training.optimizer import OPTIMIZER
     from roundhouse.weight_sync.tensor_files import TensorHeader, TensorWriter, shards
 
     run, noise = run_of(work), torch.randn(ROWS, COLUMNS).to(torch.bfloat16)
@@ -204,8 +204,8 @@ def refit(work: Path, arguments: argparse.Namespace) -> None:
 def resume(work: Path, arguments: argparse.Namespace) -> None:
     """As a trainer does that begins from the store: every tensor of weights and state read, all digests checked meanwhile."""
     from roundhouse.training.checkpoint import TRAINER_DIRECTORY
+    from roundhouse.training.optimizer import OPTIMIZER
     from roundhouse.training.saved_tensors import saved_tensors
-    from roundhouse.training.service.engine import OPTIMIZER
     from roundhouse.weight_sync.tensor_files import iterate
 
     checkpoint = run_of(work).latest_checkpoint()

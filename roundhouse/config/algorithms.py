@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.environments import EnvironmentName
+from roundhouse.config.optimizer import OptimizerConfig
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section, Target, is_recorded
 
@@ -93,6 +94,19 @@ class RewardShaping(Section):
         return self
 
 
+class CriticConfig(Section):
+    """A second model that predicts the reward to come at each generated token, and learns with the policy."""
+
+    model: str | None = None
+    """Model directory to begin from, with the policy's tokenizer: a local path, file:// or s3:// URI. Unset: the weights that
+    the policy begins from."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    value_clip: PositiveFloat | None = 0.2
+    """How far a prediction counts as moved from that before the first update, in units of the reward; unset: any distance."""
+    warmup_iterations: Annotated[int, Field(ge=0)] = 0
+    """Iterations in which the critic alone learns and the policy stays, counted from the critic's first."""
+
+
 class TokenLoss(Section):
     """Keys of every algorithm's loss: how token terms become a mean, KL to a reference, entropy."""
 
@@ -126,6 +140,11 @@ class TokenLoss(Section):
     def reference_source(self) -> str | None:
         """What the trainer has to hold in addition to the policy: `start` (version 0), the directory of a model, or None."""
         return "start" if self.kl_coefficient > 0 else None
+
+    @property
+    def critic_section(self) -> CriticConfig | None:
+        """How the trainer trains a critic; None where the algorithm has none."""
+        return None
 
     @property
     def single_update_only(self) -> str | None:
@@ -405,6 +424,32 @@ class ReinforcePlusPlusConfig(PolicyGradient):
         return self.minus_baseline
 
 
+class PPOConfig(PolicyGradient):
+    """Proximal policy optimisation with a critic (arXiv 1707.06347) and generalised advantages (1506.02438).
+
+    No groups are needed: a token is compared with what the critic expected before it.
+    """
+
+    kind: Literal["ppo"]
+    critic: CriticConfig = CriticConfig()
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of the reward for each generated token that it is away."""
+    gae_lambda: Fraction = 1.0
+    """1: the reward itself minus the critic's prediction. Less: the critic's later predictions in the reward's place, with
+    less noise and the critic's errors; 0: the next one alone."""
+    whiten_advantages: bool = True
+    """Zero mean and unit variance over all trained tokens of the iteration."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+
+    @property
+    def needs_groups(self) -> bool:
+        return False
+
+    @property
+    def critic_section(self) -> CriticConfig | None:
+        return self.critic
+
+
 class GDPOConfig(GroupRelativeConfig):
     """One group-relative advantage a reward component, then their weighted sum (arXiv 2601.05242)."""
 
@@ -500,6 +545,7 @@ AlgorithmConfig = Annotated[
     | GSPOConfig
     | CISPOConfig
     | ReinforcePlusPlusConfig
+    | PPOConfig
     | GDPOConfig
     | CrossEntropyConfig
     | DistillationConfig

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
 from roundhouse.config.launchers import LauncherName
+from roundhouse.config.optimizer import OptimizerConfig
 from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, is_recorded
 
@@ -196,33 +197,6 @@ TrainServiceConfig = Annotated[
 ]
 
 
-class OptimizerConfig(Section):
-    """AdamW with linear warm-up, then constant or falling to a share of the full rate."""
-
-    learning_rate: PositiveFloat = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
-    """Optimizer steps, counted over the whole run."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer steps from the end of the warm-up until the rate has fallen; needed unless the schedule is constant."""
-    final_share: Fraction = 0.1
-    """The share of the full rate at which a falling schedule ends and stays."""
-    max_grad_norm: PositiveFloat = 1.0
-
-    @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
-        if (self.schedule == "constant") != (self.decay_steps is None):
-            raise ValueError(
-                f"schedule {self.schedule} with decay_steps {self.decay_steps}: a linear or cosine schedule needs decay_steps "
-                "(optimizer steps: iterations times minibatches times epochs), a constant one has none"
-            )
-        return self
-
-
 class LoraConfig(Section):
     """A low-rank adapter is trained instead of the model: rank · (rows + columns) numbers a matrix."""
 
@@ -298,6 +272,24 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.service.context_parallel is {context}, but train.packing is false: a row of one sequence "
                 "after another is what the ranks share. Set train.packing to true, or context_parallel to 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_fits(self, info: ValidationInfo) -> Self:
+        """Refuse a critic where the service has no second model that learns, or would split its layers."""
+        kind = self.algorithm.kind
+        if self.algorithm.critic_section is None or is_recorded(info):
+            return self
+        if isinstance(self.service, TinkerService):
+            raise ValueError(
+                f"train.algorithm.kind is {kind}, which trains a critic, but train.service.kind is tinker, which holds one "
+                "model. Set train.algorithm.kind to grpo or rloo, or train.service.kind to resident, process, ray or remote."
+            )
+        if (tensor := self.parallelism["tensor_parallel"]) > 1:
+            raise ValueError(
+                f"train.algorithm.kind is {kind}, which trains a critic, but train.service.tensor_parallel is {tensor}: a "
+                "critic's layers are not split. Set tensor_parallel to 1, which shards over all processes."
             )
         return self
 

@@ -188,6 +188,7 @@ def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: 
                 local_directory(base, cache),
                 config,
                 reference_dir=reference_directory(run, cache, base.policy_version),
+                critic_dir=critic_directory(run, cache),
                 seed=run.config.seed,
                 temperature=run.config.generation.sampling.temperature,
             )
@@ -279,6 +280,7 @@ def _in_process(
             sequences=sequences,
             base=base,
             reference=reference_origin(run, base.policy_version),
+            critic=critic_origin(run),
             checkpoint=run.checkpoint(iteration).location.uri,
             attempt=attempt,
             recompute_tolerance=tolerance_of(config),
@@ -361,6 +363,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
                 config.train,
                 trainer_state=state if state.is_dir() else None,
                 reference_dir=reference_directory(run, cache, base.policy_version),
+                critic_dir=critic_directory(run, cache),
                 seed=config.seed,
             )
         if since:
@@ -385,12 +388,32 @@ def reference_origin(run: Run, base: int) -> Reference | str | None:
         start = run.checkpoint(reference_version(run, base)).reference()
         assert start is not None, "a run that trains has its starting policy, and keeps its reference"
         return start
-    teacher = model_location(Location(source))
-    if "config.json" not in teacher.tree():
+    return _model_at(source, "teacher")
+
+
+def critic_origin(run: Run) -> str | None:
+    """URI of the model that the run's critic begins from, where it is named.
+
+    Raises:
+        ConfigError: the directory is not there.
+    """
+    section = run.config.train.algorithm.critic_section
+    return None if section is None or section.model is None else _model_at(section.model, "critic.model")
+
+
+def critic_directory(run: Run, cache: Path) -> Path | None:
+    """Its directory on this machine."""
+    origin = critic_origin(run)
+    return None if origin is None else plain_directory(Location(origin), cache)
+
+
+def _model_at(source: str, key: str) -> str:
+    place = model_location(Location(source))
+    if "config.json" not in place.tree():
         raise ConfigError(
-            f"train.algorithm.teacher: {teacher.uri} has no config.json. Give a Hugging Face model directory."
+            f"train.algorithm.{key}: {place.uri} has no config.json. Give a Hugging Face model directory."
         )
-    return teacher.uri
+    return place.uri
 
 
 def reference_directory(run: Run, cache: Path, base: int) -> Path | None:

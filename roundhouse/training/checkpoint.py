@@ -3,6 +3,8 @@
     config.json  model.safetensors  tokenizer.json  …      weights in float32, names as in the starting model
     trainer/optimizer.safetensors                          AdamW's moments
     trainer/state.json                                     cursor: updates done, last iteration, seed
+    trainer/critic/                                        of an algorithm with a critic: its model, with a value head as
+                                                           output layer, and its own trainer/optimizer.safetensors
 
 Files of tensors above `tensor_files.SHARD_BYTES` are several, with an index. They are written tensor by tensor and hashed in
 passing, so saving takes the memory of one tensor in addition to the model's own.
@@ -43,13 +45,22 @@ with lean_transformers():
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from roundhouse.training.layers import PACKED, check_packable, merged, register_packed_attention, under_adapter
+from roundhouse.training.layers import (
+    PACKED,
+    check_packable,
+    merged,
+    put_value_head,
+    register_packed_attention,
+    under_adapter,
+)
 from roundhouse.training.parallel import Ranks, sent_row
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, freed_at_once, save_tensors
 from roundhouse.weight_sync.tensor_files import torch_digest, weight_files
 
 STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
+CRITIC_DIRECTORY = "critic"
+"""In the trainer's."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 _NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json|\..*")
 """Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it. A hidden file is the
@@ -70,6 +81,10 @@ class Cursor(BaseModel):
     """Seed from which each iteration's shuffling was derived."""
     kl_coefficient: float | None = None
     """State of the adaptive KL controller; None without one, and before the first iteration."""
+    critic_steps: int = 0
+    """Updates of the critic since it began; 0 without one."""
+    critic_iterations: int = 0
+    """Iterations that the critic learnt from."""
 
 
 def load_model(
@@ -79,10 +94,12 @@ def load_model(
     device: torch.device,
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
     ranks: Ranks | None = None,
+    values: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in float32 and eval mode.
 
     Args:
+        values: with a new value head in the place of the output layer.
         prepare: puts adapters on it and spreads it over the ranks.
 
     Raises:
@@ -94,7 +111,7 @@ def load_model(
     register_packed_attention()
     try:
         with _no_progress_bars():
-            model = _without_numbers(directory, PACKED if packed else "sdpa")
+            model = _without_numbers(directory, PACKED if packed else "sdpa", values)
             if packed:
                 check_packable(model)
             if ranks is None or ranks.size == 1 or _keeps_rows(model, ranks):
@@ -120,14 +137,18 @@ def load_model(
     return model.eval()
 
 
-def _without_numbers(directory: Path, attention: str) -> PreTrainedModel:
+def _without_numbers(directory: Path, attention: str, values: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if values:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention
         )
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    if values:
+        put_value_head(model)
     return model
 
 
@@ -164,6 +185,7 @@ def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict
         for path in weight_files(directory):
             file = opened.enter_context(safe_open(path, "pt", device="cpu"))
             parts |= {under_adapter(name, adapted): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        parts = {name: part for name, part in parts.items() if name not in own}
         with freed_at_once():
             report, _ = model._load_pretrained_model(model, parts, None, settings)
     report.missing_keys -= own.keys()

@@ -38,7 +38,7 @@ class Prediction:
     """What a forward pass says of its trained tokens."""
 
     log_probs: torch.Tensor
-    """[M] float32."""
+    """[M] float32; of a critic its values."""
     entropy: torch.Tensor | None
     """[M] float32, when asked for."""
 
@@ -92,21 +92,12 @@ class Scorer(torch.nn.Module):
         return together, None if entropy is None else self.context.together(entropy, mine, count)
 
     def _score(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        device = microbatch.input_ids.device
-        inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
-        inputs |= {"use_cache": False}
-        if microbatch.spans is None:
-            inputs |= {"attention_mask": microbatch.attention_mask}
-        else:
-            inputs |= {"spans": microbatch.spans, "context": self.context}
-        with torch.autocast(
-            device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16 and not self.sharded
-        ):
+        inputs = self._inputs(microbatch)
+        with self._autocast(microbatch):
             if self.logits_chunk:
-                hidden = self.model.base_model(**inputs).last_hidden_state
                 output = self.model.get_output_embeddings()
                 return chunked_log_probs(
-                    hidden.flatten(0, 1).index_select(0, microbatch.predict),
+                    self._hidden(microbatch),
                     output.weight,
                     output.bias,
                     microbatch.targets,
@@ -128,6 +119,36 @@ class Scorer(torch.nn.Module):
             all_log_probs = torch.log_softmax(logits, dim=-1)
             entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
         return log_probs, entropy
+
+    def _hidden(self, microbatch: Microbatch) -> torch.Tensor:
+        """[M, D] states at the predicting positions, after the last norm."""
+        hidden: torch.Tensor = self.model.base_model(**self._inputs(microbatch)).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, microbatch.predict)
+
+    def _inputs(self, microbatch: Microbatch) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+        inputs |= {"use_cache": False}
+        if microbatch.spans is None:
+            return inputs | {"attention_mask": microbatch.attention_mask}
+        return inputs | {"spans": microbatch.spans, "context": self.context}
+
+    def _autocast(self, microbatch: Microbatch) -> torch.autocast:
+        low = self.dtype == torch.bfloat16 and not self.sharded
+        return torch.autocast(microbatch.input_ids.device.type, dtype=torch.bfloat16, enabled=low)
+
+
+class Critic(Scorer):
+    """A model whose output layer is a value head (`layers.put_value_head`): what it gives for a token is the value before it.
+
+    The head is computed in float32 under every dtype. It takes the place of log-probabilities in `Prediction`, at the same
+    positions.
+    """
+
+    def _score(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with self._autocast(microbatch):
+            hidden = self._hidden(microbatch)
+        head = self.model.get_output_embeddings()
+        return torch.nn.functional.linear(hidden.float(), head.weight.float(), head.bias.float()).squeeze(-1), None
 
 
 def recompute_log_probs(

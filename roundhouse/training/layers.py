@@ -281,6 +281,35 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED, packed_attention)
 
 
+def put_value_head(model: PreTrainedModel) -> None:
+    """One output, in the place of one for each token: hidden states to a value, which is 0 everywhere at first."""
+    width = model.get_output_embeddings().weight.shape[1]
+    head = torch.nn.Linear(width, 1)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    model.set_output_embeddings(head)
+
+
+def restore_value_head(model: PreTrainedModel, directory: Path) -> None:
+    """Take the head from the files of a saved critic, each rank its part.
+
+    Raises:
+        DataError: they have none.
+    """
+    own = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    wanted = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+    try:
+        for name, value in saved_tensors(directory, "model"):
+            if (parameter := wanted.pop(name, None)) is not None:
+                parameter.data.copy_(sharded_like(value, parameter))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise DataError(
+            f"The critic in {directory} cannot be read: {error}. Resume from an older checkpoint."
+        ) from error
+    if wanted:
+        raise DataError(f"The critic in {directory} has no {', '.join(wanted)}. Resume from an older checkpoint.")
+
+
 ADAPTER, ADAPTER_CONFIG, BASE = "adapter_model", "adapter_config.json", "base"
 """Names in the trainer's state; files of tensors end in .safetensors, or are several with an index."""
 _NAME = "default"

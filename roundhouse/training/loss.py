@@ -258,6 +258,33 @@ def clipped_policy_loss(ratio: torch.Tensor, advantages: torch.Tensor, settings:
     return loss
 
 
+def value_loss(
+    values: torch.Tensor,
+    old: torch.Tensor,
+    returns: torch.Tensor,
+    scale: torch.Tensor,
+    clip: float | None,
+    sums: MetricSums,
+) -> torch.Tensor:
+    """The critic's share of an update's loss, a scalar; arguments [M], of which `values` carries the gradient.
+
+        ½ · max((V − R)², (old + clamp(V − old, ±clip) − R)²)          (PPO's code and TRL's PPOTrainer); ½ · (V − R)² without
+
+    A token whose prediction has moved by more than `clip` towards its return has no gradient.
+    """
+    terms = (values - returns).square()
+    if clip is not None:
+        moved = values - old
+        bounded = torch.where(
+            moved.abs() > clip, old + moved.clamp(-clip, clip), values
+        )  # exact where nothing is clipped
+        clipped = (bounded - returns).square()
+        sums.add("value_clip_fraction", (clipped > terms).float())
+        terms = torch.maximum(terms, clipped)
+    sums.add("value_loss", terms / 2)
+    return (scale * terms / 2).sum()
+
+
 def reference_kl(
     cur: torch.Tensor, ref: torch.Tensor, estimator: Literal["k1", "k2", "k3"], gen: torch.Tensor | None = None
 ) -> torch.Tensor:

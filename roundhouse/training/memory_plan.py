@@ -8,6 +8,8 @@ backward of the trainer's own scorer on fake tensors, which have shapes and no b
                            `train.service.tensor_parallel` what is not split is spread over as many times fewer
     moments                8 bytes per trained parameter, spread
     reference              4 bytes per parameter, spread
+    critic                 12 bytes per parameter (weights and moments), spread, taken to be as large as the policy without its
+                           output layer; policy and critic learn one after the other, so that one of them has gradients
     gathered weights       FSDP2: the root's group and two layers, in the compute type
     whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`)
     reduction              FSDP2: the largest group's gradient, and as much in float32
@@ -148,10 +150,13 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
     at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
+    critic = 0 if train.algorithm.critic_section is None else _of_critic(model, built.model)
+    learning = max(trained, critic)
     bytes_ = {
         "weights": 4 * whole // over,
-        "gradients": 4 * trained // over,
+        "gradients": 4 * learning // over,
         "moments": 8 * trained // over,
+        "critic": 12 * critic // over,
         "reference": 4 * (adapter or whole) // over if train.algorithm.reference_source is not None else 0,
     }
     passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
@@ -159,18 +164,26 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         element, root, layer = built.model.dtype.itemsize, whole - sum(layers), max(layers)
         reducing = {
             "gathered weights": element * (root + 2 * layer + max(root, layer)),
-            "reduction": (element + 4) * max(root, layer) * trained // whole,
+            "reduction": (element + 4) * max(root, layer) * learning // whole,
         }
         passing["gathered weights"] = element * (root + 2 * layer)
         kept = dict(bytes_)
         if train.reduce_gradients == "update":
-            bytes_["whole gradients"] = 4 * trained
+            bytes_["whole gradients"] = 4 * learning
             kept = bytes_ | {"gradients": 0}  # parts of the sum exist once it is made
         bytes_ = max(kept | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
     else:
         bytes_ |= passing
     parameters = whole if tensor == 1 else sum(parameter.numel() for parameter in _without_bytes(model).parameters())
     return MemoryPlan(parameters, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
+
+
+def _of_critic(shape: PreTrainedConfig, policy: PreTrainedModel) -> int:
+    """Parameters of a critic on this model: one output in the place of one for each token."""
+    text = shape.get_text_config()
+    output = 0 if text.tie_word_embeddings else policy.get_output_embeddings().weight.numel()
+    adapters = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" in name)
+    return sum(p.numel() for p in policy.parameters()) - adapters - output + text.hidden_size + 1
 
 
 def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:

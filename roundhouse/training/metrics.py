@@ -63,6 +63,18 @@ METRICS: dict[str, Metric] = {
     "wd": Metric(_LAST, "weight decay"),
     "optimizer_steps": Metric(_LAST, "optimizer steps since the run began"),
     "num_updates": Metric(_SUM, "optimizer steps of this iteration; 0 when no group has spread"),
+    # the critic (only where the algorithm has one)
+    "value_loss": Metric(_TOKENS, "half the squared error of the critic, clipped, over its updates", "falls"),
+    "value_clip_fraction": Metric(
+        _TOKENS, "share of tokens whose prediction moved by more than value_clip (only with one)", "< 0.2"
+    ),
+    "value_mean": Metric(_TOKENS, "what the critic predicted before its updates", "near reward"),
+    "explained_variance": Metric(
+        _LAST, "1 − var(return − value) ÷ var(return) over the trained tokens, before the updates", "rises towards 1"
+    ),
+    "critic_grad_norm": Metric(_UPDATES, "the critic's gradient norm before clipping", "no spikes"),
+    "critic_lr": Metric(_LAST, "the critic's learning rate of its last update"),
+    "critic_updates": Metric(_SUM, "optimizer steps of the critic in this iteration"),
     # the policy ratio exp(cur - old)
     "probs_ratio": Metric(_TOKENS, "exp(cur − old), over all updates", "0.99 … 1.01"),
     "probs_ratio_clamped": Metric(_TOKENS, "the same, clamped to the clip bounds", "0.99 … 1.01"),

@@ -6,7 +6,8 @@ run that was not.
 
 A step: the algorithm stamps per-token columns; the log-probabilities `old` are computed once; the trained rollouts are
 shuffled by a seed derived from (seed, iteration, epoch) and cut into `updates` parts; each part is one optimizer step, whose
-gradient is summed over microbatches of at most `tokens_per_microbatch` positions. An update is applied only when its loss and
+gradient is summed over microbatches of at most `tokens_per_microbatch` positions. A critic, where the algorithm has one, gives
+its values first and has its updates last (`critic`). An update is applied only when its loss and
 the norm of its gradient are finite. `TrainStep` drives the verbs of a train service and holds no model and no gradient: what it
 asks of the service is all that happens to the weights.
 """
@@ -20,7 +21,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ with gc_paused():
     import torch
 
     from roundhouse.activity import ACTIVITY
-    from roundhouse.config.models import OptimizerConfig, TrainConfig
+    from roundhouse.config.models import TrainConfig
     from roundhouse.errors import ConfigError, DataError
     from roundhouse.training.algorithms import (
         Algorithm,
@@ -41,10 +42,12 @@ with gc_paused():
         TokenSignals,
         build_algorithm,
         check_columns,
+        no_columns,
     )
     from roundhouse.training.algorithms.policy_gradient import next_coefficient
     from roundhouse.training.batch import TrainingSequences, sequence_rows
     from roundhouse.training.checkpoint import Cursor
+    from roundhouse.training.critic import CriticStep, load_critic
     from roundhouse.training.forward import sequences_with
     from roundhouse.training.loss import (
         MetricSums,
@@ -54,6 +57,7 @@ with gc_paused():
         sequence_means,
         sequence_scale,
     )
+    from roundhouse.training.optimizer import learning_rate
     from roundhouse.training.service.engine import TrainEngine
     from roundhouse.training.service.verbs import LossBatch, Role, TokenBatch, TrainService, check_fits, token_positions
     from roundhouse.trajectories.records import derive_seed
@@ -80,6 +84,7 @@ class Trainer:
         *,
         trainer_state: Path | None = None,
         reference_dir: Path | None = None,
+        critic_dir: Path | None = None,
         seed: int = 0,
         temperature: float = 1.0,
     ) -> Trainer:
@@ -89,7 +94,15 @@ class Trainer:
             temperature: that the sequences were sampled at; log-probabilities are those of this distribution.
         """
         engine = TrainEngine(config, temperature=temperature)
-        return cls.over(engine, model_dir, config, trainer_state=trainer_state, reference_dir=reference_dir, seed=seed)
+        return cls.over(
+            engine,
+            model_dir,
+            config,
+            trainer_state=trainer_state,
+            reference_dir=reference_dir,
+            critic_dir=critic_dir,
+            seed=seed,
+        )
 
     @classmethod
     def over(
@@ -100,6 +113,7 @@ class Trainer:
         *,
         trainer_state: Path | None = None,
         reference_dir: Path | None = None,
+        critic_dir: Path | None = None,
         seed: int = 0,
     ) -> Trainer:
         """Give the service a Hugging Face directory and, to continue, the `trainer/` directory that was saved in it.
@@ -108,6 +122,8 @@ class Trainer:
             model_dir: not needed any more once this returns.
             trainer_state: None starts a fresh optimizer.
             reference_dir: model of the KL term; needed when the algorithm has one, not read when it has none.
+            critic_dir: model that a new critic begins from; None: `model_dir`. Not read where the algorithm has none, or
+                `trainer_state` has the critic.
             seed: the run's seed; shuffling is derived from it and the iteration.
 
         Raises:
@@ -130,6 +146,10 @@ class Trainer:
                     "reference_dir was given. Give the starting policy's directory, or set the coefficient to 0."
                 )
             service.load_checkpoint(reference_dir, role=Role.REFERENCE)
+        if config.algorithm.critic_section is None:
+            cursor = cursor.model_copy(update={"critic_steps": 0, "critic_iterations": 0})
+        else:
+            load_critic(service, cursor, critic_dir or model_dir, trainer_state)
         return cls(Learner(service, algorithm, config, cursor.model_copy(update={"seed": seed})))
 
     @property
@@ -240,25 +260,42 @@ class TrainStep:
         self.config, self.service = learner.config, learner.service
         self.old = np.zeros(len(sequences.token_ids), dtype=np.float32)
         self.ref: np.ndarray | None = None
-        self.seconds = {"forward_old": 0.0, "forward_reference": 0.0, "updates": 0.0}
+        self.seconds = {"forward_old": 0.0, "forward_reference": 0.0, "updates": 0.0, "critic": 0.0}
         self.batches: list[list[int]] = []
+        self.critic_batches: list[list[int]] = []
+        self.critic: CriticStep | None = None
         self.signals = self._signals()
+        self.valued = self.signals.columns.policy_weights != 0
+        """[T] bool: the tokens that a critic learns from."""
+        if self._warms_up:
+            self.signals = replace(self.signals, columns=no_columns(sequences))
         self.trained = self.signals.columns.trained
         self.rollouts = np.unique(sequences.rollout_ids, return_inverse=True)[1]
         """[S] a number for each sequence's rollout."""
-        self.batches = plan_updates(
-            sequences_with(sequences, self.trained),
-            self.rollouts,
-            self.config.minibatches,
-            self.config.epochs,
-            learner.cursor.seed,
-            iteration,
-        )
+        self.batches = self._plan(self.trained)
+        if self.critic is not None:
+            self.critic_batches = self._plan(self.valued)
         self.measured = (self.trained if self.batches else sequences.loss_mask) & sequences.sampled
         self.sums = MetricSums()
         self.computed = {"microbatches": 0, "real": 0, "positions": 0}
         self.updating = False
         """Whether the service may hold a gradient, or weights of no version."""
+
+    @property
+    def _warms_up(self) -> bool:
+        """Whether the critic alone learns."""
+        return self.critic is not None and self.learner.cursor.critic_iterations < self.critic.config.warmup_iterations
+
+    def _plan(self, trained: np.ndarray) -> list[list[int]]:
+        """The sequences of each update on these tokens."""
+        return plan_updates(
+            sequences_with(self.sequences, trained),
+            self.rollouts,
+            self.config.minibatches,
+            self.config.epochs,
+            self.learner.cursor.seed,
+            self.iteration,
+        )
 
     def run(self) -> StepReport:
         begun = time.perf_counter()
@@ -272,6 +309,9 @@ class TrainStep:
             for number, indices in enumerate(self.batches):
                 with ACTIVITY.track("train", f"update {number + 1} of {len(self.batches)}"):
                     self._update(indices, number)
+        if self.critic is not None:
+            with self._timed("critic"):
+                self._update_critic(self.critic)
         self._measure_mismatch()
         self._steer_kl()
         self.seconds["total"] = time.perf_counter() - begun
@@ -285,7 +325,12 @@ class TrainStep:
             self.old = self._log_probs("old", mask)
             if algorithm.needs_reference:
                 self.ref = self._log_probs("reference", mask, Role.REFERENCE)
-            inputs = AlgorithmInputs(self.old, self.ref, self.learner.cursor.kl_coefficient)
+            inputs = replace(inputs, old=self.old, reference=self.ref)
+        if (section := self.config.algorithm.critic_section) is not None:
+            with self._timed("critic"), ACTIVITY.track("train", "values"):
+                self.critic = CriticStep.begin(self.service, section, self.sequences)
+            self._require_finite("value", float(self.critic.values.sum() + self.critic.final_values.sum()), 0)
+            inputs = replace(inputs, values=self.critic.values, final_values=self.critic.final_values)
         signals = algorithm.compute(self.sequences, inputs)
         check_columns(signals.columns, self.sequences, type(algorithm).__name__)
         return signals
@@ -329,26 +374,55 @@ class TrainStep:
         self.computed["real"] += gradient.real_tokens
         self.computed["positions"] += gradient.positions
 
-    def _loss_batch(self, indices: list[int], chosen: np.ndarray, *, first: bool) -> LossBatch:
-        """The update's sequences, with what the token loss needs of them; `chosen` are their tokens.
+    def _update_critic(self, critic: CriticStep) -> None:
+        """The critic's optimizer steps, on the same minibatches as the policy's where both learn from the same sequences."""
+        learner, optimizer, returns = self.learner, critic.config.optimizer, self.signals.returns
+        if returns is None:
+            raise DataError(f"{type(learner.algorithm).__name__} gives no returns, which its critic is to learn.")
+        for number, indices in enumerate(self.critic_batches, len(self.batches)):
+            with ACTIVITY.track(
+                "train", f"critic update {number + 1 - len(self.batches)} of {len(self.critic_batches)}"
+            ):
+                self.updating = True
+                gradient = critic.backward(indices, self.valued, returns, self._scale(indices, self.valued))
+                self._require_finite("value_loss", gradient.loss, number)
+                rate = learning_rate(optimizer, learner.cursor.critic_steps)
+                norm = self.service.optim_step(rate, optimizer.max_grad_norm, Role.CRITIC).grad_norm
+                assert norm is not None, "a service that trains a critic reports it"
+                self._require_finite("critic_grad_norm", norm, number)
+            done = {"critic_steps": learner.cursor.critic_steps + 1}
+            learner.cursor = learner.cursor.model_copy(update=done)
+            self.sums.merge(gradient.shares)
+            self.sums.add("critic_grad_norm", torch.tensor(norm, dtype=torch.float64))
+        if self.critic_batches:
+            done = {"critic_iterations": learner.cursor.critic_iterations + 1}
+            learner.cursor = learner.cursor.model_copy(update=done)
 
-        `first`: their old log-probabilities are those of the very pass that computes the gradient.
-        """
-        sequences, columns, loss = self.sequences, self.signals.columns, self.learner.algorithm.loss
-        counts = np.add.reduceat(self.trained.astype(np.int64), sequences.offsets[:-1])[indices]
+    def _scale(self, indices: list[int], trained: np.ndarray) -> np.ndarray:
+        """Of each token of these sequences, the factor that makes their update's sum over `trained` tokens a mean."""
+        loss = self.learner.algorithm.loss
+        counts = np.add.reduceat(trained.astype(np.int64), self.sequences.offsets[:-1])[indices]
         scale = sequence_scale(
             torch.from_numpy(counts),
             loss.aggregation,
             rollouts=torch.from_numpy(self.rollouts[indices]),
             fixed_length=loss.fixed_length,
         )
+        return np.repeat(scale.numpy(), self.sequences.lengths[indices])
+
+    def _loss_batch(self, indices: list[int], chosen: np.ndarray, *, first: bool) -> LossBatch:
+        """The update's sequences, with what the token loss needs of them; `chosen` are their tokens.
+
+        `first`: their old log-probabilities are those of the very pass that computes the gradient.
+        """
+        sequences, columns, loss = self.sequences, self.signals.columns, self.learner.algorithm.loss
         return LossBatch(
             tokens=TokenBatch.of(sequences, indices, self.trained),
             columns=TokenColumns(
                 **{field.name: getattr(columns, field.name)[chosen] for field in fields(TokenColumns)}
             ),
             gen_logprobs=sequences.gen_logprobs[chosen],
-            scale=np.repeat(scale.numpy(), sequences.lengths[indices]),
+            scale=self._scale(indices, self.trained),
             loss=loss,
             old_logprobs=None if first else self.old[chosen],
             ref_logprobs=None if self.ref is None else self.ref[chosen],
@@ -384,10 +458,11 @@ class TrainStep:
         if math.isfinite(value):
             return
         self.updating = number > 0  # the service has dropped the gradient
+        section = "algorithm.critic." if metric in ("value", "value_loss", "critic_grad_norm") else ""
         raise NonFiniteError(
-            f"Iteration {self.iteration}, update {number + 1} of {len(self.batches)}: {metric} is {value}. The update was "
-            "not applied. Look at token_mult_prob_error and grad_norm of the iterations before, and lower "
-            "train.optimizer.learning_rate."
+            f"Iteration {self.iteration}, update {number + 1} of {len(self.batches) + len(self.critic_batches)}: {metric} is "
+            f"{value}. The update was not applied. Look at token_mult_prob_error and grad_norm of the iterations before, and "
+            f"lower train.{section}optimizer.learning_rate."
         )
 
     @contextmanager
@@ -408,6 +483,12 @@ class TrainStep:
             "global_valid_toks": float(trained),
             "num_microbatches": float(self.computed["microbatches"]),
         }
+        if self.critic is not None:
+            steps, optimizer = self.learner.cursor.critic_steps, self.critic.config.optimizer
+            counts["critic_lr"] = learning_rate(optimizer, max(steps - 1, 0))
+            counts["critic_updates"] = float(len(self.critic_batches))
+            assert self.signals.returns is not None, "its updates require them"
+            counts |= self.critic.metrics(self.valued, self.signals.returns)
         if self.batches:
             counts["mean_trained_tokens"] = trained / trained_sequences
             counts["tokens_per_second"] = self.computed["real"] / self.seconds["updates"]
@@ -448,22 +529,6 @@ def plan_updates(
     return parts
 
 
-def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
-    """Learning rate of the update after `steps_before` others.
-
-    Linear from 1/warmup_steps of the full rate, then as the schedule says. A falling one has come down to `final_share` of the
-    full rate after `decay_steps` more updates: in a straight line, or by half a cosine (Loshchilov and Hutter,
-    arXiv:1608.03983, one period), and stays there.
-    """
-    if steps_before < config.warmup_steps:
-        return config.learning_rate * (steps_before + 1) / config.warmup_steps
-    if config.decay_steps is None:
-        return config.learning_rate
-    progress = min(1.0, (steps_before - config.warmup_steps) / config.decay_steps)
-    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * (config.final_share + (1 - config.final_share) * left)
-
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One iteration's training."""
@@ -473,7 +538,7 @@ class StepReport:
     """Optimizer steps done; 0 when no group had spread, and the weights are what they were."""
     metrics: dict[str, float]
     seconds: dict[str, float]
-    """Wall time: forward_old, forward_reference (0 when not needed), updates, total."""
+    """Wall time: forward_old, forward_reference, critic (0 when not needed), updates, total."""
     tokens: dict[str, int]
     """received, generated (on the loss mask), trained (with a non-zero weight)."""
     columns: pa.Table

@@ -15,7 +15,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.loss import LossTokens, MetricSums, token_loss
-from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.trainer import Trainer
 
 
@@ -71,7 +71,10 @@ class BigramService:
             positions=len(batch.tokens.token_ids),
         )
 
-    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
+    def value_backward(self, batch: ValueBatch) -> Gradient:
+        raise NotImplementedError("no algorithm with a critic is tried on it")
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
         policy = self.models[Role.POLICY]
         assert policy.grad is not None
         self.gradients.append(policy.grad.numpy().tobytes())

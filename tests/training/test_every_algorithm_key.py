@@ -50,6 +50,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "leave_one_out": ({"normalize_by_std": False}, {"leave_one_out": True}),
     "minus_baseline": ({}, {"minus_baseline": False}),
     "normalize_batch": ({}, {"normalize_batch": False}),
+    "gamma": ({}, {"gamma": 0.5}),
+    "gae_lambda": ({}, {"gae_lambda": 0.5}),
+    "whiten_advantages": ({}, {"whiten_advantages": False}),
     "weights": ({}, {"weights": {"a": 3.0, "b": 1.0}}),
     "select": ({}, {"select": "best_of_group"}),
     "reward_threshold": ({"select": "threshold", "reward_threshold": 0.1}, {"reward_threshold": 0.9}),
@@ -124,7 +127,8 @@ def loss_of_algorithm(algorithm: Algorithm) -> float:
     sequences = TrainingSequences.from_records(rows)
     count = len(sequences.token_ids)
     old, cur, reference = (sequences.gen_logprobs + random.normal(0, 0.3, count).astype(np.float32) for _ in range(3))
-    inputs = AlgorithmInputs(old=old, reference=reference)
+    values, final = random.uniform(0, 1, count) * sequences.loss_mask, random.uniform(0, 1, len(rows))
+    inputs = AlgorithmInputs(old=old, reference=reference, values=values, final_values=final)
     columns, settings = algorithm.compute(sequences, inputs).columns, algorithm.loss
     trained = columns.trained
     owner = torch.from_numpy(np.asarray(sequences.sequence_of_token)[trained].astype(np.int64))
@@ -161,13 +165,14 @@ def is_fixed(section: type[BaseModel], key: str) -> bool:
 def own_keys(fixed: bool) -> list[tuple[type[TokenLoss], str]]:
     """Each section's keys, those of `kind: grpo` and those that another section adds or declares anew.
 
-    What a key does over several iterations is shown elsewhere: `adaptive_kl` below, `teacher` and `reference_every` by stages.
+    What a key does over several iterations is shown elsewhere: `adaptive_kl` below, `teacher` and `reference_every` by stages,
+    `critic` by test_ppo.
     """
     return [
         (section, key)
         for section in SECTIONS
         for key in section.model_fields
-        if key not in ("kind", "adaptive_kl", "teacher", "target", "reference_every")
+        if key not in ("kind", "adaptive_kl", "teacher", "target", "reference_every", "critic")
         and is_fixed(section, key) == fixed
     ]
 

@@ -93,6 +93,7 @@ def test_the_threads_of_a_trainer_are_those_that_it_is_given(start: Path, monkey
         {"kind": "dapo"},
         {"kind": "dr_grpo"},
         {"kind": "gdpo"},
+        {"kind": "ppo"},
         {"kind": "custom", "target": "tests.training.test_every_algorithm_key:Scaled"},
     ],
     ids=lambda tree: tree["kind"],

@@ -44,6 +44,17 @@ def test_what_stays_is_sixteen_bytes_a_parameter_and_four_for_a_reference() -> N
     assert plan(lora={"rank": 4}).bytes["moments"] < 0.1 * found.bytes["moments"]
 
 
+def test_a_critic_is_twelve_bytes_a_parameter_more_and_has_gradients_where_an_adapter_leaves_the_policy_few() -> None:
+    without, found = plan(), plan(algorithm={"kind": "ppo"})
+    critic = found.parameters - 4096 * 256 + 257  # without the output layer of SMALL, which is untied, but with a head
+    assert found.bytes["critic"] == 12 * critic
+    assert found.total == without.total + 12 * critic
+    assert plan(4, algorithm={"kind": "ppo"}).bytes["critic"] == 3 * critic
+    adapter = plan(algorithm={"kind": "ppo"}, lora={"rank": 4})
+    assert adapter.bytes["critic"] == 12 * critic
+    assert adapter.bytes["gradients"] == 4 * critic
+
+
 def test_logits_are_those_of_a_chunk_and_recomputed_activations_are_a_layers() -> None:
     found = plan()
     logits = 512 * 4096 * 4

@@ -12,9 +12,9 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.training.checkpoint import save_model
 from roundhouse.training.layers import save_adapter
+from roundhouse.training.optimizer import OPTIMIZER, save_optimizer
 from roundhouse.training.parallel import Ranks
 from roundhouse.training.saved_tensors import SavedTensor, save_tensors
-from roundhouse.training.service.engine import OPTIMIZER, save_optimizer
 from roundhouse.training.trainer import Trainer
 from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 from tests.training.test_resident_ranks import ranks_of

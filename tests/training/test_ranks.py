@@ -60,6 +60,25 @@ CASES: dict[str, dict[str, Any]] = {
         "service": RANKS | {"context_parallel": 2},
     },
 }
+PPO = {"kind": "ppo", "critic": {"optimizer": OPTIMIZER}}
+CASES |= {
+    "critic": {"tokens_per_microbatch": 100, "minibatches": 2, "algorithm": PPO},
+    "critic, untied, reduced in each microbatch, recomputed activations": {
+        "tokens_per_microbatch": 30,
+        "minibatches": 2,
+        "algorithm": PPO,
+        "reduce_gradients": "microbatch",
+        "activation_checkpointing": True,
+    },
+    "context, critic, adapter": {
+        "tokens_per_microbatch": 100,
+        "minibatches": 2,
+        "algorithm": PPO,
+        "lora": {"rank": 2},
+        "service": RANKS | {"context_parallel": 2},
+    },
+}
+LONG = {"critic, untied, reduced in each microbatch, recomputed activations", "context, critic, adapter"}
 FOUR: dict[str, dict[str, Any]] = {
     "context of two": {},
     "context of two, adapter": {"lora": {"rank": 2}},
@@ -97,6 +116,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "weights in bfloat16": {"dtype": torch.bfloat16},
     "experts": {"experts": 6},
     "one expert for two ranks": {"experts": 1, "num_experts_per_tok": 1},
+    "critic, untied, reduced in each microbatch, recomputed activations": {"tied": False},
     "context of two, untied": {"tied": False},
     "tensor, untied": {"tied": False},
     "context of two, experts": {"experts": 6},
@@ -104,10 +124,12 @@ MODELS: dict[str, dict[str, Any]] = {
 """Of cases that begin with another model."""
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
-IN_SHORT = CASES.keys() - FOUR.keys() | {"context of two", "tensor", "tensor and context"}
+IN_SHORT = CASES.keys() - FOUR.keys() - LONG | {"context of two", "tensor", "tensor and context"}
 """The others take as long again, and are for the long suite."""
-ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16"}
+ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"}
 """That tests without a case read."""
+FIRST = {"packed": "first", "critic": "first, critic"}
+"""What one process trains of these cases before others continue."""
 SPEED = {"tokens_per_second"}
 
 
@@ -159,7 +181,8 @@ def alone(
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("alone")
     found = {name: train(_case(name, models[name], reference_dir), out, Ranks()) for name in chosen}
-    train(_case("packed", model_dir, reference_dir, name="first", batches=[(4, 5, 0)]), out, Ranks())
+    for kind, name in FIRST.items():
+        train(_case(kind, model_dir, reference_dir, name=name, batches=[(4, 5, 0)]), out, Ranks())
     return out, found
 
 
@@ -171,21 +194,22 @@ def together(
     alone: tuple[Path, Any],
     chosen: list[str],
 ) -> tuple[Path, Any]:
-    """Every case by two or four, and one that continues from the checkpoint of a single process by two, and one by four."""
+    """Every case by two or four, and some that continue from the checkpoint of a single process."""
     out = tmp_path_factory.mktemp("together")
-    first = alone[0] / "first"
     found: dict[str, Any] = {}
-    resumed: list[tuple[str, dict[str, Any]]] = [
-        ("second", RANKS),
-        ("second, context", RANKS | {"processes": 4, "context_parallel": 2}),
-        ("second, tensor", COLUMNS),
+    resumed: list[tuple[str, str, dict[str, Any]]] = [
+        ("second", "packed", RANKS),
+        ("second, critic", "critic", RANKS),
+        ("second, context", "packed", RANKS | {"processes": 4, "context_parallel": 2}),
+        ("second, tensor", "packed", COLUMNS),
     ]
     for count, kinds in ((2, CASES.keys() - FOUR.keys()), (4, FOUR.keys())):
         cases = [_case(name, models[name], reference_dir) for name in chosen if name in kinds]
-        for name, service in resumed:
+        for name, kind, service in resumed:
             if service["processes"] == count:
+                first = alone[0] / FIRST[kind]
                 second = {"name": name, "state": str(first / "trainer"), "batches": [(4, 5, 1)], "first": 2}
-                case = _case("packed", first, reference_dir, **second)
+                case = _case(kind, first, reference_dir, **second)
                 cases.append(case | {"config": case["config"] | {"service": service}})
         found |= _torchrun(out, count, cases)
     return out, found
@@ -224,8 +248,11 @@ def _distance(found: Path, expected: Path, start: Path | None = None) -> float:
 def test_ranks_reach_the_weights_and_the_optimizer_state_of_one(
     name: str, alone: tuple[Path, Any], together: tuple[Path, Any]
 ) -> None:
-    for file, bound in (("model.safetensors", 1e-6), ("trainer/optimizer.safetensors", 1e-5)):
-        assert _distance(together[0] / name / file, alone[0] / name / file) < bound
+    files = {"model.safetensors": 1e-6, "trainer/optimizer.safetensors": 1e-5}
+    if "critic" in name:
+        files |= {"trainer/critic/model.safetensors": 1e-6, "trainer/critic/trainer/optimizer.safetensors": 1e-5}
+    for file, bound in files.items():
+        assert _distance(together[0] / name / file, alone[0] / name / file) < bound, file
     for file in ("config.json", "trainer/state.json", "tokenizer.json"):
         assert (together[0] / name / file).read_text() == (alone[0] / name / file).read_text()
 
@@ -302,6 +329,12 @@ def test_a_checkpoint_goes_from_one_process_to_several_and_back_as_if_there_had_
         moved = _distance(ours / "model.safetensors", theirs / "model.safetensors", model_dir / "model.safetensors")
         assert moved < 1e-4
         assert (ours / "trainer/state.json").read_text() == (theirs / "trainer/state.json").read_text()
+
+
+def test_a_critic_goes_from_one_process_to_two(alone: tuple[Path, Any], together: tuple[Path, Any]) -> None:
+    for file in ("model.safetensors", "trainer/critic/model.safetensors"):
+        ours, theirs = (where / file for where in (together[0] / "second, critic", alone[0] / "critic"))
+        assert _distance(ours, theirs, alone[0] / "first, critic" / file) < 1e-4
 
 
 def test_bfloat16_ranks_keep_float32_weights_and_stay_near_one_process(

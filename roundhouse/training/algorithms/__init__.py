@@ -97,6 +97,11 @@ class AlgorithmInputs:
     """[T] float32: those of the reference (of a teacher, in distillation); given when both `needs_…` hold."""
     kl_coefficient: float | None = None
     """State of an adaptive controller; None: where the configuration starts."""
+    values: np.ndarray | None = None
+    """[T] float32: the critic's prediction before each generated token; given when the section has a critic."""
+    final_values: np.ndarray | None = None
+    """[S] float32: its prediction behind the last generated token of a truncated sequence, 0 for the others; given with
+    `values`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,8 @@ class TokenSignals:
     """By the names of `metrics.METRICS`."""
     sequence_columns: dict[str, np.ndarray] = field(default_factory=dict)
     """[S] each: what a person wants to see with a sequence (advantage, baseline)."""
+    returns: np.ndarray | None = None
+    """[T] float32: what the critic is to predict at each token with a policy weight; None without a critic."""
 
 
 class Algorithm(Protocol):
@@ -135,6 +142,11 @@ class Algorithm(Protocol):
             DataError: the sequences lack what the algorithm needs.
         """
         ...
+
+
+def no_columns(sequences: TrainingSequences) -> TokenColumns:
+    """Columns that train nothing."""
+    return TokenColumns(**{each.name: np.zeros(len(sequences.token_ids), np.float32) for each in fields(TokenColumns)})
 
 
 def check_columns(columns: TokenColumns, sequences: TrainingSequences, origin: str) -> None:

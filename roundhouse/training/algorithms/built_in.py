@@ -25,6 +25,7 @@ from roundhouse.training.algorithms.policy_gradient import (
     PolicyGradientAlgorithm,
     Rewards,
     current_coefficient,
+    normalized,
     per_token,
     reward_metrics,
     to_go,
@@ -137,9 +138,6 @@ class GDPO(GroupRelative):
         return weights
 
 
-VARIANCE_FLOOR = 1e-8
-
-
 @register(ReinforcePlusPlusConfig)
 class ReinforcePlusPlus(PolicyGradientAlgorithm):
     """REINFORCE++: a critic-free policy gradient with the KL as a reward of each token (arXiv 2501.03262).
@@ -168,10 +166,7 @@ class ReinforcePlusPlus(PolicyGradientAlgorithm):
             return returns
         left_out = np.repeat(sequences.truncated, sequences.lengths) & self.config.mask_truncated
         trainable = np.repeat(self.trainable_sequences(sequences, groups), sequences.lengths)
-        trained = returns[sequences.loss_mask & trainable & ~left_out]
-        if not len(trained):
-            return returns
-        return (returns - trained.mean()) / np.sqrt(max(trained.var(), VARIANCE_FLOOR))
+        return normalized(returns, sequences.loss_mask & trainable & ~left_out)
 
     def baselines(self, groups: Groups) -> np.ndarray:
         means = groups.of_sequences(groups.means)

@@ -217,6 +217,17 @@ class Rewards:
     kl: np.ndarray | None
     """[T] float64: coefficient times KL at each generated token; None without KL in the reward."""
     metrics: dict[str, float]
+    estimates: CriticEstimates | None = None
+    """What a critic's predictions make of them; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticEstimates:
+    """[T] float64 each, at generated tokens."""
+
+    advantages: np.ndarray
+    returns: np.ndarray
+    """What the critic is to predict: the advantage plus what it did predict."""
 
 
 class PolicyGradientAlgorithm:
@@ -297,7 +308,8 @@ class PolicyGradientAlgorithm:
             metrics["num_groups_shaped_flat"] = float(flattened)
         if self.config.mask_truncated:
             metrics["num_truncated_masked"] = float(masked.sum())
-        return TokenSignals(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)})
+        returns = None if rewards.estimates is None else rewards.estimates.returns.astype(np.float32)
+        return TokenSignals(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)}, returns)
 
     def read_rewards(
         self, sequences: TrainingSequences, plain: Groups, inputs: AlgorithmInputs, coefficient: float
@@ -336,6 +348,17 @@ def current_coefficient(config: TokenLoss, inputs: AlgorithmInputs) -> float:
     if config.adaptive_kl is None or inputs.kl_coefficient is None:
         return config.kl_coefficient
     return inputs.kl_coefficient
+
+
+VARIANCE_FLOOR = 1e-8
+
+
+def normalized(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """`values` shifted and scaled to mean 0 and variance 1 over the `trained` ([T] bool) tokens; as they are without any."""
+    chosen = values[trained]
+    if not len(chosen):
+        return values
+    return (values - chosen.mean()) / np.sqrt(max(chosen.var(), VARIANCE_FLOOR))
 
 
 def token_weights(chosen: np.ndarray, sequences: TrainingSequences) -> np.ndarray:

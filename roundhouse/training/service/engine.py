@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from roundhouse.config.models import OptimizerConfig, TrainConfig
+from roundhouse.config.models import TrainConfig
 from roundhouse.cpu import threads_for
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
 from roundhouse.training.checkpoint import (
+    CRITIC_DIRECTORY,
     TRAINER_DIRECTORY,
     Cursor,
     held_digests,
@@ -34,6 +33,7 @@ from roundhouse.training.checkpoint import (
 )
 from roundhouse.training.context_parallel import refuse_unfit_heads
 from roundhouse.training.forward import (
+    Critic,
     Prediction,
     Scorer,
     check_plain_logits,
@@ -47,13 +47,14 @@ from roundhouse.training.layers import (
     decoder_layers,
     replace_norms,
     restore_adapter,
+    restore_value_head,
     save_adapter,
 )
-from roundhouse.training.loss import LossTokens, MetricSums, token_loss
+from roundhouse.training.loss import LossTokens, MetricSums, token_loss, value_loss
+from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer
 from roundhouse.training.packing import Dealer, build_microbatches, cost_model
-from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard, sharded_like
-from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
-from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_matrices, sum_partial_gradients
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
 
@@ -87,7 +88,7 @@ class TrainEngine:
             logger.warning("On a GPU: %s. See docs/gpu.md.", "; ".join(advice))
         self._scorers: dict[Role, Scorer] = {}
         self._dealer: Dealer | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers: dict[Role, torch.optim.Optimizer] = {}
         self._side_files: dict[str, bytes] = {}
 
     @property
@@ -97,9 +98,8 @@ class TrainEngine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            raise DataError("No policy was loaded: call load_checkpoint first.")
-        return self._optimizer
+        """The policy's."""
+        return self._optimizer(Role.POLICY)
 
     @property
     def threads(self) -> int:
@@ -123,24 +123,40 @@ class TrainEngine:
         return self.ranks.sum(log_probs)
 
     def forward_backward(self, batch: LossBatch) -> Gradient:
-        with cpu_threads(self.threads), self._without_gradient_on_error():
-            gradient = self._accumulate(batch)
-        if not math.isfinite(gradient.loss):
-            self._drop_gradient()
-        return gradient
+        tensors, sums = _LossTensors(batch, self.device), MetricSums()
 
-    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
-        if not any(parameter.grad is not None for parameter in self.model.parameters()):
+        def loss(source: torch.Tensor, prediction: Prediction) -> tuple[torch.Tensor, torch.Tensor]:
+            return token_loss(tensors.tokens(source, prediction), batch.loss, sums)
+
+        with_entropy = bool(batch.columns.entropy_weights.any())
+        return self._backward(Role.POLICY, batch.tokens, loss, sums, with_entropy=with_entropy)
+
+    def value_backward(self, batch: ValueBatch) -> Gradient:
+        sums, no_policy = MetricSums(), torch.zeros((), device=self.device)
+        old, returns, scale = (
+            torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+            for values in (batch.old_values, batch.returns, batch.scale)
+        )
+
+        def loss(source: torch.Tensor, prediction: Prediction) -> tuple[torch.Tensor, torch.Tensor]:
+            values = prediction.log_probs
+            return value_loss(values, old[source], returns[source], scale[source], batch.clip, sums), no_policy
+
+        return self._backward(Role.CRITIC, batch.tokens, loss, sums)
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
+        model, optimizer = self._scorer(role).model, self._optimizer(role)
+        if not any(parameter.grad is not None for parameter in model.parameters()):
             raise DataError("optim_step has no gradient to apply: call forward_backward first.")
-        with cpu_threads(self.threads), self._without_gradient_on_error():
+        with cpu_threads(self.threads), self._without_gradient_on_error(role):
             if self.ranks.mesh is not None:
-                sum_partial_gradients(self.model, self.ranks.mesh)
-            norm = clip_gradient(self.model, max_grad_norm, self.ranks)
+                sum_partial_gradients(model, self.ranks.mesh)
+            norm = clip_gradient(model, max_grad_norm, self.ranks)
             if math.isfinite(norm):
-                for group in self.optimizer.param_groups:
+                for group in optimizer.param_groups:
                     group["lr"] = learning_rate
-                self.optimizer.step()
-        self._drop_gradient()
+                optimizer.step()
+        self._drop_gradient(role)
         return Applied(grad_norm=norm)
 
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
@@ -153,6 +169,10 @@ class TrainEngine:
             state.mkdir(exist_ok=True)
             save_optimizer(self.model, self.optimizer, state, self.ranks)
             save_adapter(self.model, state, self.ranks)
+            if Role.CRITIC in self._scorers:
+                critic, place = self._scorer(Role.CRITIC).model, state / CRITIC_DIRECTORY
+                save_model(critic, {}, place, self.ranks)
+                save_optimizer(critic, self._optimizer(Role.CRITIC), place / TRAINER_DIRECTORY, self.ranks)
             if self.ranks.leads:
                 save_cursor(cursor, state)
         self.ranks.wait()
@@ -167,35 +187,58 @@ class TrainEngine:
                 attach(model, self.config.lora, trainer_state, directory)
                 if role in self._scorers:
                     _require_same_architecture(self.model, model, directory)
-                if self.config.activation_checkpointing:
-                    checkpoint_activations(model)
             else:
-                self._require_same_vocabulary(model, directory)
+                self._require_same_vocabulary(model, directory, role)
+            if not role.learns:
                 model.requires_grad_(False)
-            loaded.append(self._prepared(model))
+            elif self.config.activation_checkpointing:
+                checkpoint_activations(model)
+            loaded.append(self._prepared(model, role))
 
         with self._raised_by_all():
             model = load_model(
-                directory, packed=self.config.packing, device=self.device, prepare=prepare, ranks=self.ranks
+                directory,
+                packed=self.config.packing,
+                device=self.device,
+                prepare=prepare,
+                ranks=self.ranks,
+                values=role is Role.CRITIC,
             )
-            cursor = Cursor()
-            if role is Role.POLICY:
-                optimizer = build_optimizer(model, self.config.optimizer)
-                if trainer_state is not None:
-                    cursor = load_cursor(trainer_state)
-                    restore_adapter(model, trainer_state)
-                    load_optimizer(model, optimizer, trainer_state)
+            cursor, optimizer = self._continued(model, role, directory, trainer_state)
         (scorer,) = loaded
         if scorer.logits_chunk:
             check_plain_logits(scorer)
         self._scorers[role] = scorer
+        if optimizer is not None:
+            self._optimizers[role] = optimizer
         if role is Role.POLICY:
-            self._optimizer = optimizer
             if self.ranks.size > 1:
                 sharing = self.ranks.sharing
                 self._dealer = Dealer(self.ranks.rank // sharing, self.ranks.size // sharing, cost_model(model))
             self._side_files = read_side_files(directory)
         return cursor
+
+    def _continued(
+        self, model: PreTrainedModel, role: Role, directory: Path, trainer_state: Path | None
+    ) -> tuple[Cursor, torch.optim.Optimizer | None]:
+        """The cursor and the optimizer of a model that was just loaded, and what else the state has of it."""
+        if not role.learns:
+            return Cursor(), None
+        critic, cursor = self.config.algorithm.critic_section, Cursor()
+        if role is Role.CRITIC:
+            if critic is None:
+                raise ConfigError(f"train.algorithm.kind is {self.config.algorithm.kind}, which has no critic.")
+            optimizer = build_optimizer(model, critic.optimizer)
+            if trainer_state is not None:
+                restore_value_head(model, directory)
+        else:
+            optimizer = build_optimizer(model, self.config.optimizer)
+            if trainer_state is not None:
+                cursor = load_cursor(trainer_state)
+                restore_adapter(model, trainer_state)
+        if trainer_state is not None:
+            load_optimizer(model, optimizer, trainer_state)
+        return cursor, optimizer
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
@@ -223,20 +266,31 @@ class TrainEngine:
 
     def close(self) -> None:
         self._scorers.clear()
-        self._optimizer = None
+        self._optimizers.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # torch would keep the memory for itself, and the engine has its turn
 
-    def _accumulate(self, batch: LossBatch) -> Gradient:
-        """Add the gradient up over the batch's microbatches."""
-        config, tensors, sums = self.config, _LossTensors(batch, self.device), MetricSums()
-        scorer, with_entropy = self._scorer(Role.POLICY), bool(batch.columns.entropy_weights.any())
-        log_probs = torch.zeros(len(batch.tokens.token_ids), device=self.device)
+    def _backward(
+        self, role: Role, tokens: TokenBatch, loss_of: _Loss, sums: MetricSums, *, with_entropy: bool = False
+    ) -> Gradient:
+        scorer = self._scorer(role)
+        with cpu_threads(self.threads), self._without_gradient_on_error(role):
+            gradient = self._accumulate(scorer, tokens, loss_of, sums, with_entropy)
+        if not math.isfinite(gradient.loss):
+            self._drop_gradient(role)
+        return gradient
+
+    def _accumulate(
+        self, scorer: Scorer, tokens: TokenBatch, loss_of: _Loss, sums: MetricSums, with_entropy: bool
+    ) -> Gradient:
+        """Add the gradient up over the tokens' microbatches; `loss_of` adds to `sums`."""
+        config = self.config
+        log_probs = torch.zeros(len(tokens.token_ids), device=self.device)
         losses = torch.zeros(2, device=self.device)
         microbatches = build_microbatches(
-            batch.tokens,
-            range(len(batch.tokens)),
-            batch.tokens.predicted,
+            tokens,
+            range(len(tokens)),
+            tokens.predicted,
             budget=config.tokens_per_microbatch,
             packed=config.packing,
             dealer=self._dealer,
@@ -250,7 +304,7 @@ class TrainEngine:
                 continue
             source = torch.from_numpy(microbatch.source).to(self.device)
             log_probs[source] = prediction.log_probs.detach()
-            loss, policy_loss = token_loss(tensors.tokens(source, prediction), batch.loss, sums)
+            loss, policy_loss = loss_of(source, prediction)
             loss.backward()
             losses += torch.stack([loss.detach(), policy_loss])
         working = [microbatch for microbatch in microbatches if microbatch.real_tokens]
@@ -276,16 +330,23 @@ class TrainEngine:
             raise DataError(f"No {role} was loaded: call load_checkpoint first.")
         return self._scorers[role]
 
-    def _prepared(self, model: PreTrainedModel) -> Scorer:
+    def _optimizer(self, role: Role) -> torch.optim.Optimizer:
+        if role not in self._optimizers:
+            raise DataError(f"No {role} that learns was loaded: call load_checkpoint first.")
+        return self._optimizers[role]
+
+    def _prepared(self, model: PreTrainedModel, role: Role) -> Scorer:
         """The model ready to score, its parameters on the device or spread over the ranks."""
-        chunk, sharded = self.config.logits_chunk_tokens, self.ranks.size > 1
+        made, chunk, sharded = Scorer, self.config.logits_chunk_tokens, self.ranks.size > 1
+        if role is Role.CRITIC:
+            made, chunk = Critic, 0
         if self.ranks.context is not None:
             refuse_unfit_heads(model.config, self.ranks.context.size, self.ranks.columns)
         replace_norms(model)
         if self.ranks.mesh is not None:
             refuse_unfit_shape(model.config, self.ranks.columns)
             split_matrices(model, self.ranks.mesh)
-        scorer = Scorer(
+        scorer = made(
             model,
             temperature=self.temperature,
             dtype=self.config.dtype,
@@ -297,10 +358,10 @@ class TrainEngine:
             shard(scorer, decoder_layers(model), self.ranks, self.device.type, self.config.dtype)
         return scorer
 
-    def _require_same_vocabulary(self, model: PreTrainedModel, directory: Path) -> None:
+    def _require_same_vocabulary(self, model: PreTrainedModel, directory: Path, role: Role) -> None:
         if (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
             raise ConfigError(
-                f"The reference in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
+                f"The {role} in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
             )
 
     @contextmanager
@@ -317,16 +378,21 @@ class TrainEngine:
             if problem is not None:
                 raise DataError(f"Rank {rank} of {self.ranks.size}: {problem}")
 
-    def _drop_gradient(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+    def _drop_gradient(self, role: Role) -> None:
+        self._optimizer(role).zero_grad(set_to_none=True)
 
     @contextmanager
-    def _without_gradient_on_error(self) -> Iterator[None]:
+    def _without_gradient_on_error(self, role: Role) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._drop_gradient()
+            self._drop_gradient(role)
             raise
+
+
+_Loss = Callable[[torch.Tensor, Prediction], tuple[torch.Tensor, torch.Tensor]]
+"""From a microbatch's predicted tokens, as positions in the batch, and what was computed for them, to the loss and its policy
+term (detached)."""
 
 
 class _LossTensors:
@@ -386,60 +452,3 @@ def unfit_for_gpu(config: TrainConfig) -> list[str]:
     if not config.activation_checkpointing:
         found.append("train.activation_checkpointing is false, which long sequences need; set true")
     return found
-
-
-OPTIMIZER = "optimizer"
-"""`optimizer.safetensors`, or several files with an index."""
-
-
-def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices only, not on norms and biases."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    groups = []
-    for kept, weight_decay in ((matrices, config.weight_decay), (others, 0.0)):
-        # a fused step takes tensors that are laid out over the same ranks
-        layouts: dict[Any, list[torch.nn.Parameter]] = {}
-        for parameter in kept:
-            layouts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        groups += [{"params": group, "weight_decay": weight_decay} for group in layouts.values()]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
-
-
-def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
-    """Write every state tensor whole as `<kind>/<parameter name>`; all ranks take part."""
-    tensors = {
-        f"{kind}/{name}": SavedTensor.of(value)
-        for name, parameter in model.named_parameters()
-        for kind, value in sorted(
-            optimizer.state.get(parameter, {}).items(), key=itemgetter(0)
-        )  # whether loaded or made
-    }
-    save_tensors(tensors, directory, OPTIMIZER, ranks)
-
-
-def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Put a saved state back, in place, each rank its part; of the file a rank holds one tensor at a time.
-
-    Raises:
-        DataError: the file is missing or damaged, or belongs to another architecture.
-    """
-    parameters = dict(model.named_parameters())
-    try:
-        for key, value in saved_tensors(directory, OPTIMIZER):
-            kind, _, name = key.partition("/")
-            parameter = parameters.get(name)
-            if parameter is None or (kind != "step" and value.shape != parameter.shape):
-                present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
-                raise DataError(
-                    f"{directory} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
-                    "another architecture. Use the trainer state that lies beside the model."
-                )
-            whole = kind == "step"  # one number, the same on every rank
-            optimizer.state[parameter][kind] = (
-                value.to(parameter.device, copy=True) if whole else sharded_like(value, parameter)
-            )
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"The optimizer state in {directory} cannot be read: {error}. Resume from an older checkpoint."
-        ) from error

@@ -65,6 +65,8 @@ class StepSpec(BaseModel):
     """Checkpoint of the version before."""
     reference: Reference | str | None = None
     """Model of the KL term: a checkpoint, or the URI of a model directory."""
+    critic: str | None = None
+    """URI of the model directory that a new critic begins from. Unset: the base's."""
     checkpoint: str
     """URI of the new version's directory; the files go to a place of their own there."""
     attempt: str
@@ -113,6 +115,7 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
         spec.train,
         trainer_state=state if state.is_dir() else None,
         reference_dir=reference,
+        critic_dir=None if spec.critic is None else plain_directory(Location(spec.critic), cache),
         seed=spec.seed,
     )
     judged = tolerances(batch.policy_versions, spec.base.policy_version, spec.recompute_tolerance)

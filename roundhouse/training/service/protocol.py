@@ -10,6 +10,7 @@ safetensors (`wire`), everything else as JSON.
     POST   /v1/facts                                                 -> ModelFacts
     POST   /v1/forward/<role>         wire: TokenBatch               -> wire: LogProbs
     POST   /v1/forward_backward       wire: LossBatch, numbered      -> wire: Gradient
+    POST   /v1/value_backward         wire: ValueBatch, numbered     -> wire: Gradient
     POST   /v1/optim_step             OptimStep, numbered            -> Applied
     POST   /v1/missing                FileList                       -> digests that have to be sent
     PUT    /v1/blobs/<sha256>?size=   bytes of a file
@@ -60,8 +61,16 @@ SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
 ARRAYS = "application/x-safetensors"
 
-READING = ("facts", "forward/policy", "forward/reference")
-CHANGING = ("forward_backward", "optim_step", "load_checkpoint", "save_checkpoint", "load_directory", "save_directory")
+READING = ("facts", *(f"forward/{role}" for role in Role))
+CHANGING = (
+    "forward_backward",
+    "value_backward",
+    "optim_step",
+    "load_checkpoint",
+    "save_checkpoint",
+    "load_directory",
+    "save_directory",
+)
 """The verbs: those of the first kind may be asked at any time, those of the second are numbered."""
 
 ERRORS: dict[str, tuple[int, type[RoundhouseError]]] = {
@@ -102,6 +111,7 @@ class SessionOpened(_Body):
 class OptimStep(_Body):
     learning_rate: float
     max_grad_norm: float
+    role: Role
 
 
 class FileList(_Body):

@@ -46,7 +46,7 @@ with gc_paused():
     from roundhouse.training.service.protocol import SavedCursor
     from roundhouse.training.service.served import ServedTrainEngine
     from roundhouse.training.service.server import Service, build_app
-    from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch
+    from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch, ValueBatch
     from roundhouse.training.service.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -117,9 +117,13 @@ class LeadingEngine(TrainEngine):
         self._verbs.send("forward_backward", pack(batch))
         return super().forward_backward(batch)
 
-    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
-        self._verbs.send("optim_step", learning_rate=learning_rate, max_grad_norm=max_grad_norm)
-        return super().optim_step(learning_rate, max_grad_norm)
+    def value_backward(self, batch: ValueBatch) -> Gradient:
+        self._verbs.send("value_backward", pack(batch))
+        return super().value_backward(batch)
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
+        self._verbs.send("optim_step", learning_rate=learning_rate, max_grad_norm=max_grad_norm, role=role)
+        return super().optim_step(learning_rate, max_grad_norm, role)
 
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
         self._verbs.send("save_checkpoint", SavedCursor(cursor).model_dump_json().encode(), directory=str(directory))
@@ -159,8 +163,10 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
         engine.forward(unpack(TokenBatch, body), Role(head["role"]))
     elif verb == "forward_backward":
         engine.forward_backward(unpack(LossBatch, body))
+    elif verb == "value_backward":
+        engine.value_backward(unpack(ValueBatch, body))
     elif verb == "optim_step":
-        engine.optim_step(head["learning_rate"], head["max_grad_norm"])
+        engine.optim_step(head["learning_rate"], head["max_grad_norm"], Role(head["role"]))
     elif verb == "save_checkpoint":
         engine.save_checkpoint(Path(head["directory"]), SavedCursor.model_validate_json(body).root)
     elif verb == "load_checkpoint":

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from roundhouse.training.service.protocol import (
     parse,
     refusal,
 )
-from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.service.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,9 @@ class ServedTrainEngine:
         """Do one verb of `protocol.VERBS`; its failure is its answer."""
         works = {
             "facts": lambda body: _json(asdict(self._held().facts())),
-            "forward/policy": lambda body: self._forward(body, Role.POLICY),
-            "forward/reference": lambda body: self._forward(body, Role.REFERENCE),
+            **{f"forward/{role}": partial(self._forward, role=role) for role in Role},
             "forward_backward": self._forward_backward,
+            "value_backward": self._value_backward,
             "optim_step": self._optim_step,
             "load_checkpoint": self._load_checkpoint,
             "save_checkpoint": self._save_checkpoint,
@@ -116,9 +117,14 @@ class ServedTrainEngine:
         self._require_fits(batch.tokens)
         return _arrays(self._held().forward_backward(batch))
 
+    def _value_backward(self, body: bytes) -> CallReply:
+        batch = unpack(ValueBatch, body)
+        self._require_fits(batch.tokens)
+        return _arrays(self._held().value_backward(batch))
+
     def _optim_step(self, body: bytes) -> CallReply:
         asked = parse(OptimStep, body)
-        return _json(asdict(self._held().optim_step(asked.learning_rate, asked.max_grad_norm)))
+        return _json(asdict(self._held().optim_step(asked.learning_rate, asked.max_grad_norm, asked.role)))
 
     def _load_checkpoint(self, body: bytes) -> CallReply:
         asked, directory = parse(LoadCheckpoint, body), self._scratch / "loading"
@@ -126,7 +132,7 @@ class ServedTrainEngine:
         model = self._laid_out(asked.files, directory / "model")
         state = None if asked.trainer_state is None else self._laid_out(asked.trainer_state, directory / "state")
         found, served = _architecture(model), self.architecture
-        if served is not None and found != served:
+        if served is not None and found != served and asked.role is not Role.CRITIC:
             key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
             raise DataError(
                 f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
@@ -174,9 +180,9 @@ class ServedTrainEngine:
         facts: ModelFacts = self._held().facts()
         if (highest := int(batch.token_ids.max())) >= facts.vocabulary:
             raise DataError(f"token_ids holds {highest}, but the model's vocabulary ends at {facts.vocabulary - 1}.")
-        longest = int(np.diff(batch.offsets).max())
+        longest = int(np.diff(batch.offsets).max()) - 1  # nothing reads a last token, which is predicted or left out
         if facts.positions is not None and longest > facts.positions:
-            raise DataError(f"A sequence has {longest} tokens, but the model has {facts.positions} positions.")
+            raise DataError(f"A sequence has {longest + 1} tokens, but the model has {facts.positions} positions.")
 
 
 def _arrays(value: Any) -> CallReply:

@@ -31,7 +31,7 @@ from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY, Cursor, load_cursor, save_cursor
 from roundhouse.training.service.tinker_loss import PlainDatum, loss_value, scoring, translate
-from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 
 POINTER_FILE = "tinker.json"
 GRAD_NORM = "unclipped_grad_l2:mean"
@@ -112,7 +112,13 @@ class TinkerTrainService:
             positions=tokens,
         )
 
-    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
+    def value_backward(self, batch: ValueBatch) -> Gradient:
+        raise ConfigError(
+            "The Tinker client holds no critic. Set train.algorithm.kind to grpo, or use another train.service.kind."
+        )
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
+        _require_policy(role)
         if not self._has_gradient:
             raise DataError("optim_step has no gradient to apply: call forward_backward first.")
         config = self.optimizer

@@ -6,6 +6,8 @@ a process of its own or over a network, and on one machine all of them give the 
 
     load_checkpoint ─> ( forward* ─> ( forward_backward+ ─> optim_step )* ─> save_checkpoint )*
 
+Where the algorithm has a critic, `value_backward` is its `forward_backward`.
+
 Gradients add up over the calls of `forward_backward` until `optim_step` applies them. Each token's `scale` is computed by the
 driver from the counts of the whole update, so it does not matter how an update is cut into calls, microbatches or ranks.
 
@@ -35,6 +37,13 @@ class Role(StrEnum):
     """The one that learns."""
     REFERENCE = "reference"
     """The frozen one of the KL term."""
+    CRITIC = "critic"
+    """The one that learns to predict the reward to come."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has an optimizer, whose state is saved."""
+        return self is not Role.REFERENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class TokenBatch:
     token_ids: np.ndarray
     """[T] int32."""
     predicted: np.ndarray
-    """[T] bool: the tokens whose log-probability is asked for."""
+    """[T] bool: the tokens whose log-probability, or the value before them, is asked for."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -84,13 +93,29 @@ class LossBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueBatch:
+    """An update of the critic, or a part of one. Arrays are [T] float32."""
+
+    tokens: TokenBatch
+    old_values: np.ndarray
+    """The critic's before its first update."""
+    returns: np.ndarray
+    """What it is to predict."""
+    scale: np.ndarray
+    """As in `LossBatch`."""
+    clip: float | None
+    """`loss.value_loss`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gradient:
-    """What `forward_backward` reports of the gradient that it added."""
+    """What `forward_backward` or `value_backward` reports of the gradient that it added."""
 
     loss: float
     policy_loss: float
+    """0 of the critic."""
     log_probs: np.ndarray
-    """[T] float32, under the weights as they are; 0 where not predicted."""
+    """[T] float32, under the weights as they are, or the critic's values; 0 where not predicted."""
     shares: dict[str, Share]
     """Sums of the token metrics, by the names of `metrics.METRICS`."""
     microbatches: int
@@ -129,15 +154,19 @@ class TrainService(Protocol):
         ...
 
     def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
-        """[T] float32 log-probabilities of the predicted tokens, 0 elsewhere."""
+        """[T] float32 log-probabilities of the predicted tokens, or the critic's values before them, 0 elsewhere."""
         ...
 
     def forward_backward(self, batch: LossBatch) -> Gradient:
         """Add the batch's gradient. When the loss is not finite, every gradient added so far is dropped."""
         ...
 
-    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
-        """Clip the gradient to the norm and apply it; it is dropped unapplied when its norm is not finite.
+    def value_backward(self, batch: ValueBatch) -> Gradient:
+        """Add the batch's gradient to the critic's; otherwise as `forward_backward`."""
+        ...
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
+        """Clip a model's gradient to the norm and apply it; it is dropped unapplied when its norm is not finite.
 
         Raises:
             DataError: there is no gradient.
@@ -145,7 +174,7 @@ class TrainService(Protocol):
         ...
 
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
-        """Write the Hugging Face directory, and optimizer and cursor under `trainer/`, on the caller's machine.
+        """Write the Hugging Face directory, and optimizer, cursor and critic under `trainer/`, on the caller's machine.
 
         Args:
             cursor: None writes the weights alone.
@@ -156,6 +185,9 @@ class TrainService(Protocol):
         self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
     ) -> Cursor:
         """Take weights, and the optimizer's state and the cursor from `trainer_state`; None begins both anew.
+
+        A critic without `trainer_state` is this model with a new head; the state of one that was saved is in
+        `trainer/critic/`, a directory of the same form. Its cursor is the policy's.
 
         The directories are the caller's and may be deleted once this returns. Gradients are dropped.
 

@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.checkpoint import CRITIC_DIRECTORY, Cursor
 from roundhouse.training.service import protocol
 from roundhouse.training.service.files import TransferredFile, inside, list_files
-from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch
+from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ def _has_arrays(kind: Any) -> bool:
 def _check(value: Any) -> None:
     if isinstance(value, TokenBatch):
         _check_tokens(value)
-    elif isinstance(value, LossBatch):
+    elif isinstance(value, LossBatch | ValueBatch):
         _check_tokens(value.tokens)
         length = len(value.tokens.token_ids)
         for name, array in _arrays_of(value):
@@ -218,8 +218,13 @@ class ChannelService:
         _require_length(gradient.log_probs, batch.tokens)
         return gradient
 
-    def optim_step(self, learning_rate: float, max_grad_norm: float) -> Applied:
-        asked = protocol.OptimStep(learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+    def value_backward(self, batch: ValueBatch) -> Gradient:
+        gradient = unpack(Gradient, self.channel.change("value_backward", pack(batch)))
+        _require_length(gradient.log_probs, batch.tokens)
+        return gradient
+
+    def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
+        asked = protocol.OptimStep(learning_rate=learning_rate, max_grad_norm=max_grad_norm, role=role)
         return Applied(**json.loads(self.channel.change("optim_step", asked.model_dump_json().encode())))
 
     def load_checkpoint(
@@ -228,7 +233,7 @@ class ChannelService:
         if not (directory / "config.json").is_file():
             raise ConfigError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
         model = [file for file in list_files(directory) if "/" not in file.path]
-        state = None if trainer_state is None else list_files(trainer_state)
+        state = None if trainer_state is None else _own_files(trainer_state)
         self._send(model, directory)
         if state is not None and trainer_state is not None:
             self._send(state, trainer_state)
@@ -250,6 +255,11 @@ class ChannelService:
             if file.sha256 in missing:
                 self.channel.send(file, inside(directory, file.path))
                 missing.remove(file.sha256)
+
+
+def _own_files(trainer_state: Path) -> list[TransferredFile]:
+    """Without those of the critic, which is loaded by itself."""
+    return [file for file in list_files(trainer_state) if not file.path.startswith(f"{CRITIC_DIRECTORY}/")]
 
 
 def _require_length(log_probs: np.ndarray, batch: TokenBatch) -> None:

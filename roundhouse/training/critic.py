@@ -1,0 +1,109 @@
+"""The critic's part of a training step: its values before the first update, and its updates.
+
+Invariant: all that the critic is asked for in a step, and all that it learns, depends on its weights and moments before the
+step, the sequences, what the algorithm made of its values, and the order of the updates. The policy's weights have no part in
+it, nor it in theirs but through the advantages, so it does not matter that its updates follow the policy's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from roundhouse.config.algorithms import CriticConfig
+from roundhouse.errors import DataError
+from roundhouse.training.algorithms.ppo import last_generated
+from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.checkpoint import CRITIC_DIRECTORY, TRAINER_DIRECTORY, Cursor
+from roundhouse.training.service.verbs import Gradient, Role, TokenBatch, TrainService, ValueBatch, token_positions
+
+
+def load_critic(service: TrainService, cursor: Cursor, start: Path, trainer_state: Path | None) -> None:
+    """Give the service the critic that `trainer_state` continues, or a new one on the model in `start`.
+
+    Raises:
+        DataError: the cursor counts what a critic has learnt, and the state has none.
+    """
+    saved = None if trainer_state is None else trainer_state / CRITIC_DIRECTORY
+    if saved is not None and saved.is_dir():
+        service.load_checkpoint(saved, trainer_state=saved / TRAINER_DIRECTORY, role=Role.CRITIC)
+    elif cursor.critic_iterations:
+        raise DataError(
+            f"{saved} is not there, but the critic has learnt from {cursor.critic_iterations} iterations. Resume from an older "
+            "checkpoint."
+        )
+    else:
+        service.load_checkpoint(start, role=Role.CRITIC)
+
+
+@dataclass(frozen=True, slots=True)
+class CriticStep:
+    """A critic in one iteration."""
+
+    service: TrainService
+    config: CriticConfig
+    sequences: TrainingSequences
+    values: np.ndarray
+    """[T] float32: what it predicted before each generated token, before its updates."""
+    final_values: np.ndarray
+    """[S] float32: behind the last generated token of a truncated sequence; 0 for the others."""
+
+    @classmethod
+    def begin(cls, service: TrainService, config: CriticConfig, sequences: TrainingSequences) -> CriticStep:
+        """Ask the critic for its values."""
+        batch = with_ends(sequences)
+        found = service.forward(batch, Role.CRITIC)
+        lasts = last_generated(sequences) - sequences.offsets[:-1]
+        values = np.zeros(len(sequences.token_ids), dtype=np.float32)
+        final = np.zeros(len(sequences), dtype=np.float32)
+        for s, (start, last) in enumerate(zip(batch.offsets[:-1].tolist(), lasts.tolist(), strict=True)):
+            first = int(sequences.offsets[s])
+            values[first : first + last + 1] = found[start : start + last + 1]
+            if sequences.truncated[s]:
+                final[s] = found[start + last + 1]
+        return cls(service, config, sequences, values, final)
+
+    def backward(self, indices: list[int], trained: np.ndarray, returns: np.ndarray, scale: np.ndarray) -> Gradient:
+        """The gradient of one update, on the sequences with these indices.
+
+        Args:
+            trained: [T] bool over all sequences, as `returns` ([T]) is.
+            scale: of each token of these sequences.
+        """
+        chosen = token_positions(self.sequences, indices)
+        return self.service.value_backward(
+            ValueBatch(
+                tokens=TokenBatch.of(self.sequences, indices, trained),
+                old_values=self.values[chosen],
+                returns=returns[chosen],
+                scale=scale,
+                clip=self.config.value_clip,
+            )
+        )
+
+    def metrics(self, trained: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+        """Of its values before the updates; no explained variance where all returns are equal."""
+        if not trained.any():
+            return {}
+        values, wanted = self.values[trained].astype(np.float64), returns[trained].astype(np.float64)
+        found = {"value_mean": float(values.mean())}
+        if (spread := float(wanted.var())) > 0:
+            found["explained_variance"] = 1 - float((wanted - values).var()) / spread
+        return found
+
+
+def with_ends(sequences: TrainingSequences) -> TokenBatch:
+    """Each sequence up to its last generated token, and a truncated one with a token behind it that asks for the value there.
+
+    What that token is does not matter: nothing reads a sequence's last token.
+    """
+    offsets, token_ids, predicted = [0], [], []
+    for s, last in enumerate(last_generated(sequences).tolist()):
+        own = slice(int(sequences.offsets[s]), last + 1)
+        end = int(sequences.truncated[s])
+        token_ids += [sequences.token_ids[own], np.zeros(end, dtype=np.int32)]
+        predicted += [sequences.loss_mask[own], np.ones(end, dtype=bool)]
+        offsets.append(offsets[-1] + own.stop - own.start + end)
+    return TokenBatch(np.array(offsets, dtype=np.int64), np.concatenate(token_ids), np.concatenate(predicted))
