@@ -102,11 +102,11 @@ def killed_in_the_critics_second_update(run: Run, base: Reference, batch: Refere
     """Of iteration 2: the policy's updates are done."""
     calls, learn = [0], TrainEngine.value_backward
 
-    def struck(engine: TrainEngine, values: ValueBatch) -> Gradient:
+    def struck(self: TrainEngine, batch: ValueBatch) -> Gradient:
         calls[0] += 1
         if calls[0] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return learn(engine, values)
+        return learn(self, batch)
 
     TrainEngine.value_backward = struck  # type: ignore[method-assign]
     train_iteration(run, 2, batch, base, cache)

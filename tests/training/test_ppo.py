@@ -11,6 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from roundhouse.config.algorithms import AlgorithmConfig
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithms import AlgorithmInputs, TokenSignals, build_algorithm
@@ -19,7 +20,7 @@ from roundhouse.training.critic import CriticStep, with_ends
 from roundhouse.training.loss import MetricSums, value_loss
 from roundhouse.training.metrics import METRICS
 from roundhouse.training.service.verbs import Role
-from roundhouse.training.trainer import Trainer
+from roundhouse.training.trainer import NonFiniteError, Trainer
 from tests.training import reference
 from tests.training.test_learning import _collect as parity_rollouts
 from tests.training.tiny import VOCABULARY, make_model, plain_model, record, records, sequences
@@ -368,6 +369,28 @@ def test_in_the_warm_up_the_critic_learns_and_the_policy_stays(model_dir: Path) 
 def test_a_service_that_cannot_train_a_critic_is_refused_at_load(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ValidationError, match=wrong):
         config(**changes)
+
+
+def test_a_critic_whose_loss_is_not_finite_stops_the_trainer_after_the_policys_update(model_dir: Path) -> None:
+    trainer = Trainer.load(model_dir, config())
+    critic_of(trainer).get_output_embeddings().bias.data.fill_(1e30)  # finite, and its square is not
+    with pytest.raises(
+        NonFiniteError, match=r"value_loss is inf.*lower train.algorithm.critic.optimizer.learning_rate"
+    ):
+        trainer.step(sequences(), 1)
+    with pytest.raises(DataError, match="has to be loaded again"):
+        trainer.step(sequences(), 1)
+
+
+def test_samples_of_another_policy_need_a_correction() -> None:
+    def algorithm(section: dict[str, Any], **keys: Any) -> Any:
+        return parse_config({"run_id": "r", "train": {"algorithm": {"kind": "ppo", **keys}}} | section).train.algorithm
+
+    offline = {"offline": {"datasets": ["d"]}}
+    with pytest.raises(ConfigError, match="mismatch_correction is none"):
+        algorithm(offline)
+    assert algorithm(offline, mismatch_correction="tis").critic_section is not None
+    assert algorithm({"asynchrony": {"mode": "batch-async", "staleness": 1}}).mismatch_correction == "tis"
 
 
 def test_a_truncated_sequence_asks_for_the_value_behind_its_last_token() -> None:

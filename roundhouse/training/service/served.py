@@ -77,7 +77,7 @@ class ServedTrainEngine:
 
     def answer(self, verb: str, body: bytes) -> CallReply:
         """Do one verb of `protocol.VERBS`; its failure is its answer."""
-        works = {
+        works: dict[str, Callable[[bytes], CallReply]] = {
             "facts": lambda body: _json(asdict(self._held().facts())),
             **{f"forward/{role}": partial(self._forward, role=role) for role in Role},
             "forward_backward": self._forward_backward,
