@@ -70,7 +70,9 @@ METRICS: dict[str, Metric] = {
     ),
     "value_mean": Metric(_TOKENS, "what the critic predicted before its updates", "near reward"),
     "explained_variance": Metric(
-        _LAST, "1 − var(return − value) ÷ var(return) over the trained tokens, before the updates", "rises towards 1"
+        _LAST,
+        "1 − var(return − value) ÷ var(return) over the trained tokens, before the updates (unless all returns are equal)",
+        "rises towards 1",
     ),
     "critic_grad_norm": Metric(_UPDATES, "the critic's gradient norm before clipping", "no spikes"),
     "critic_lr": Metric(_LAST, "the critic's learning rate of its last update"),
