@@ -100,6 +100,28 @@ def test_a_mixture_has_column_for_column_what_each_environment_has_alone(
     assert differs, "the setting acts"
 
 
+def test_a_critic_values_each_environment_by_its_own_rewards() -> None:
+    """Values of tokens, those behind truncated sequences, and what the critic is to learn: each at its sequences' places."""
+
+    def with_values(algorithm: PolicyGradient, sequences: TrainingSequences) -> TokenSignals:
+        values = sequences.gen_logprobs * np.float32(0.1) + np.float32(0.5)
+        final = np.where(sequences.truncated, sequences.lengths, 0).astype(np.float32) / 10
+        inputs = AlgorithmInputs(values=values, final_values=final)
+        return build_algorithm(algorithm).compute(sequences, inputs)
+
+    run, own = {"kind": "ppo", "gae_lambda": 0.9}, {"mask_truncated": True}
+    sequences = mixed("calc", "words")
+    joined = with_values(section(**run, environments={"words": own}), sequences)
+    assert joined.returns is not None
+    for name, settings in (("calc", {}), ("words", own)):
+        tokens = np.repeat(of_environment(sequences, name), sequences.lengths)
+        alone = with_values(section(**run, **settings), TrainingSequences.from_records(rows(name)))
+        assert np.array_equal(joined.columns.advantages[tokens], alone.columns.advantages)
+        assert np.array_equal(joined.columns.policy_weights[tokens], alone.columns.policy_weights)
+        assert alone.returns is not None
+        assert np.array_equal(joined.returns[tokens], alone.returns)
+
+
 def test_environments_without_settings_are_computed_together_as_ever() -> None:
     """Which shows where the whole batch counts: REINFORCE++ normalises over it."""
     run = {"kind": "reinforce_plus_plus", "kl_coefficient": 0.0}

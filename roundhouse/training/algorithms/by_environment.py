@@ -58,15 +58,18 @@ class ByEnvironment:
         present = [(chosen, algorithm) for chosen, algorithm in shares if chosen.any()]
         parts = []
         for chosen, algorithm in present:
-            tokens = np.repeat(chosen, sequences.lengths)
-            parts.append(algorithm.compute(sequences.select(chosen), _of_tokens(inputs, tokens)))
+            parts.append(algorithm.compute(sequences.select(chosen), _of_sequences(inputs, chosen, sequences.lengths)))
         return _joined(sequences, [chosen for chosen, _ in present], parts)
 
 
-def _of_tokens(inputs: AlgorithmInputs, tokens: np.ndarray) -> AlgorithmInputs:
-    """The inputs of the `tokens` ([T] bool)."""
+def _of_sequences(inputs: AlgorithmInputs, chosen: np.ndarray, lengths: np.ndarray) -> AlgorithmInputs:
+    """The inputs of the `chosen` sequences ([S] bool)."""
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return replace(inputs, **{name: value[tokens] for name, value in given.items() if isinstance(value, np.ndarray)})
+    tokens = np.repeat(chosen, lengths)
+    places = {name: chosen if name == "final_values" else tokens for name in given}
+    return replace(
+        inputs, **{name: value[places[name]] for name, value in given.items() if isinstance(value, np.ndarray)}
+    )
 
 
 def _joined(sequences: TrainingSequences, chosen: Sequence[np.ndarray], parts: Sequence[TokenSignals]) -> TokenSignals:
@@ -76,13 +79,18 @@ def _joined(sequences: TrainingSequences, chosen: Sequence[np.ndarray], parts: S
     for name, column in columns.items():
         for places, part in zip(tokens, parts, strict=True):
             column[places] = getattr(part.columns, name)
+    returns = None
+    if any(part.returns is not None for part in parts):
+        returns = np.zeros(len(sequences.token_ids), dtype=np.float32)
+        for places, part in zip(tokens, parts, strict=True):
+            returns[places] = part.returns
     names = dict.fromkeys(name for part in parts for name in part.sequence_columns)
     shown = {name: np.full(len(sequences), np.nan) for name in names}
     for places, part in zip(chosen, parts, strict=True):
         for name, values in part.sequence_columns.items():
             shown[name][places] = values
     generated = [float(sequences.loss_mask[places].sum()) for places in tokens]
-    return TokenSignals(TokenColumns(**columns), _joined_metrics(parts, chosen, generated), shown)
+    return TokenSignals(TokenColumns(**columns), _joined_metrics(parts, chosen, generated), shown, returns)
 
 
 def _joined_metrics(

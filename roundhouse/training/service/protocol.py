@@ -55,7 +55,7 @@ from roundhouse.training.service.verbs import Role
 
 Body = TypeVar("Body", bound=BaseModel)
 
-PROTOCOL = "1"
+PROTOCOL = "2"
 PROTOCOL_HEADER = "x-roundhouse-protocol"
 SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
