@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from roundhouse.config.sandboxes import LocalSandbox, SandboxConfig
 from roundhouse.config.secrets import Parameters, VariableName
 from roundhouse.config.section import (
     Fraction,
@@ -335,6 +336,18 @@ class CodeEnvironment(GeneratedProblems):
     """Most processes that run answers at once, in each process that has the environment; never more than there are cores."""
 
 
+class TerminalEnvironment(GeneratedProblems):
+    """Chores in a file tree, done with commands in a sandbox: the final tree is judged."""
+
+    kind: Literal["terminal"]
+    problems: Annotated[int, Field(ge=2, le=100_000)] = 1000
+    """How many chores are generated, over both splits."""
+    files: Annotated[int, Field(ge=4, le=40)] = 8
+    """Files of a tree."""
+    sandbox: SandboxConfig = LocalSandbox()
+    """Where commands run."""
+
+
 class InstructionConstraintsEnvironment(GeneratedProblems):
     """Single turn: write words that satisfy checkable constraints on count, content, order and form."""
 
@@ -485,6 +498,7 @@ SingleEnvironment = Annotated[
     | WarehouseEnvironment
     | SqlWorldEnvironment
     | CodeEnvironment
+    | TerminalEnvironment
     | InstructionConstraintsEnvironment
     | ShortQuestionsEnvironment
     | FrozenLakeEnvironment

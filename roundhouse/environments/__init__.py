@@ -32,13 +32,16 @@ from roundhouse.config.environments import (
     SortEnvironment,
     SqlWorldEnvironment,
     SudokuEnvironment,
+    TerminalEnvironment,
     WarehouseEnvironment,
     WorkerEnvironment,
+    environments_in,
 )
 from roundhouse.config.secrets import resolved
 from roundhouse.config.section import Section
 from roundhouse.environments.base import Environment, GymnasiumEnvironment, Split, TaskRow, TaskSource
 from roundhouse.environments.calculator import Calculator
+from roundhouse.environments.sandboxed import SandboxedEnvironment
 from roundhouse.environments.search import GuessNumber
 from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError
@@ -57,6 +60,7 @@ BUILT_IN: dict[type[Section], str] = {
     WarehouseEnvironment: "warehouse:Warehouse",
     SqlWorldEnvironment: "sql_world:SqlWorld",
     CodeEnvironment: "code:Code",
+    TerminalEnvironment: "terminal:Terminal",
     InstructionConstraintsEnvironment: "single_turn:InstructionConstraints",
     ShortQuestionsEnvironment: "short_questions:ShortQuestions",
     FrozenLakeEnvironment: "frozen_lake:FrozenLake",
@@ -142,6 +146,19 @@ def first_task(config: EnvironmentConfig) -> TaskRow | None:
             f"environment.kind is {config.kind}: its first training task cannot be made: {type(error).__name__}: {error}. "
             "Change the section environment."
         ) from error
+
+
+def check_sandboxes(config: EnvironmentConfig) -> None:
+    """Start one sandbox of each environment in this process that has them, so that what is missing is found before a run.
+
+    Raises:
+        ConfigError: none can be started here.
+    """
+    for each in environments_in(config).values():
+        if type(each) in BUILT_IN or isinstance(each, CustomEnvironment):
+            environment = load_any(each)
+            if isinstance(environment, SandboxedEnvironment):
+                environment.check_sandbox()
 
 
 class Mixture(TaskSource):

@@ -22,7 +22,7 @@ from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, closing_text, tool
 from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, distinct, returns, says
-from roundhouse.environments.sandbox import CodeFailed, Sandbox, canonical
+from roundhouse.environments.sandbox import CodeFailed, LockedPython, canonical
 
 RUNS, PASSED, ALL = 0.1, 0.4, 0.5
 TESTS, EXAMPLES = 12, 2
@@ -68,7 +68,7 @@ class Code(GeneratedEnvironment[Exercise]):
     def __init__(
         self, steps: int = 3, concurrency: int = 2, problems: int = 1000, heldout_fraction: float = 0.2
     ) -> None:
-        self._sandbox = Sandbox(concurrency)
+        self._sandbox = LockedPython(concurrency)
         made = distinct(lambda rng: draw(steps, rng), self.key, problems, f"code with {steps} steps")
         super().__init__(made, heldout_fraction)
 

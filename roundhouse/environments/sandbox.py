@@ -13,8 +13,8 @@ What holds (on Linux, x86_64 or aarch64; elsewhere nothing is run at all)
   kernel's, for want of memory). Everything else, any exit status after `LOCKED` too, is the code's.
 What does not: code sees its own interpreter (it may look at these inputs before it answers), and side channels are not closed.
 
-    sandbox = Sandbox()
-    await sandbox.call("def f(x): return x + 1", "f", [[1], [41]])   ->   ['2', '42']
+    sandbox = LockedPython()
+    await python.call("def f(x): return x + 1", "f", [[1], [41]])   ->   ['2', '42']
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Limits:
     output_bytes: int = 64 * 2**10
 
 
-class Sandbox:
+class LockedPython:
     """Runs untrusted code, at most `concurrency` processes at once, and no more than there are cores.
 
     The processes only compute. Were there many more than cores, code that never ends would keep the others, and itself, from
@@ -202,6 +202,22 @@ class LockedProcess:
             more = os.read(self._said, size - len(found))
             if not more:
                 break
+            found += more
+        return bytes(found)
+
+    def read_line(self, deadline: float) -> bytes:
+        """The one line that it says next; nothing when it has ended.
+
+        Raises:
+            SandboxOverloaded: not by the deadline.
+        """
+        found = bytearray()
+        while not found.endswith(b"\n"):
+            if not self._poll.poll(_milliseconds_until(deadline)):
+                raise _overloaded()
+            more = os.read(self._said, 2**20)
+            if not more:
+                return b""
             found += more
         return bytes(found)
 

@@ -24,7 +24,7 @@ from roundhouse.config.environments import (
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
-from roundhouse.environments import first_task, refuse_without_demonstrations
+from roundhouse.environments import check_sandboxes, first_task, refuse_without_demonstrations
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
@@ -81,6 +81,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
         if each.rubric is not None:
             refuse_unfit_rubric(each.rubric, key, ask=remote)
     task = first_task(config.environment)
+    if remote and isinstance(config.infra, LocalInfra):  # elsewhere, sandboxes start where the collectors are
+        check_sandboxes(config.environment)
     evaluation, offline = config.evaluation, config.offline
     evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
     if not _has_tasks(config, remote) and evaluates:

@@ -26,6 +26,7 @@ from roundhouse.config.environments import (
     MixtureEnvironment,
     NemoGymEnvironment,
     RemoteEnvironment,
+    TerminalEnvironment,
     WorkerEnvironment,
 )
 from roundhouse.config.kubernetes import TrainerPods
@@ -146,10 +147,15 @@ FEW: dict[str, Any] = {"problems": 40}
 OTHER: dict[str, Any] = {
     "heldout_fraction": 0.5, "digits": 5, "upper": 15, "guesses": 5, "problems": 60, "operators": 4, "hops": 5, "entries": 20,
     "numbers": 4, "largest": 20, "blanks": 8, "most": 30, "worlds": 3, "changes": 0.9, "steps": 5, "constraints": 5, "size": 5,
-    "holes": 2, "families": ("capitals", "sentences"), "max_tokens": 20,
+    "holes": 2, "files": 5, "families": ("capitals", "sentences"), "max_tokens": 20,
 }  # fmt: skip
-NOT_IN_TASKS = {(CodeEnvironment, "concurrency"), (FrozenLakeEnvironment, "steps"), (GuessNumberEnvironment, "guesses")}
-"""How many processes run answers, and when an episode ends."""
+NOT_IN_TASKS = {
+    (CodeEnvironment, "concurrency"),
+    (FrozenLakeEnvironment, "steps"),
+    (GuessNumberEnvironment, "guesses"),
+    (TerminalEnvironment, "sandbox"),
+}
+"""How many processes run answers, when an episode ends, and where commands run."""
 
 
 def tasks(section: type[BaseModel], **keys: Any) -> list[list[Any]]:

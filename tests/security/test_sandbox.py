@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roundhouse.environments.sandbox import CodeFailed, Limits, Sandbox
+from roundhouse.environments.sandbox import CodeFailed, Limits, LockedPython
 
-BOX = Sandbox(concurrency=1, limits=Limits(cpu_seconds=1, wall_seconds=10))
+BOX = LockedPython(concurrency=1, limits=Limits(cpu_seconds=1, wall_seconds=10))
 CANARY = "canary-1f0e77"
 FUTEX = 202 if platform.machine() == "x86_64" else 98
 

@@ -26,7 +26,7 @@ from roundhouse.config.environments import (
 )
 from roundhouse.config.models import BundledPolicy, PolicyConfig, PretrainedPolicy, RunConfig
 from roundhouse.config.secrets import read_secret
-from roundhouse.environments import first_task
+from roundhouse.environments import check_sandboxes, first_task
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.exchange import problem_of
 from roundhouse.http import ports
@@ -293,7 +293,7 @@ def _policy(policy: PolicyConfig) -> list[Finding]:
 
 
 def _environment(config: SingleEnvironment, key: str) -> list[Finding]:
-    """A server answers, of another one task is drawn as a run draws it; a rubric's judge is asked something."""
+    """A server answers; of another one task is drawn as a run draws it, and one sandbox started; a rubric's judge is asked."""
     if isinstance(config, RemoteEnvironment):
         findings = [_answers("environment", config.url, f"Start the resources server, or correct {key}.url.")]
     elif isinstance(config, AgentEnvironment):
@@ -301,6 +301,7 @@ def _environment(config: SingleEnvironment, key: str) -> list[Finding]:
     else:
         try:
             drawn = "in another process" if first_task(config) is None else "a task was drawn"
+            check_sandboxes(config)
             findings = [ok("environment", f"{config.kind}: {drawn}")]
         except ConfigError as error:
             findings = [fail("environment", str(error), "Correct the section environment.")]

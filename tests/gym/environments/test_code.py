@@ -17,7 +17,7 @@ from roundhouse.environments.code import Code, Exercise
 from roundhouse.environments.sandbox import (
     CodeFailed,
     Limits,
-    Sandbox,
+    LockedPython,
     SandboxKilled,
     SandboxOverloaded,
     SandboxUnavailable,
@@ -31,7 +31,7 @@ from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, calls, rollout
 CODE = Code(problems=60)
 EXERCISE = Exercise(("add 2 to each", "return the sum"), ("xs = [x + 2 for x in xs]", "return sum(xs)"))
 ROW = CODE.row(EXERCISE)
-BOX = Sandbox(concurrency=2, limits=Limits(cpu_seconds=1, wall_seconds=5))
+BOX = LockedPython(concurrency=2, limits=Limits(cpu_seconds=1, wall_seconds=5))
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ set -e
 mkdir -p {directory} && mount -t tmpfs -o size=64k none {directory}
 TMPDIR={directory} exec {python} - {directory} <<'END'
 import os, sys
-from roundhouse.environments.sandbox import Sandbox
+from roundhouse.environments.sandbox import LockedPython
 
-box = Sandbox(1)
+box = LockedPython(1)
 with open(sys.argv[1] + "/filler", "wb", buffering=0) as filler:
     for pages in (13, 14, 15, 16):
         os.ftruncate(filler.fileno(), 0)
@@ -215,7 +215,7 @@ def test_right_code_passes_however_few_pages_the_disk_of_temporary_files_has_lef
 
 def test_a_process_that_is_killed_from_outside_gives_no_verdict_on_its_code() -> None:
     """As the kernel does where memory runs out. The code is within its limits, and may have been right."""
-    box = Sandbox(concurrency=1, limits=Limits(cpu_seconds=60))
+    box = LockedPython(concurrency=1, limits=Limits(cpu_seconds=60))
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(box.call_blocking, "while True: pass", "f", [[1]])
         _locked_child().kill()
@@ -224,7 +224,7 @@ def test_a_process_that_is_killed_from_outside_gives_no_verdict_on_its_code() ->
 
 
 def test_a_process_that_gets_no_cpu_time_gives_no_verdict_on_its_code() -> None:
-    box = Sandbox(concurrency=1, limits=Limits(cpu_seconds=60, wall_seconds=1.0))
+    box = LockedPython(concurrency=1, limits=Limits(cpu_seconds=60, wall_seconds=1.0))
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(box.call_blocking, "while True: pass", "f", [[1]])
         _child().suspend()
@@ -235,7 +235,7 @@ def test_a_process_that_gets_no_cpu_time_gives_no_verdict_on_its_code() -> None:
 
 def test_code_that_never_ends_cannot_keep_all_cores_from_the_rest_of_its_sandbox() -> None:
     """A hundred endless programs at once on two cores get 0.3 s of CPU time in 15 s: each would be a failure of the machine."""
-    assert Sandbox(concurrency=10_000)._threads._max_workers == os.cpu_count()
+    assert LockedPython(concurrency=10_000)._threads._max_workers == os.cpu_count()
 
 
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/there/is/no/such/program"])
@@ -272,7 +272,7 @@ def _locked_child() -> psutil.Process:
 
 
 async def test_the_event_loop_goes_on_and_no_more_than_the_allowed_processes_run_at_once() -> None:
-    box = Sandbox(concurrency=2, limits=Limits(wall_seconds=20))
+    box = LockedPython(concurrency=2, limits=Limits(wall_seconds=20))
     calls = [asyncio.create_task(box.call("def f(x): return x + 0 * sum(range(10**6))", "f", [[n]])) for n in range(5)]
     most = 0
     begun = time.thread_time()

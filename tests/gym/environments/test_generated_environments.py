@@ -14,6 +14,7 @@ from roundhouse.config.environments import (
     LookupEnvironment,
     SqlWorldEnvironment,
     SudokuEnvironment,
+    TerminalEnvironment,
     WarehouseEnvironment,
 )
 from roundhouse.environments import built_in, load
@@ -31,12 +32,13 @@ CONFIGS: list[GeneratedProblems] = [
     WarehouseEnvironment(kind="warehouse", problems=300),
     SqlWorldEnvironment(kind="sql_world", problems=200),
     CodeEnvironment(kind="code", problems=100),
+    TerminalEnvironment(kind="terminal", problems=100),
 ]
 
 
 def some(environment: GeneratedEnvironment) -> int:
-    """How many problems to play: each answer of `code` is a process."""
-    return 10 if environment.name == "code" else 40
+    """How many problems to play: each answer of `code` is a process, and so is each session of `terminal`."""
+    return 10 if environment.name == "code" else 20 if environment.name == "terminal" else 40
 
 
 @pytest.fixture(params=CONFIGS, ids=lambda config: config.kind)
