@@ -42,6 +42,35 @@ class LocalSandbox(SandboxLimits):
     kind: Literal["local"] = "local"
 
 
+class ContainerSandbox(SandboxLimits):
+    """A container of Docker or Podman on the machine of the collector."""
+
+    kind: Literal["container"]
+    image: str
+    """It must be on the machine, and have `sh`, `tar` and `timeout`."""
+    program: Literal["docker", "podman"] | None = None
+    """Unset: the first of the two that works."""
+    runtime: str | None = None
+    """A runtime of it by name, such as `runsc` (gVisor) or `kata`. Unset: its default."""
+    network: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "none"
+    """`none`, or a network of it by name, such as `bridge`."""
+    cpus: PositiveFloat = 1
+    """Processors, in parts too."""
+    read_only: bool = True
+    """The root file system cannot be written, whatever its permissions."""
+    user: Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = "65534:65534"
+    """User and group in the container, by number; never root."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ContainerSandbox:
+        if self.disk_mib >= self.memory_mib:
+            raise ValueError(
+                f"sandbox.disk_mib is {self.disk_mib}, but files of a container count as its memory (sandbox.memory_mib = "
+                f"{self.memory_mib}). Lower disk_mib or raise memory_mib."
+            )
+        return self
+
+
 class CustomSandbox(SandboxLimits):
     """A sandbox of your own, imported by name."""
 
@@ -57,4 +86,4 @@ class CustomSandbox(SandboxLimits):
         return hash(self.target)
 
 
-SandboxConfig = Annotated[LocalSandbox | CustomSandbox, Field(discriminator="kind")]
+SandboxConfig = Annotated[LocalSandbox | ContainerSandbox | CustomSandbox, Field(discriminator="kind")]

@@ -19,6 +19,7 @@ inherits `ExecutedSandbox` and has three methods: `start`, `execute`, `close`.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from abc import ABC, abstractmethod
@@ -27,13 +28,21 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Protocol, runtime_checkable
 
-from roundhouse.config.sandboxes import CustomSandbox, LocalSandbox, SandboxConfig, SandboxLimits
+from roundhouse.config.sandboxes import ContainerSandbox, CustomSandbox, LocalSandbox, SandboxConfig, SandboxLimits
 from roundhouse.config.secrets import resolved
 from roundhouse.errors import ConfigError
 from roundhouse.import_string import load_class
 
 WORK = "/sandbox"
 """The working directory of every command."""
+VARIABLES = {
+    "HOME": WORK,
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+}
+"""Of every command, next to PATH: none of it is the machine's."""
 TREE_BYTES = 4 * 2**20
 """Most bytes of `read_files`, as an archive."""
 FILE_TIME = 1_700_000_000
@@ -102,10 +111,11 @@ class Sandbox(Protocol):
 
 
 class ExecutedSandbox(ABC):
-    """A sandbox whose files are reached by programs that run in it: `sh` and `tar`."""
+    """A sandbox whose files are reached by programs that run in it: `sh` and `tar`. One program runs at a time."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
+        self._running = asyncio.Lock()
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -120,7 +130,7 @@ class ExecutedSandbox(ABC):
     async def run(self, command: str) -> CommandResult:
         if "\0" in command:
             return CommandResult(2, "sh: a command has no NUL characters\n")
-        found = await self.execute(["sh", "-c", command], b"", self.limits.output_bytes)
+        found = await self._one(["sh", "-c", command], b"", self.limits.output_bytes)
         text = found.output.decode(errors="replace")
         return CommandResult(found.status, text, found.timed_out, found.truncated)
 
@@ -129,15 +139,19 @@ class ExecutedSandbox(ABC):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
                 raise FilesRefused(f"{name!r} is no path in the working directory")
-        found = await self.execute(["tar", "-xf", "-"], archive(files), self.limits.output_bytes)
+        found = await self._one(["tar", "-xf", "-"], archive(files), self.limits.output_bytes)
         if found.status or found.timed_out:
             raise FilesRefused(found.output.decode(errors="replace").strip() or "the files cannot be written")
 
     async def read_files(self) -> dict[str, bytes]:
-        found = await self.execute(["sh", "-c", "exec tar -cf - . 2>/dev/null"], b"", TREE_BYTES)
+        found = await self._one(["sh", "-c", "exec tar -cf - . 2>/dev/null"], b"", TREE_BYTES)
         if found.truncated or found.timed_out:
             raise FilesRefused(f"the files of the working directory have more than {TREE_BYTES} bytes")
         return regular_files(found.output)
+
+    async def _one(self, arguments: Sequence[str], stdin: bytes, output_bytes: int) -> Execution:
+        async with self._running:
+            return await self.execute(arguments, stdin, output_bytes)
 
 
 def archive(files: Mapping[str, bytes]) -> bytes:
@@ -166,6 +180,7 @@ def regular_files(content: bytes) -> dict[str, bytes]:
 
 KINDS: dict[type[SandboxLimits], str] = {
     LocalSandbox: "local:LocalProcess",
+    ContainerSandbox: "container:Container",
 }
 """From a kind's configuration to its class in this package, whose argument it is."""
 

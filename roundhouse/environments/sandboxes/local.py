@@ -23,20 +23,11 @@ from typing import Any
 from roundhouse.config.sandboxes import SandboxLimits
 from roundhouse.environments.sandbox import LockedProcess, SandboxKilled, SandboxUnavailable
 from roundhouse.environments.sandbox_child import LOCKED
-from roundhouse.environments.sandboxes import WORK, ExecutedSandbox, Execution
+from roundhouse.environments.sandboxes import VARIABLES, ExecutedSandbox, Execution
 
 CHILD = Path(__file__).with_name("local_child.py")
 GRACE_SECONDS = 15.0
 """After a limit of the inside, until this side takes the process for stuck."""
-VARIABLES = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": WORK,
-    "LANG": "C.UTF-8",
-    "TZ": "UTC",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONHASHSEED": "0",
-}
-"""The whole environment of a command, of every kind: none of it is the machine's."""
 
 
 @functools.cache
@@ -71,7 +62,7 @@ class LocalProcess(ExecutedSandbox):
             "disk_bytes": limits.disk_mib * 2**20,
             "processes": limits.processes,
             "lifetime_seconds": limits.lifetime_seconds,
-            "variables": VARIABLES | {"PATH": f"{sys.base_prefix}/bin:{VARIABLES['PATH']}"},
+            "variables": VARIABLES | {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"},
         }
         deadline = time.monotonic() + GRACE_SECONDS
         process = LockedProcess(CHILD, subprocess.PIPE)
