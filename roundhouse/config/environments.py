@@ -348,6 +348,18 @@ class TerminalEnvironment(GeneratedProblems):
     """Where commands run."""
 
 
+class BugFixEnvironment(GeneratedProblems):
+    """Repair a small Python repository in a sandbox: hidden tests judge the sources that are left, in a fresh one."""
+
+    kind: Literal["bug_fix"]
+    problems: Annotated[int, Field(ge=2, le=100_000)] = 500
+    """How many repositories are generated, over both splits."""
+    functions: Annotated[int, Field(ge=2, le=8)] = 4
+    """Functions of a repository, one of them with a bug."""
+    sandbox: SandboxConfig = LocalSandbox()
+    """Where commands run. It must have python3."""
+
+
 class InstructionConstraintsEnvironment(GeneratedProblems):
     """Single turn: write words that satisfy checkable constraints on count, content, order and form."""
 
@@ -499,6 +511,7 @@ SingleEnvironment = Annotated[
     | SqlWorldEnvironment
     | CodeEnvironment
     | TerminalEnvironment
+    | BugFixEnvironment
     | InstructionConstraintsEnvironment
     | ShortQuestionsEnvironment
     | FrozenLakeEnvironment

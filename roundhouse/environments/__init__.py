@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from roundhouse.config.environments import (
     ArithmeticChainEnvironment,
+    BugFixEnvironment,
     CalculatorEnvironment,
     CodeEnvironment,
     CommandEnvironment,
@@ -61,6 +62,7 @@ BUILT_IN: dict[type[Section], str] = {
     SqlWorldEnvironment: "sql_world:SqlWorld",
     CodeEnvironment: "code:Code",
     TerminalEnvironment: "terminal:Terminal",
+    BugFixEnvironment: "bug_fix:BugFix",
     InstructionConstraintsEnvironment: "single_turn:InstructionConstraints",
     ShortQuestionsEnvironment: "short_questions:ShortQuestions",
     FrozenLakeEnvironment: "frozen_lake:FrozenLake",

@@ -28,8 +28,8 @@ class SandboxedEnvironment(GeneratedEnvironment[P]):
 
     restoration = "replay"
     """Commands are run again on a new sandbox: it begins with the same files, and nothing outlives a command but files."""
-    needs = "sh, tar"
-    """Programs that a sandbox must have, for the error of `check_sandbox`."""
+    programs: tuple[str, ...] = ("sh", "tar")
+    """That a sandbox must have."""
 
     def __init__(self, problems: Iterable[P], heldout_fraction: float, sandbox: SandboxConfig) -> None:
         self.sandbox = sandbox
@@ -69,31 +69,34 @@ class SandboxedEnvironment(GeneratedEnvironment[P]):
         return "written"
 
     def check_sandbox(self) -> None:
-        """Start one sandbox, write and read the files of the first task, and end it.
+        """Start one sandbox, write and read the files of the first task, look for its programs, and end it.
 
         Raises:
             ConfigError: that does not work here.
         """
         files = {name: text.encode() for name, text in self.tasks("train")[0]["files"].items()}
 
-        async def probe() -> dict[str, bytes]:
+        async def probe() -> tuple[dict[str, bytes], CommandResult]:
             sandbox = await self.sandbox_with(files)
             try:
-                return await sandbox.read_files()
+                return await sandbox.read_files(), await sandbox.run(
+                    f"command -v {' && command -v '.join(self.programs)}"
+                )
             finally:
                 await sandbox.close()
 
+        kind = f"environment.sandbox.kind is {self.sandbox.kind}"
         try:
             with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
-                found = thread.submit(asyncio.run, probe()).result()
+                found, programs = thread.submit(asyncio.run, probe()).result()
         except (InfraError, FilesRefused) as error:
-            raise ConfigError(
-                f"environment.sandbox.kind is {self.sandbox.kind}: no sandbox works here: {error}"
-            ) from error
+            raise ConfigError(f"{kind}: no sandbox works here: {error}") from error
+        if programs.status:
+            raise ConfigError(f"{kind}: {self.name} needs {', '.join(self.programs)} there, of which one is missing.")
         if found != files:
             raise ConfigError(
-                f"environment.sandbox.kind is {self.sandbox.kind}: files that are written into a sandbox are not found in it "
-                f"again. It must have {self.needs}, and its user must be able to write to the working directory."
+                f"{kind}: files that are written into a sandbox are not found in it again. Its user must be able to "
+                "write to the working directory."
             )
 
 

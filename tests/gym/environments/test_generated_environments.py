@@ -8,6 +8,7 @@ from playing import SPLITS, prompt_of, rewards_of
 
 from roundhouse.config.environments import (
     ArithmeticChainEnvironment,
+    BugFixEnvironment,
     CodeEnvironment,
     CountdownEnvironment,
     GeneratedProblems,
@@ -33,12 +34,13 @@ CONFIGS: list[GeneratedProblems] = [
     SqlWorldEnvironment(kind="sql_world", problems=200),
     CodeEnvironment(kind="code", problems=100),
     TerminalEnvironment(kind="terminal", problems=100),
+    BugFixEnvironment(kind="bug_fix", problems=100),
 ]
 
 
 def some(environment: GeneratedEnvironment) -> int:
-    """How many problems to play: each answer of `code` is a process, and so is each session of `terminal`."""
-    return 10 if environment.name == "code" else 20 if environment.name == "terminal" else 40
+    """How many problems to play: each answer of `code` is a process, and so is each sandbox."""
+    return 10 if environment.name in ("code", "terminal", "bug_fix") else 40
 
 
 @pytest.fixture(params=CONFIGS, ids=lambda config: config.kind)

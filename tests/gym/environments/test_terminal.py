@@ -9,6 +9,10 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.environments.sandboxed import shown
 from roundhouse.environments.sandboxes import CommandResult, Sandbox
 from roundhouse.environments.terminal import CHORES, Chore, Terminal
+from roundhouse.replay.rollouts import judge
+from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of
 
 TERMINAL = Terminal(problems=120)
 CHORE = Chore(
@@ -85,6 +89,20 @@ def test_every_chore_is_among_the_problems_of_both_splits() -> None:
         for split in SPLITS
     }
     assert len(CHORES) == len(openings["train"]) == len(openings["heldout"])
+
+
+@pytest.mark.parametrize(
+    ("command", "outcome"),
+    [("sort -o a.txt a.txt; cat a.txt", "equal"), ("cat /dev/urandom | head -c 9 | od", "refused")],
+)
+async def test_a_stored_rollout_is_judged_again_by_its_commands_or_refused_with_the_one_that_differs(
+    command: str, outcome: str
+) -> None:
+    policy = ScriptedPolicy(by_turn(calls(("run", {"command": command})), says("Done.")))
+    async with LocalEnvironmentClient(TERMINAL) as client:
+        rollout = await run_rollout(spec_of(ROW), policy, client, rollout_config(), SAMPLING)
+        [judged] = [each async for each in judge([rollout], client)]
+    assert (judged.outcome, judged.reason) == (outcome, "" if outcome == "equal" else "other_answer")
 
 
 class Recorded:
