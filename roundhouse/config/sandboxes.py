@@ -6,34 +6,40 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from roundhouse.config.kubernetes import DnsLabel
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import PositiveFloat, Section, Target
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section, Target
 
 
-class SandboxLimits(Section):
+class SandboxSection(Section):
     """What every kind of sandbox limits."""
 
     command_seconds: PositiveFloat = 10
     """Time limit of one command. One that reaches it is killed, and the policy is shown so."""
     output_bytes: Annotated[int, Field(ge=100, le=2**20)] = 10_000
     """Most output of one command; it is killed there."""
-    memory_mib: Annotated[int, Field(ge=64)] = 512
-    """Memory: of one process (`local`), of the whole sandbox (`container`)."""
-    processes: Annotated[int, Field(ge=4, le=10_000)] = 64
-    """Most processes and threads at once."""
-    disk_mib: Annotated[int, Field(ge=1)] = 64
-    """Size of the working directory, and of /tmp; both are kept in memory."""
     lifetime_seconds: PositiveFloat = 3600
     """A sandbox ends by itself after so long, whatever became of its owner."""
 
     @model_validator(mode="after")
-    def _possible(self) -> SandboxLimits:
+    def _possible(self) -> SandboxSection:
         if self.lifetime_seconds <= self.command_seconds:
             raise ValueError(
                 f"sandbox.lifetime_seconds is {self.lifetime_seconds:g}, but one command may take sandbox.command_seconds = "
                 f"{self.command_seconds:g}. Raise lifetime_seconds to the time limit of a rollout."
             )
         return self
+
+
+class SandboxLimits(SandboxSection):
+    """What a sandbox limits that is made here."""
+
+    memory_mib: Annotated[int, Field(ge=64)] = 512
+    """Memory: of one process (`local`), of the whole sandbox (`container`)."""
+    processes: Annotated[int, Field(ge=4, le=10_000)] = 64
+    """Most processes and threads at once."""
+    disk_mib: Annotated[int, Field(ge=1)] = 64
+    """Size of the working directory, and of /tmp; both are kept in memory."""
 
 
 class LocalSandbox(SandboxLimits):
@@ -52,14 +58,23 @@ class ContainerSandbox(SandboxLimits):
     """Unset: the first of the two that works."""
     runtime: str | None = None
     """A runtime of it by name, such as `runsc` (gVisor) or `kata`. Unset: its default."""
-    network: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "none"
+    network: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "none"
     """`none`, or a network of it by name, such as `bridge`."""
     cpus: PositiveFloat = 1
     """Processors, in parts too."""
     read_only: bool = True
     """The root file system cannot be written, whatever its permissions."""
-    user: Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = "65534:65534"
-    """User and group in the container, by number; never root."""
+    user: PositiveInt = 65534
+    """Number of the user and the group in the container; never root's."""
+
+    @model_validator(mode="after")
+    def _apart(self) -> ContainerSandbox:
+        if self.network == "host":
+            raise ValueError(
+                "sandbox.network is host, which lets a policy reach every server of this machine. Name a network of its "
+                "own, such as bridge, or leave it at none."
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> ContainerSandbox:
@@ -69,6 +84,22 @@ class ContainerSandbox(SandboxLimits):
                 f"{self.memory_mib}). Lower disk_mib or raise memory_mib."
             )
         return self
+
+
+class KubernetesSandbox(SandboxSection):
+    """A pod of a warm pool, claimed by the resources of kubernetes-sigs/agent-sandbox."""
+
+    kind: Literal["kubernetes"]
+    warm_pool: DnsLabel
+    """Name of the SandboxWarmPool. Its SandboxTemplate says what its pods are, and what they may do."""
+    namespace: DnsLabel = "roundhouse"
+    """Of the pool."""
+    context: str | None = None
+    """Context of the kubeconfig. Unset: the pod's service account, else the current context."""
+    runtime_class: str | None = None
+    """RuntimeClass that its pods must have, such as `gvisor` or `kata`: others are refused. Unset: any."""
+    start_seconds: PositiveFloat = 120
+    """Time limit until a claimed pod is ready."""
 
 
 class CustomSandbox(SandboxLimits):
@@ -86,4 +117,6 @@ class CustomSandbox(SandboxLimits):
         return hash(self.target)
 
 
-SandboxConfig = Annotated[LocalSandbox | ContainerSandbox | CustomSandbox, Field(discriminator="kind")]
+SandboxConfig = Annotated[
+    LocalSandbox | ContainerSandbox | KubernetesSandbox | CustomSandbox, Field(discriminator="kind")
+]

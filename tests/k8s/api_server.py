@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -30,6 +30,8 @@ _KINDS = {
     "services": "Service",
     "events": "Event",
     "rayservices": "RayService",
+    "sandboxclaims": "SandboxClaim",
+    "sandboxes": "Sandbox",
 }
 BOOKMARK_SECONDS = 0.5
 
@@ -47,6 +49,8 @@ class ApiState:
         self.logs: dict[str, str] = {}
         """What each pod has written, every line with its time stamp."""
         self.ended_logs: set[str] = set()
+        self.execute: Callable[[BaseHTTPRequestHandler, str], None] = no_exec
+        """Answers an exec in a pod (`pod_exec.py`)."""
 
     def record(self, plural: str, kind: str, item: Object) -> Object:
         self.version += 1
@@ -173,6 +177,8 @@ class _Requests(BaseHTTPRequestHandler):
         plural, namespace, name, sub = place
         if sub == "log":
             self._log(name, query)
+        elif sub == "exec":
+            self.state.execute(self, name)
         elif name:
             item = self.state.objects.get((plural, namespace, name))
             self._reply(*((200, item) if item else (404, _status(404, "NotFound", f'{plural} "{name}" not found'))))
@@ -270,6 +276,10 @@ def api_server() -> Iterator[tuple[str, ApiState]]:
         stopped.set()
         server.shutdown()
         server.server_close()
+
+
+def no_exec(request: BaseHTTPRequestHandler, pod: str) -> None:
+    request.send_error(404, f"pod {pod} runs nothing")
 
 
 def _matches(item: Object, query: dict[str, str]) -> bool:

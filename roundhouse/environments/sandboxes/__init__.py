@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Protocol, runtime_checkable
 
-from roundhouse.config.sandboxes import ContainerSandbox, CustomSandbox, LocalSandbox, SandboxConfig, SandboxLimits
+from roundhouse.config.sandboxes import (
+    ContainerSandbox,
+    CustomSandbox,
+    KubernetesSandbox,
+    LocalSandbox,
+    SandboxConfig,
+    SandboxSection,
+)
 from roundhouse.config.secrets import resolved
 from roundhouse.errors import ConfigError
 from roundhouse.import_string import load_class
@@ -43,6 +50,10 @@ VARIABLES = {
     "PYTHONHASHSEED": "0",
 }
 """Of every command, next to PATH: none of it is the machine's."""
+COMMAND = 'timeout -s KILL "$0" "$@" 2>&1; status=$?; kill -9 -1 2>/dev/null; exit "$status"'
+"""A script that runs a program for a time, and then ends all that it started: where there is nothing else of the same user."""
+KILLED = (124, 137)
+"""Exit statuses of `timeout` at its limit."""
 TREE_BYTES = 4 * 2**20
 """Most bytes of `read_files`, as an archive."""
 FILE_TIME = 1_700_000_000
@@ -113,7 +124,7 @@ class Sandbox(Protocol):
 class ExecutedSandbox(ABC):
     """A sandbox whose files are reached by programs that run in it: `sh` and `tar`. One program runs at a time."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
+    def __init__(self, limits: SandboxSection) -> None:
         self.limits = limits
         self._running = asyncio.Lock()
 
@@ -178,9 +189,10 @@ def regular_files(content: bytes) -> dict[str, bytes]:
     return files
 
 
-KINDS: dict[type[SandboxLimits], str] = {
+KINDS: dict[type[SandboxSection], str] = {
     LocalSandbox: "local:LocalProcess",
     ContainerSandbox: "container:Container",
+    KubernetesSandbox: "kubernetes:ClaimedPod",
 }
 """From a kind's configuration to its class in this package, whose argument it is."""
 
@@ -193,7 +205,7 @@ def new_sandbox(config: SandboxConfig) -> Sandbox:
     """
     key = "environment.sandbox"
     if isinstance(config, CustomSandbox):
-        own: Any = load_class(config.target, Sandbox, f"{key}.target")  # type: ignore[type-abstract]
+        own: Any = load_class(config.target, Sandbox, f"{key}.target")
         try:
             made: Sandbox = own(config, **resolved(config.parameters))
         except TypeError as error:
@@ -202,5 +214,5 @@ def new_sandbox(config: SandboxConfig) -> Sandbox:
                 "of the class, after its section."
             ) from error
         return made
-    kind: Any = load_class(f"{__name__}.{KINDS[type(config)]}", Sandbox, f"{key}.kind")  # type: ignore[type-abstract]
-    return kind(config)  # type: ignore[no-any-return]
+    kind: Any = load_class(f"{__name__}.{KINDS[type(config)]}", Sandbox, f"{key}.kind")
+    return kind(config)

@@ -27,7 +27,7 @@ import psutil
 
 from roundhouse.config.sandboxes import ContainerSandbox
 from roundhouse.environments.sandbox import SandboxKilled, SandboxOverloaded, SandboxUnavailable
-from roundhouse.environments.sandboxes import VARIABLES, WORK, ExecutedSandbox, Execution
+from roundhouse.environments.sandboxes import COMMAND, KILLED, VARIABLES, WORK, ExecutedSandbox, Execution
 
 PROGRAMS = ("docker", "podman")
 """In the order in which they are tried."""
@@ -39,9 +39,6 @@ COUNT_DOWN = (
     'end=$(($(date +%s) + $0)); while [ "$(date +%s)" -lt "$end" ]; do sleep "$((end - $(date +%s)))" & wait; done'
 )
 """The first process: it collects ended processes, and goes on when the end of a command kills its `sleep`."""
-COMMAND = 'timeout -s KILL "$0" "$@" 2>&1; status=$?; kill -9 -1 2>/dev/null; exit "$status"'
-KILLED = (124, 137)
-"""Exit statuses of `timeout` at its limit."""
 
 
 class Container(ExecutedSandbox):
@@ -85,9 +82,10 @@ class Container(ExecutedSandbox):
 
     async def close(self) -> None:
         if self._program:
+            await self._call(["kill", self._name])
             await self._call(
-                ["kill", self._name]
-            )  # `rm --force` of Podman asks it to stop first, and waits for ten seconds
+                ["rm", "--force", self._name]
+            )  # alone, Podman's would ask it to stop and wait for ten seconds
             self._program = ""
 
     async def _is_running(self) -> bool:
@@ -158,7 +156,7 @@ def run_arguments(config: ContainerSandbox, name: str, owner: str, now: float) -
         "--memory-swap": memory,
         "--cpus": f"{config.cpus:g}",
         "--pids-limit": str(config.processes),
-        "--user": config.user,
+        "--user": f"{config.user}:{config.user}",
         "--cap-drop": "ALL",
         "--security-opt": "no-new-privileges",
         "--workdir": WORK,

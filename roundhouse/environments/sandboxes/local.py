@@ -40,6 +40,7 @@ class LocalProcess(ExecutedSandbox):
 
     def __init__(self, limits: SandboxLimits) -> None:
         super().__init__(limits)
+        self._settings = limits
         self._process: LockedProcess | None = None
 
     async def start(self) -> None:
@@ -56,7 +57,7 @@ class LocalProcess(ExecutedSandbox):
     def _started(self) -> LockedProcess:
         if sys.platform != "linux":
             raise _no_namespaces()
-        limits = self.limits
+        limits = self._settings
         settings = {
             "memory_bytes": limits.memory_mib * 2**20,
             "disk_bytes": limits.disk_mib * 2**20,

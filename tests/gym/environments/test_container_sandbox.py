@@ -187,7 +187,7 @@ def test_what_is_abandoned_is_known_by_its_owner_here_and_by_its_deadline_elsewh
         ("network", "bridge", "--network bridge"),
         ("cpus", 0.5, "--cpus 0.5"),
         ("read_only", False, "--read-only"),
-        ("user", "1000:1000", "--user 1000:1000"),
+        ("user", 1000, "--user 1000:1000"),
         ("memory_mib", 128, "--memory 128m --memory-swap 128m"),
         ("processes", 30, "--pids-limit 30"),
         ("disk_mib", 4, "size=4m"),
@@ -223,7 +223,8 @@ def test_an_image_that_is_not_there_is_named_before_any_rollout(program: str) ->
 
 
 @pytest.mark.parametrize(
-    "keys", [{"user": "0:0"}, {"user": "root"}, {"disk_mib": 64}, {"cpus": 0}, {"network": "--privileged"}]
+    "keys",
+    [{"user": 0}, {"user": "root"}, {"disk_mib": 64}, {"cpus": 0}, {"network": "--privileged"}, {"network": "host"}],
 )
 def test_what_would_not_confine_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
