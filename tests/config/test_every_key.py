@@ -73,7 +73,7 @@ ELSEWHERE = (
 )
 BUILT_IN = [
     section
-    for section in sections(EnvironmentConfig)
+    for section in dict.fromkeys(sections(EnvironmentConfig))
     if issubclass(section, EnvironmentSection) and section not in ELSEWHERE
 ]
 

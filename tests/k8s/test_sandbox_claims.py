@@ -2,6 +2,9 @@
 
 import asyncio
 import datetime
+import json
+import time
+import types
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -10,10 +13,12 @@ from typing import Any
 import pytest
 
 from roundhouse.config.sandboxes import KubernetesSandbox, LocalSandbox
+from roundhouse.environments import check_sandboxes, environment_config
 from roundhouse.environments.sandbox import SandboxKilled, SandboxUnavailable
 from roundhouse.environments.sandboxes import CommandResult, new_sandbox
 from roundhouse.environments.sandboxes.kubernetes import connect
 from roundhouse.environments.sandboxes.local import LocalProcess
+from roundhouse.errors import ConfigError
 from tests.k8s.api_server import ApiState, Object, api_server
 from tests.k8s.pod_exec import answer
 
@@ -151,7 +156,7 @@ def nothing(state: ApiState, controller: Controller) -> None:
 @pytest.mark.parametrize(
     ("lacking", "keys", "message"),
     [
-        (without_controller, {"start_seconds": 0.1}, r"warm pool shells gave no sandbox within 0\.1 s"),
+        (without_controller, {"start_seconds": 7}, r"warm pool shells gave no sandbox within 7 s"),
         (without_resources, {}, r"refuses to create a SandboxClaim in namespace play \(404\).*Install agent-sandbox"),
         (
             without_gvisor,
@@ -163,8 +168,15 @@ def nothing(state: ApiState, controller: Controller) -> None:
     ids=["no controller", "no resources", "no gvisor", "no cluster"],
 )
 async def test_what_a_cluster_lacks_is_named(
-    state: ApiState, controller: Controller, lacking: Any, keys: dict[str, Any], message: str
+    state: ApiState,
+    controller: Controller,
+    monkeypatch: pytest.MonkeyPatch,
+    lacking: Any,
+    keys: dict[str, Any],
+    message: str,
 ) -> None:
+    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: clock.__setattr__("monotonic", lambda: 1e9))
+    monkeypatch.setattr("roundhouse.environments.sandboxes.kubernetes.time", clock)
     lacking(state, controller)
     sandbox = new_sandbox(CONFIG.model_copy(update=keys))
     with pytest.raises(SandboxUnavailable, match=message):
@@ -172,3 +184,11 @@ async def test_what_a_cluster_lacks_is_named(
     if "context" not in keys:
         await sandbox.close()
         assert claims(state) == []
+
+
+def test_a_cluster_that_is_not_configured_is_named_before_any_rollout(state: ApiState) -> None:
+    section = {"kind": "kubernetes", "warm_pool": "shells", "context": "elsewhere"}
+    with pytest.raises(
+        ConfigError, match=r"sandbox\.kind is kubernetes: no sandbox works here: .* no cluster is configured"
+    ):
+        check_sandboxes(environment_config("terminal", json.dumps({"problems": 40, "sandbox": section})))

@@ -110,7 +110,7 @@ async def test_two_sandboxes_share_no_file(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("command", "shown_last"),
     [
-        ("yes | tr -d '\\n'", "y" * 1000 + "\nkilled: it reached its output limit"),
+        ("printf x; yes | tr -d '\\n'", "x" + "y" * 999 + "\nkilled: it reached its output limit"),
         ("for n in $(seq 30); do sleep 9 & done", "sh: 0: Cannot fork\nexit status 2"),
         ("python3 -c 'bytearray(300 << 20)' 2>&1 | tail -1", "MemoryError"),
         ("head -c 20M /dev/zero > big; wc -c < big", "File too large\n8388608"),
