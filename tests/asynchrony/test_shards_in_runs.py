@@ -55,7 +55,7 @@ def run(place: Place) -> Iterator[Run]:
 
 
 def test_every_rollout_is_made_once_and_trained_on_once_by_its_own_iteration(run: Run) -> None:
-    plan = Plan(run.config)
+    plan = Plan(run)
     assert run.latest_checkpoint().policy_version == ITERATIONS
     for k in range(1, ITERATIONS + 1):
         reference = run.stage(k, "collect").reference()

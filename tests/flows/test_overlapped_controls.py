@@ -95,7 +95,7 @@ def test_a_cancel_ends_both_lanes_every_process_and_every_flow_run(story: Story)
 def test_both_lanes_go_on_and_nothing_is_lost_or_made_twice(story: Story) -> None:
     assert story.again["state"]["type"] == "COMPLETED", story.again["state"]
     run = story.served.run(RUN)
-    plan = Plan(run.config)
+    plan = Plan(run)
     for k in range(1, story.iterations + 1):
         rollouts = read_rollouts(run.stage(k, "collect").reference())
         assert Counter(r.rollout_id for r in rollouts) == Counter(spec.rollout_id for spec in plan.specs(k))
