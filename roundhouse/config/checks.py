@@ -79,6 +79,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
         raise ValueError(unfit)
     if config.offline is not None and (unsound := unsound_for_old_samples(config.train.algorithm)):
         raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
+    _endpoint(config)
     _refits(config)
     _placement(config)
     _reachable_store(config)
@@ -322,6 +323,32 @@ def _trainer_as_engine(config: RunConfig) -> None:
             f"generation.mcore_generation_config.max_tokens is {options.max_tokens}, less than one request of "
             f"generation.max_model_len ({generation.max_model_len}) may take. Raise the first, or lower the second."
         )
+
+
+def _endpoint(config: RunConfig) -> None:
+    """Refuse what a server that somebody else runs cannot do, and what says where or how another engine would run."""
+    generation, placement = config.generation, config.placement
+    if generation.backend != "openai":
+        return
+    temperature, inflight = generation.sampling.temperature, inflight_requests(config)
+    for unfit, key, value, remedy in (
+        (generation.engine_url is not None, "generation.engine_url", generation.engine_url, "Leave it out"),
+        (generation.replicas != 1, "generation.replicas", generation.replicas, "Leave it out: the server has its own"),
+        (generation.gpus_per_replica > 0, "generation.gpus_per_replica", generation.gpus_per_replica, "Leave it out"),
+        (generation.threads > 0, "generation.threads", generation.threads, "Leave it out"),
+        (generation.weight_sync != "store", "generation.weight_sync", generation.weight_sync, "Set it to store"),
+        (inflight != "drain", "generation.inflight_requests", inflight, "Set it, or asynchrony.refit, to drain"),
+        (temperature != 1, "generation.sampling.temperature", temperature, "Set it to 1: the server returns log-probabilities "
+         "of the model itself"),
+        (placement.colocation != "none", "placement.colocation", placement.colocation, "Leave it out"),
+        (bool(placement.engine_sleeps), "placement.engine_sleeps", placement.engine_sleeps, "Leave it out"),
+        (isinstance(config.rollout.distribution, JobShards), "rollout.distribution.kind", "job", "Set it to process: requests "
+         "pass through the flow's process"),
+    ):  # fmt: skip
+        if unfit:
+            raise ValueError(
+                f"generation.backend is openai, a server that runs already, but {key} is {value}. {remedy}."
+            )
 
 
 def _refits(config: RunConfig) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from roundhouse.config.secrets import Parameters
+from roundhouse.config.secrets import Parameters, VariableName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, Target, is_recorded
 from roundhouse.import_string import load_class
 
@@ -29,7 +29,9 @@ TRANSPORTS = {
 """Built-in transports: a `roundhouse.weight_sync.base.WeightTransport` by its name."""
 IN_TRAINER = {"trainer": "resident", "tinker": "tinker"}
 """Backends that draw from the trainer's own weights, and the `train.service.kind` that each is part of."""
-SAMPLED_BY_REQUEST = frozenset(("vllm", "transformers", *IN_TRAINER))
+IN_FLOW = frozenset((*IN_TRAINER, "openai"))
+"""Backends whose engine is served by the flow's own process."""
+SAMPLED_BY_REQUEST = frozenset(("vllm", "transformers", *IN_FLOW))
 """Backends that are told with each request how to draw; one of your own is made for `generation.sampling`."""
 _VLLM_BACKENDS = ("gloo", "nccl")
 _REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
@@ -164,6 +166,21 @@ class MegatronCoreGeneration(Section):
         return self
 
 
+class Endpoint(Section):
+    """A server of OpenAI's completions API that returns token IDs and log-probabilities, as vLLM's does."""
+
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    """Its base URL, without /v1."""
+    model: str
+    """The name that it serves the policy by."""
+    api_key_variable: VariableName | None = None
+    """Environment variable that holds its key."""
+    weight_update: Literal["vllm"] | None = None
+    """How it takes new weights. vllm: it reads the checkpoint's directory, which it sees at the same path; vLLM's server offers
+    that with VLLM_SERVER_DEV_MODE=1. Unset: it holds the policy that `policy` names, and serves evaluations of that and
+    collections with it, no training."""
+
+
 class GenerationConfig(Section):
     """The inference engine and how it is served."""
 
@@ -171,7 +188,10 @@ class GenerationConfig(Section):
     """vllm, transformers, or an engine of your own: `module:Class` of a `roundhouse.generation.interface.GenerationInterface`
     (`generate`, `prepare_for_generation`, `finish_generation`), or the name of an entry point `roundhouse.backends`. Or the
     trainer itself, whose weights are then never published to an engine or loaded twice: trainer, in the flow's process
-    (`train.service.kind: resident`), or tinker, at the service that trains (`train.service.kind: tinker`)."""
+    (`train.service.kind: resident`), or tinker, at the service that trains (`train.service.kind: tinker`). Or openai: a server
+    that runs already, `endpoint`."""
+    endpoint: Endpoint | None = None
+    """The server of `backend: openai`."""
     replicas: Operational[PositiveInt] = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: PositiveInt = 512
@@ -253,7 +273,7 @@ class GenerationConfig(Section):
         named = {"hf": "transformers"}.get(backend, backend)
         entries = {point.name for point in entry_points(group="roundhouse.backends")}
         if ":" not in named and named not in {*SAMPLED_BY_REQUEST, *entries}:
-            there = ", ".join(["vllm", "transformers", *IN_TRAINER, *sorted(entries)])
+            there = ", ".join(["vllm", "transformers", "openai", *IN_TRAINER, *sorted(entries)])
             raise ValueError(f"there is no backend {backend}; there are {there}, and module:Class for one of your own.")
         return named
 
@@ -264,6 +284,12 @@ class GenerationConfig(Section):
         for name, value in self.engine_args.items():
             if (why := _unfit_argument(name, value, self.backend)) is not None:
                 raise ValueError(f"engine_args.{name}: {why}")
+        if (self.backend == "openai") != (self.endpoint is not None):
+            given = "not given" if self.endpoint is None else "given"
+            raise ValueError(
+                f"backend is {self.backend}, but endpoint is {given}. `backend: openai` and `endpoint: {{url: …, model: …}}` "
+                "belong together."
+            )
         if self.backend != "vllm" and self.tool_call_parser != "hermes":
             raise ValueError(
                 f"tool_call_parser is {self.tool_call_parser}, but the backend {self.backend} reads hermes alone. Leave it "
@@ -278,6 +304,8 @@ def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
         return "an engine of your own has none. Leave it out."
     if backend in ("transformers", "trainer"):
         return None if name == "max_num_seqs" else f"the {backend} backend knows only max_num_seqs. Leave it out."
+    if backend == "openai":
+        return "the server has its own. Leave it out."
     if backend == "tinker":
         return "the engine is the service's. Leave it out."
     if name in _OWN_ARGUMENTS:

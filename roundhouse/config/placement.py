@@ -129,6 +129,8 @@ def _engine(config: RunConfig) -> RolePlacement:
     gpus = generation.gpus_per_replica * generation.replicas
     if generation.backend in IN_TRAINER:
         return RolePlacement("engine", "the trainer itself, asked in its turn")
+    if generation.endpoint is not None:
+        return RolePlacement("engine", f"the server at {generation.endpoint.url}")
     if generation.engine_url is not None:
         return RolePlacement("engine", f"a process of its own at {generation.engine_url}", gpus)
     count = f"{generation.replicas} replica{'s' if generation.replicas > 1 else ''}"

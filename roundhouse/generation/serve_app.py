@@ -29,7 +29,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundhouse.config.generation import IN_TRAINER
+from roundhouse.config.generation import IN_FLOW
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import REPLICA_CPUS
 from roundhouse.cpu import parameters_of, threads_for
@@ -67,6 +67,10 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
         from roundhouse.generation.tinker_engine import TinkerEngine
 
         return TinkerEngine(config, codec)
+    if config.backend == "openai":
+        from roundhouse.generation.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(config, codec)
     if config.backend != "vllm":
         from roundhouse.generation.interface_engine import InterfaceEngine
 
@@ -213,9 +217,7 @@ async def start_policy(
 
     model_dir = str(await asyncio.to_thread(local_model, model_dir))
     check_model_directory(model_dir)
-    if (
-        config.gpus_per_replica == 0 and config.backend not in IN_TRAINER
-    ):  # OpenMP reads it when torch is imported, later
+    if config.gpus_per_replica == 0 and config.backend not in IN_FLOW:  # OpenMP reads it when torch is imported, later
         threads = threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     codec = ChatCodec(model_dir, config.max_model_len)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundhouse.activity import announce
-from roundhouse.config.generation import IN_TRAINER
+from roundhouse.config.generation import IN_FLOW
 from roundhouse.config.models import KubernetesInfra, LocalInfra, RunConfig
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.ports import LOOPBACK
@@ -261,11 +261,11 @@ def local_services(
 
 
 def needed_services(config: RunConfig) -> tuple[str, ...]:
-    """The local services that a run uses: no Ray where its engine is named or is its trainer, no MLflow where it tracks
-    elsewhere or nothing, and in a cluster no Prefect where there is a server already."""
+    """The local services that a run uses: no Ray where its engine is named, is its trainer or runs already, no MLflow where it
+    tracks elsewhere or nothing, and in a cluster no Prefect where there is a server already."""
     elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
     unused = set()
-    if config.generation.engine_url is not None or config.generation.backend in IN_TRAINER:
+    if config.generation.engine_url is not None or config.generation.backend in IN_FLOW:
         unused.add("ray")
     if isinstance(config.infra, KubernetesInfra):
         unused |= {"ray"} if config.infra.engine is not None else set()

@@ -43,11 +43,12 @@ from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids,
 logger = logging.getLogger(__name__)
 
 
-def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
+def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True) -> None:
     """Refuse a run whose store, algorithm, curriculum, environment, held-out tasks, starting policy or datasets cannot be had.
 
     Args:
         remote: look into buckets, too. A dry run asks nothing outside this machine.
+        trains: the engine has to take new weights.
 
     Raises:
         ConfigError: names the key and the remedy.
@@ -71,6 +72,13 @@ def refuse_unready(config: RunConfig, *, remote: bool = True) -> None:
                     f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower "
                     f"than float32. Set {key} to float32."
                 )
+    endpoint = config.generation.endpoint
+    if trains and endpoint is not None and endpoint.weight_update is None and config.offline is None:
+        raise ConfigError(
+            f"generation.endpoint.weight_update is unset, so {endpoint.url} keeps the weights that it has: evaluations and "
+            "collections work with --version 0, training does not. Set it to vllm, if the server can read a checkpoint's "
+            "directory."
+        )
     algorithm = config.train.algorithm
     if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
         from roundhouse.training.algorithms import build_algorithm  # imports torch
@@ -115,7 +123,7 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
                 f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {there}. Train it first, or name its "
                 "starting policy, which is made then: --version 0."
             )
-        refuse_unready(config)
+        refuse_unready(config, trains=False)
         return
     run = load_run(config.store, config.run_id)
     if promoted:

@@ -21,7 +21,7 @@ from typing import Any
 
 from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
-from roundhouse.config.generation import IN_TRAINER, inflight_requests
+from roundhouse.config.generation import IN_FLOW, IN_TRAINER, inflight_requests
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
@@ -49,7 +49,7 @@ def engine_service(run: Run) -> EngineService:
         InfraError: Ray is not running.
     """
     config = run.config
-    if config.generation.backend in IN_TRAINER:
+    if config.generation.backend in IN_FLOW:
         from roundhouse.generation.standalone import engine_of_this_process
 
         return ProcessEngine(engine_of_this_process())

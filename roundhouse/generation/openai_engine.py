@@ -1,0 +1,181 @@
+"""Rollouts drawn at a server that somebody else runs: `generation.backend: openai`, any endpoint of OpenAI's completions API
+that takes a prompt of token IDs and returns token IDs with their log-probabilities (vLLM's server does).
+
+Invariant: only token IDs go there, and only token IDs with log-probabilities come back. Conversations are rendered and tool
+calls read here, with the tokenizer of the policy, so the next prompt begins with exactly the tokens so far. A server that
+returns neither is refused at its start: what it answers could not be trained on, nor proved.
+
+    POST /v1/completions   prompt: [ids], return_token_ids, logprobs ──> token_ids, logprobs.token_logprobs
+
+Weights: with `endpoint.weight_update: vllm` a refit has the server read the checkpoint's directory (`reload_weights`) and drop
+the keys and values that the old weights computed. Without, the server is taken to hold version 0, and no other is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from roundhouse.config.generation import Endpoint, InflightRequests
+from roundhouse.config.models import GenerationConfig
+from roundhouse.config.secrets import read_secret
+from roundhouse.errors import ConfigError
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.protocol import (
+    AsgiApp,
+    BadReply,
+    Draw,
+    EnginePoisoned,
+    EngineUnreachable,
+    Generated,
+    WeightsRefused,
+)
+from roundhouse.generation.transformers_engine import OpenAIRoutes
+
+SEEDS = 2**31
+"""The server is given a seed below it."""
+TOKENS = "return_token_ids"
+
+
+class OpenAIEngine:
+    """`Engine` over an endpoint."""
+
+    def __init__(self, config: GenerationConfig, codec: ChatCodec) -> None:
+        assert config.endpoint is not None, "refused at load (config.generation)"
+        self.max_model_len = config.max_model_len
+        self._endpoint: Endpoint = config.endpoint
+        self._stops = sorted(codec.stop_token_ids)
+        self._app = OpenAIRoutes(codec)
+        self._refit_seconds = config.refit_timeout_seconds
+        secret = None if (name := config.endpoint.api_key_variable) is None else read_secret(name)
+        self._http = httpx.AsyncClient(
+            base_url=config.endpoint.url,
+            headers={} if secret is None else {"Authorization": f"Bearer {secret}"},
+            timeout=config.request_timeout_seconds,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def start(self) -> None:
+        """Find the model, and out of one token what the server returns.
+
+        Raises:
+            ConfigError: the model is not served, has less context than `generation.max_model_len`, or comes without tokens.
+            EngineUnreachable: the server does not answer.
+        """
+        name, url = self._endpoint.model, self._endpoint.url
+        served = {each["id"]: each for each in (await self._call("GET", "/v1/models"))["data"]}
+        if name not in served:
+            raise ConfigError(
+                f"generation.endpoint.model is {name!r}, but {url} serves {', '.join(sorted(served)) or 'nothing'}."
+            )
+        context = served[name].get("max_model_len")
+        if context is not None and context < self.max_model_len:
+            raise ConfigError(
+                f"generation.max_model_len is {self.max_model_len}, but {url} serves {name} with {context} tokens. Lower the "
+                "first, or start the server with more."
+            )
+        try:
+            await self.generate([0, 1], Draw(max_tokens=1, temperature=0.0))
+        except BadReply as error:
+            raise ConfigError(
+                f"generation.endpoint.url is {url}, whose answers cannot be trained on or checked: {error} Name a server that "
+                f"knows {TOKENS} and logprobs, such as vLLM's."
+            ) from error
+
+    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        """See `Engine.generate`.
+
+        Raises:
+            EngineUnreachable: the server does not answer, or refuses.
+            BadReply: its answer has no tokens.
+        """
+        body = {
+            "prompt": list(prompt_token_ids),
+            "max_tokens": draw.max_tokens,
+            "temperature": draw.temperature,
+            "top_p": draw.top_p,
+            "top_k": draw.top_k or -1,
+            "seed": None if draw.seed is None else draw.seed % SEEDS,
+            "stop_token_ids": self._stops,
+            "logprobs": 0,
+            TOKENS: True,
+        }
+        choice = await self._complete(body)
+        ids, log_probs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if not ids or len(log_probs) != len(ids):
+            raise BadReply(f"It returned {len(ids)} token IDs with {len(log_probs)} log-probabilities.")
+        if not math.isfinite(sum(log_probs)):
+            raise EnginePoisoned(f"{self._endpoint.url} returned the log-probabilities {log_probs[:8]}.")
+        return Generated(ids, log_probs, "stop" if ids[-1] in self._stops else "length")
+
+    async def load_weights(
+        self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """See `Engine.load_weights`.
+
+        Raises:
+            WeightsRefused: there is no way to give the server another version.
+        """
+        if self._endpoint.weight_update is None:
+            if version != 0:
+                raise WeightsRefused(
+                    f"{self._endpoint.url} holds version 0, and nothing says how it takes another "
+                    f"(generation.endpoint.weight_update), so it cannot hold version {version}."
+                )
+            return
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}, "timeout": self._refit_seconds}
+        try:
+            await self._call("POST", "/collective_rpc", reload, seconds=self._refit_seconds)
+            await self._call("POST", "/reset_prefix_cache", seconds=self._refit_seconds)
+        except EngineUnreachable as error:
+            raise WeightsRefused(
+                f"The server did not read {directory}: {error} It needs VLLM_SERVER_DEV_MODE=1, and to see the directory at "
+                "the same path."
+            ) from error
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        ids = list(token_ids)
+        choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+        found = choice.get("prompt_logprobs") or []
+        if len(found) != len(ids):
+            raise BadReply(f"It returned {len(found)} log-probabilities of a prompt of {len(ids)} tokens.")
+        return [float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], found[1:], strict=True)]
+
+    async def sleep(self) -> None:
+        """It is refused at load: the server's memory is its own."""
+
+    async def wake(self) -> None:
+        """See `sleep`."""
+
+    async def check_health(self) -> None:
+        await self._call("GET", "/v1/models")
+
+    def openai_app(self) -> AsgiApp | None:
+        return self._app
+
+    def shutdown(self) -> None:
+        """Connections end with the process; the server stays."""
+
+    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        reply = await self._call("POST", "/v1/completions", {"model": self._endpoint.model} | body)
+        try:
+            choice: dict[str, Any] = reply["choices"][0]
+        except (KeyError, IndexError, TypeError) as error:
+            raise BadReply(f"It returned no choice: {str(reply)[:200]}") from error
+        return choice
+
+    async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        timeout: Any = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
+        try:
+            reply = await self._http.request(method, path, json=body, timeout=timeout)
+        except (TimeoutError, httpx.HTTPError) as error:
+            raise EngineUnreachable(
+                f"{self._endpoint.url}{path} does not answer: {type(error).__name__}: {error}. Is it running, and "
+                "generation.endpoint.url right?"
+            ) from error
+        if reply.status_code >= 400:
+            raise EngineUnreachable(f"{self._endpoint.url}{path} answered {reply.status_code}: {reply.text[:500]}")
+        return reply.json() if reply.content else None
