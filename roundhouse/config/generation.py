@@ -176,9 +176,9 @@ class Endpoint(Section):
     api_key_variable: VariableName | None = None
     """Environment variable that holds its key."""
     weight_update: Literal["vllm"] | None = None
-    """How it takes new weights. vllm: it reads the checkpoint's directory, which it sees at the same path; vLLM's server offers
-    that with VLLM_SERVER_DEV_MODE=1. Unset: it holds the policy that `policy` names, and serves evaluations of that and
-    collections with it, no training."""
+    """How it takes new weights. vllm: it loads the checkpoint's directory, which it sees at the same path, and proves it, as
+    vLLM's server with VLLM_SERVER_DEV_MODE=1 and `--worker-extension-cls roundhouse.generation.vllm_worker.RefitExtension`.
+    Unset: it holds the policy that `policy` names, and serves evaluations of that and collections with it, no training."""
 
 
 class GenerationConfig(Section):

@@ -7,8 +7,10 @@ returns neither is refused at its start: what it answers could not be trained on
 
     POST /v1/completions   prompt: [ids], return_token_ids, logprobs ──> token_ids, logprobs.token_logprobs
 
-Weights: with `endpoint.weight_update: vllm` a refit has the server read the checkpoint's directory (`reload_weights`) and drop
-the keys and values that the old weights computed. Without, the server is taken to hold version 0, and no other is accepted.
+Weights: with `endpoint.weight_update: vllm` a refit has the server read the checkpoint's directory, by the class that runs in
+the workers of our own vLLM engines too and proves that the model computes with it (`vllm_worker.RefitExtension`): vLLM's own
+`reload_weights` leaves the head of a model with tied embeddings on the old weights on CPU, without an error. Without the key,
+the server is taken to hold version 0, and no other is accepted.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from roundhouse.generation.protocol import (
     WeightsRefused,
 )
 from roundhouse.generation.transformers_engine import OpenAIRoutes
+from roundhouse.generation.vllm_engine import WORKER_EXTENSION
 
 SEEDS = 2**31
 """The server is given a seed below it."""
@@ -126,15 +129,17 @@ class OpenAIEngine:
                     f"(generation.endpoint.weight_update), so it cannot hold version {version}."
                 )
             return
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}, "timeout": self._refit_seconds}
+        load = {"method": "roundhouse_load", "args": [directory], "timeout": self._refit_seconds}
         try:
-            await self._call("POST", "/collective_rpc", reload, seconds=self._refit_seconds)
+            proved = (await self._call("POST", "/collective_rpc", load, seconds=self._refit_seconds))["results"]
             await self._call("POST", "/reset_prefix_cache", seconds=self._refit_seconds)
         except EngineUnreachable as error:
             raise WeightsRefused(
-                f"The server did not read {directory}: {error} It needs VLLM_SERVER_DEV_MODE=1, and to see the directory at "
-                "the same path."
+                f"The server did not load {directory}: {error} It needs VLLM_SERVER_DEV_MODE=1, --worker-extension-cls "
+                f"{WORKER_EXTENSION}, and to see the directory at the same path."
             ) from error
+        if not proved or any(int(layers) < 1 for layers in proved):
+            raise EnginePoisoned(f"Of the server's workers, not each has proved that it holds {directory}: {proved}.")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         ids = list(token_ids)

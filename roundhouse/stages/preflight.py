@@ -21,7 +21,9 @@ from roundhouse.config.environments import (
     WorkerEnvironment,
     environments_in,
 )
+from roundhouse.config.generation import Endpoint
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
 from roundhouse.environments import check_sandboxes, first_task, refuse_without_demonstrations
@@ -41,6 +43,8 @@ from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 
 logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0
 
 
 def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True) -> None:
@@ -79,6 +83,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
             "collections work with --version 0, training does not. Set it to vllm, if the server can read a checkpoint's "
             "directory."
         )
+    if remote and endpoint is not None:
+        _refuse_unreachable(endpoint)
     algorithm = config.train.algorithm
     if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
         from roundhouse.training.algorithms import build_algorithm  # imports torch
@@ -131,6 +137,24 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
     begins = version == run.first_version and run.latest_checkpoint() is None
     if version is not None and not begins and run.checkpoint(version).reference() is None:
         raise no_such_version(run, version)
+
+
+def _refuse_unreachable(endpoint: Endpoint) -> None:
+    """Ask the server for its models; what it answers to tokens is looked at when the engine starts."""
+    import httpx
+
+    secret = None if endpoint.api_key_variable is None else read_secret(endpoint.api_key_variable)
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    try:
+        status = httpx.get(f"{endpoint.url}/v1/models", headers=headers, timeout=ANSWER_SECONDS).status_code
+        problem = None if status == 200 else f"answered {status}"
+    except httpx.HTTPError as error:
+        problem = f"does not answer ({type(error).__name__}: {error})"
+    if problem is not None:
+        raise ConfigError(
+            f"generation.endpoint.url is {endpoint.url}, whose /v1/models {problem}. Start the server, or correct the section "
+            "generation.endpoint."
+        )
 
 
 def _has_tasks(config: RunConfig, remote: bool) -> bool:

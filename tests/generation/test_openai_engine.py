@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
+from transformers import AutoModelForCausalLM
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -20,7 +23,7 @@ from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.openai_engine import OpenAIEngine
 from roundhouse.generation.protocol import Draw, EngineUnreachable, WeightsRefused
-from roundhouse.generation.vllm_engine import environment
+from roundhouse.generation.vllm_engine import WORKER_EXTENSION, environment
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.evaluate import evaluate_version
@@ -81,7 +84,17 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     """URL of vLLM's own server, with a key and its routes for new weights."""
     port = free_port()
     arguments = ["--model", str(model), "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
-    small = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--max-num-batched-tokens", "4096"]
+    refits = ["--worker-extension-cls", WORKER_EXTENSION]
+    small = [
+        *refits,
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+        "--max-num-batched-tokens",
+        "4096",
+    ]
     log = tmp_path_factory.mktemp("server") / "log"
     config = parse_config(settings(tmp_path_factory.mktemp("unused"), "http://127.0.0.1:1")).generation
     variables = environment(config) | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY}
@@ -129,7 +142,7 @@ def test_a_run_evaluates_collects_and_trains_with_a_server_that_takes_its_weight
         sequences = validate_iteration(run, k, rollouts, vocabulary)
         update = train_iteration(run, k, sequences, checkpoint, cache)
         metrics = read_manifest(update).metrics
-        assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+        assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
         turns = read_table(rollouts, "turns")
         assert set(turns["policy_version"].to_pylist()) == {k - 1}
         assert rollouts.counts["completed"] + rollouts.counts["truncated"] == 8
@@ -138,6 +151,30 @@ def test_a_run_evaluates_collects_and_trains_with_a_server_that_takes_its_weight
     evaluated = evaluate_version(run, 2, engine_service(run).url)
     assert evaluated.counts["requested"] == 2
     release_trainer()
+
+
+def noisy(model: Path, seed: int, directory: Path) -> Path:
+    """The model with other weights, all of them."""
+    torch.manual_seed(seed)
+    changed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    changed.save_pretrained(directory)
+    return directory
+
+
+async def test_after_a_refit_the_server_computes_with_the_new_weights_the_tied_head_included(
+    server: str, model: Path, tmp_path: Path
+) -> None:
+    engine, ids = engine_of(model, parse_config(settings(tmp_path, server, weight_update="vllm"))), list(range(3, 35))
+    assert json.loads((model / "config.json").read_text())["tie_word_embeddings"]
+    for version, directory in enumerate((noisy(model, 1, tmp_path / "a"), noisy(model, 2, tmp_path / "b"), model)):
+        await engine.load_weights(str(directory), version)
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+        expected = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+        assert await engine.score(ids) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_a_server_that_keeps_its_weights_answers_for_version_0_alone(
@@ -158,7 +195,7 @@ async def test_a_directory_that_the_server_cannot_read_is_refused_with_what_it_n
     server: str, model: Path, tmp_path: Path
 ) -> None:
     engine = engine_of(model, parse_config(settings(tmp_path, server, weight_update="vllm")))
-    with pytest.raises(WeightsRefused, match="VLLM_SERVER_DEV_MODE=1, and to see the directory at the same path"):
+    with pytest.raises(WeightsRefused, match=r"VLLM_SERVER_DEV_MODE=1, --worker-extension-cls .* the same path"):
         await engine.load_weights(str(tmp_path / "nowhere"), 1)
 
 
@@ -177,6 +214,20 @@ async def test_what_cannot_be_served_is_named_at_the_start(
     engine = engine_of(model, parse_config(settings(tmp_path, **{"url": server} | keys)))
     with pytest.raises(RoundhouseError, match=message):
         await engine.start()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({"api_key_variable": None}, "answered 401"), ({"url": "http://127.0.0.1:1"}, "does not answer")],
+    ids=["key", "url"],
+)
+def test_a_run_does_not_begin_before_the_server_answers(
+    server: str, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    tree = settings(tmp_path, **{"url": server, "weight_update": "vllm"} | keys)
+    with pytest.raises(ConfigError, match=f"endpoint.url is .*/v1/models {message}"):
+        refuse_unready(parse_config(tree))
+    refuse_unready(parse_config(tree), remote=False)
 
 
 async def test_more_context_than_the_server_has_is_refused(server: str, model: Path, tmp_path: Path) -> None:
