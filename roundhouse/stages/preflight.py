@@ -21,7 +21,6 @@ from roundhouse.config.environments import (
     WorkerEnvironment,
     environments_in,
 )
-from roundhouse.config.generation import Endpoint
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
@@ -76,15 +75,7 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
                     f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower "
                     f"than float32. Set {key} to float32."
                 )
-    endpoint = config.generation.endpoint
-    if trains and endpoint is not None and endpoint.weight_update is None and config.offline is None:
-        raise ConfigError(
-            f"generation.endpoint.weight_update is unset, so {endpoint.url} keeps the weights that it has: evaluations and "
-            "collections work with --version 0, training does not. Set it to vllm, if the server can read a checkpoint's "
-            "directory."
-        )
-    if remote and endpoint is not None:
-        _refuse_unreachable(endpoint)
+    _refuse_unfit_endpoint(config, remote, trains)
     algorithm = config.train.algorithm
     if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
         from roundhouse.training.algorithms import build_algorithm  # imports torch
@@ -139,8 +130,20 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
         raise no_such_version(run, version)
 
 
-def _refuse_unreachable(endpoint: Endpoint) -> None:
-    """Ask the server for its models; what it answers to tokens is looked at when the engine starts."""
+def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> None:
+    """A server that runs already takes weights where they change, and lists its models; what it answers to tokens is looked at
+    when the engine starts."""
+    endpoint = config.generation.endpoint
+    if endpoint is None:
+        return
+    if trains and endpoint.weight_update is None and config.offline is None:
+        raise ConfigError(
+            f"generation.endpoint.weight_update is unset, so {endpoint.url} keeps the weights that it has: evaluations and "
+            "collections work with --version 0, training does not. Set it to vllm, if the server can read a checkpoint's "
+            "directory."
+        )
+    if not remote:
+        return
     import httpx
 
     secret = None if endpoint.api_key_variable is None else read_secret(endpoint.api_key_variable)
