@@ -121,6 +121,7 @@ class OpenAIEngine:
 
         Raises:
             WeightsRefused: there is no way to give the server another version.
+            EnginePoisoned: loading failed, and the server may hold a mixture. The next load is whole and proved again.
         """
         if self._endpoint.weight_update is None:
             if version != 0:
@@ -134,7 +135,7 @@ class OpenAIEngine:
             proved = (await self._call("POST", "/collective_rpc", load, seconds=self._refit_seconds))["results"]
             await self._call("POST", "/reset_prefix_cache", seconds=self._refit_seconds)
         except EngineUnreachable as error:
-            raise WeightsRefused(
+            raise EnginePoisoned(
                 f"The server did not load {directory}: {error} It needs VLLM_SERVER_DEV_MODE=1, --worker-extension-cls "
                 f"{WORKER_EXTENSION}, and to see the directory at the same path."
             ) from error

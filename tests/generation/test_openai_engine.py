@@ -22,7 +22,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.openai_engine import OpenAIEngine
-from roundhouse.generation.protocol import Draw, EngineUnreachable, WeightsRefused
+from roundhouse.generation.protocol import Draw, EnginePoisoned, EngineUnreachable, WeightsRefused
 from roundhouse.generation.vllm_engine import WORKER_EXTENSION, environment
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration
@@ -191,11 +191,11 @@ async def test_a_server_that_keeps_its_weights_answers_for_version_0_alone(
     refuse_unready(config, trains=False)
 
 
-async def test_a_directory_that_the_server_cannot_read_is_refused_with_what_it_needs(
+async def test_a_directory_that_the_server_cannot_read_leaves_it_in_doubt_and_names_what_it_needs(
     server: str, model: Path, tmp_path: Path
 ) -> None:
     engine = engine_of(model, parse_config(settings(tmp_path, server, weight_update="vllm")))
-    with pytest.raises(WeightsRefused, match=r"VLLM_SERVER_DEV_MODE=1, --worker-extension-cls .* the same path"):
+    with pytest.raises(EnginePoisoned, match=r"VLLM_SERVER_DEV_MODE=1, --worker-extension-cls .* the same path"):
         await engine.load_weights(str(tmp_path / "nowhere"), 1)
 
 
