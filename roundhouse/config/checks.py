@@ -26,6 +26,7 @@ only sequences of the version that trains.
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,14 @@ from roundhouse.config.generation import (
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.placement import engine_sleeps, trainer_makes_room
 from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards, ProcessShards
-from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
+from roundhouse.config.training import (
+    ProcessService,
+    RankedService,
+    RayService,
+    RemoteService,
+    ResidentService,
+    TinkerService,
+)
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +94,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _tinker(config)
     if not recorded:
         _trainer_gpus(config)
+        _replicas_of_the_trainer(config)
         _ray_launcher(config)
         _optimizer_every(config)
     _distribution(config)
@@ -531,6 +540,22 @@ def _trainer_gpus(config: RunConfig) -> None:
                 f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
                 f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
             )
+
+
+def _replicas_of_the_trainer(config: RunConfig) -> None:
+    service, infra = config.train.service, config.infra
+    if not isinstance(service, RankedService) or service.data_parallel_replicate == 1:
+        return
+    in_pods = isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService)
+    pods = infra.trainer.pods if in_pods and service.launcher in (None, "kubernetes") else 1
+    ranks, product = pods * service.processes, math.prod(config.train.parallelism.values())
+    if ranks % product:
+        each = f"infra.trainer.pods {pods} x " if pods > 1 else ""
+        raise ValueError(
+            f"train.service.data_parallel_replicate is {service.data_parallel_replicate} x context_parallel "
+            f"{service.context_parallel}, which does not divide {each}train.service.processes {service.processes}. Set "
+            f"processes to {product} or a multiple of it."
+        )
 
 
 def _ray_launcher(config: RunConfig) -> None:

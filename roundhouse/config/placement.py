@@ -174,7 +174,8 @@ def _trainer(config: RunConfig) -> RolePlacement:
         return RolePlacement("trainer", service.url or "Tinker")
     kept = "" if trainer_makes_room(config) else ", kept between iterations"
     if service.processes > 1:
-        sharing = service.context_parallel * service.tensor_parallel
+        sharing, replicas = service.context_parallel * service.tensor_parallel, service.data_parallel_replicate
         shared = "" if sharing == 1 else f", {sharing} to a microbatch"
-        return RolePlacement("trainer", f"{service.processes} ranks{shared} on the flow's machine{kept}")
+        held = "" if replicas == 1 else f" in {replicas} replicas"
+        return RolePlacement("trainer", f"{service.processes} ranks{held}{shared} on the flow's machine{kept}")
     return RolePlacement("trainer", FLOW + kept)

@@ -87,6 +87,10 @@ class RankedService(Section):
     """Neighbouring ranks that share each matrix of a layer, by its columns or rows, for layers that are too wide for one GPU to
     gather; over the fast links of one machine. `processes` is a multiple of it, at least twice as many."""
 
+    data_parallel_replicate: PositiveInt = 1
+    """Groups of neighbouring ranks that hold the whole model each, sharded over the group (HSDP): layers are gathered inside of
+    a group, such as a machine or a pod, and only gradients travel between groups, once an update. It divides the ranks."""
+
     @model_validator(mode="after")
     def _ranks_in_groups(self, info: ValidationInfo) -> Self:
         context, tensor = self.context_parallel, self.tensor_parallel
@@ -97,6 +101,11 @@ class RankedService(Section):
             raise ValueError(
                 f"train.service.context_parallel is {context}{product}, but train.service.processes is {self.processes}, "
                 f"which it does not divide. Set processes to {context * tensor} or a multiple of it."
+            )
+        if tensor > 1 and self.data_parallel_replicate > 1:
+            raise ValueError(
+                f"train.service.data_parallel_replicate is {self.data_parallel_replicate}, but tensor_parallel is {tensor}: "
+                "matrices are split inside of one replica only. Set one of them to 1."
             )
         if tensor > 1 and self.processes == tensor:
             raise ValueError(
@@ -254,13 +263,13 @@ class TrainConfig(Section):
 
     @property
     def parallelism(self) -> dict[str, int]:
-        """Ranks that share each microbatch and each matrix, by the keys of `service`."""
-        keys = ("context_parallel", "tensor_parallel")
+        """How ranks share microbatches, matrices and the model, by the keys of `service`."""
+        keys = ("context_parallel", "tensor_parallel", "data_parallel_replicate")
         return {key: getattr(self.service, key, 1) for key in keys}
 
     @model_validator(mode="after")
     def _layout_fits(self, info: ValidationInfo) -> Self:
-        context, tensor = self.parallelism.values()
+        context, tensor, _ = self.parallelism.values()
         if is_recorded(info):
             return self
         if tensor > 1 and self.lora is not None:

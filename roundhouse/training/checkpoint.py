@@ -161,7 +161,9 @@ def _keeps_rows(model: PreTrainedModel, ranks: Ranks) -> bool:
         if not merges and not (isinstance(operation, Concatenate | Transpose) and min(dimensions) > 0):
             return False
     experts = [len(parameter) for parameter in model.parameters() if parameter.ndim > 2]
-    return all(-(-count // ranks.size) * (ranks.size - 1) < count for count in experts)  # transformers fails on none
+    return all(
+        -(-count // ranks.shards) * (ranks.shards - 1) < count for count in experts
+    )  # transformers fails on none
 
 
 def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ backward of the trainer's own scorer on fake tensors, which have shapes and no b
     weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients); with
                            `train.service.tensor_parallel` what is not split is spread over as many times fewer
     moments                8 bytes per trained parameter, spread
+                           over the ranks of one replica with `train.service.data_parallel_replicate`
     reference              4 bytes per parameter, spread
     critic                 12 bytes per parameter (weights and moments), spread, taken to be as large as the policy without its
                            output layer; policy and critic learn one after the other, so that one of them has gradients
@@ -135,15 +136,15 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         ConfigError: the model cannot be trained with this section or so many ranks, or its passes cannot be followed without
             weights.
     """
-    context, tensor = train.parallelism.values()
-    if ranks % (context * tensor):
+    context, tensor, replicas = train.parallelism.values()
+    if ranks % (context * tensor * replicas):
         raise ConfigError(
-            f"train.service.context_parallel is {context} and tensor_parallel {tensor}, whose product does not divide {ranks} "
-            "ranks. Plan for a multiple of it."
+            f"train.service.context_parallel is {context}, tensor_parallel {tensor} and data_parallel_replicate {replicas}, "
+            f"whose product does not divide {ranks} ranks. Plan for a multiple of it."
         )
     refuse_unfit_layout(model, train)
     built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
-    over = ranks // tensor  # that share what a rank has of the model
+    over = ranks // (tensor * replicas)  # that share what a rank has of the model
     with built.mode:
         whole = sum(parameter.numel() for parameter in built.model.parameters())
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
@@ -192,7 +193,7 @@ def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
     Raises:
         ConfigError: its heads or its inner features do not divide, or transformers has no plan that splits it.
     """
-    context, tensor = train.parallelism.values()
+    context, tensor, _ = train.parallelism.values()
     if tensor > 1:
         refuse_unfit_shape(model, tensor)
         refuse_without_plan(_without_bytes(model))
@@ -225,7 +226,7 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
         memory: bytes that a rank may take.
     """
     said: list[str] = []
-    context, tensor = train.parallelism.values()
+    context, tensor, replicas = train.parallelism.values()
     sizes = (2, 4, 8, 16, 32, 64)
     for key, value in _SAVINGS:
         if getattr(train, key) == value or (key == "reduce_gradients" and ranks == 1):
@@ -234,8 +235,14 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
         said.append(f"train.{key}={str(value).lower()}")
         if plan_memory(model, train, ranks, tokens).total <= memory:
             return said
-    if isinstance(service := train.service, RankedService) and train.packing:
-        for size in sizes:
+    if isinstance(service := train.service, RankedService):
+        if replicas > 1:
+            service = service.model_copy(update={"data_parallel_replicate": 1})
+            train = train.model_copy(update={"service": service})
+            said.append("train.service.data_parallel_replicate=1")
+            if plan_memory(model, train, ranks, tokens).total <= memory:
+                return said
+        for size in sizes if train.packing else ():
             if size <= context or ranks % (size * tensor):
                 continue
             shared = train.model_copy(update={"service": service.model_copy(update={"context_parallel": size})})

@@ -50,7 +50,8 @@ class Ranks:
     context: Context | None = None
     """The ranks that have other positions of this rank's microbatches."""
     mesh: DeviceMesh | None = None
-    """[fsdp, tp], with tensor parallelism: neighbours have other columns and rows of the same matrices."""
+    """[replicate, fsdp] with several replicas, [fsdp, tp] with tensor parallelism; None: every rank has other rows of the one
+    model. Ranks of a replica are neighbours, and those that split a matrix are."""
 
     @property
     def leads(self) -> bool:
@@ -65,7 +66,21 @@ class Ranks:
     @property
     def columns(self) -> int:
         """Ranks that share each matrix by tensor parallelism."""
-        return 1 if self.mesh is None else self.mesh["tp"].size()
+        return self._along("tp")
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that hold the whole model each."""
+        return self._along("replicate")
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the rows of a parameter are spread."""
+        return self.size // (self.replicas * self.columns)
+
+    def _along(self, dimension: str) -> int:
+        present = self.mesh is not None and dimension in (self.mesh.mesh_dim_names or ())
+        return self.mesh[dimension].size() if self.mesh is not None and present else 1
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """The sum over all ranks, element by element; of ranks that share their microbatches one counts."""
@@ -132,23 +147,32 @@ class Ranks:
         return tensor.cpu().numpy()
 
 
-def join(device: str, timeout: timedelta = TIMEOUT, *, context_parallel: int = 1, tensor_parallel: int = 1) -> Ranks:
+def join(
+    device: str,
+    timeout: timedelta = TIMEOUT,
+    *,
+    context_parallel: int = 1,
+    tensor_parallel: int = 1,
+    data_parallel_replicate: int = 1,
+) -> Ranks:
     """This process's place, from what `torchrun` put into the environment; alone when it put nothing there.
 
     Args:
         device: `cuda` or `cpu`, the kind that the model trains on.
         context_parallel: ranks that share each microbatch by its positions.
         tensor_parallel: neighbouring ranks that share each matrix.
+        data_parallel_replicate: groups of neighbouring ranks that hold the whole model each.
 
     Raises:
         ConfigError: the machine has fewer GPUs than processes, or the ranks cannot be grouped so.
         InfraError: the other ranks did not come within the time.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size % (context_parallel * tensor_parallel):
+    if size % (context_parallel * tensor_parallel * data_parallel_replicate):
         raise ConfigError(
-            f"train.service.context_parallel is {context_parallel} and tensor_parallel {tensor_parallel}, but {size} ranks "
-            "were started, which their product does not divide. Start as many as train.service.processes says."
+            f"train.service.context_parallel is {context_parallel}, tensor_parallel {tensor_parallel} and "
+            f"data_parallel_replicate {data_parallel_replicate}, but {size} ranks were started, which their product does not "
+            "divide. Start as many as train.service.processes says."
         )
     if size == 1:
         return Ranks()
@@ -176,11 +200,13 @@ def join(device: str, timeout: timedelta = TIMEOUT, *, context_parallel: int = 1
                 distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=size, timeout=timeout)
         except (RuntimeError, ValueError, OSError) as error:
             raise InfraError(f"Rank {ranks.rank} of {size} did not find its peers: {error}") from error
-    if tensor_parallel > 1:
+    if tensor_parallel > 1 or data_parallel_replicate > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = (size // tensor_parallel, tensor_parallel)
-        ranks = replace(ranks, mesh=init_device_mesh(device, shape, mesh_dim_names=("fsdp", "tp")))
+        sharding = size // (tensor_parallel * data_parallel_replicate)
+        sizes = {"replicate": data_parallel_replicate, "fsdp": sharding, "tp": tensor_parallel}
+        sizes = {name: count for name, count in sizes.items() if count > 1 or name == "fsdp"}
+        ranks = replace(ranks, mesh=init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
     if context_parallel > 1:
         by_group = np.arange(size).reshape(-1, context_parallel, tensor_parallel).swapaxes(1, 2)
         groups = by_group.reshape(-1, context_parallel).tolist()
@@ -218,8 +244,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | None:
     """A tensor whole on one rank, None on the others; collective where it is spread over them.
 
-    Where FSDP2 spreads it by rows over all ranks, each sends its rows to the owner alone, which holds nothing of the tensor but
-    the whole. With tensor parallelism every rank has it whole for a moment.
+    Where FSDP2 alone spreads it by rows, each rank of the owner's replica sends its rows to the owner, which holds nothing of
+    the tensor but the whole. Of a matrix that tensor parallelism splits too, every rank has the whole for a moment.
 
     Raises:
         InfraError: a rank is lost.
@@ -227,17 +253,22 @@ def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | N
     owns, mine = ranks.rank == owner, tensor.detach()
     if not hasattr(mine, "to_local"):  # a DTensor, whose import costs a second that one process need not pay
         return mine if owns else None
-    if mine.device_mesh.size() != ranks.size or mine.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+    if (mesh := _row_mesh(mine)) is None:
         gathered = full(mine)
         return gathered if owns else None
     import torch.distributed as distributed
 
-    local, rows = mine.to_local(), -(-tensor.shape[0] // ranks.size)
+    group = mesh.get_group()
+    if owner not in distributed.get_process_group_ranks(group):
+        return None
+    local, rows = mine.to_local(), -(-tensor.shape[0] // mesh.size())
     if len(local) < rows:  # of the last ranks; all send equally much
         local = torch.cat([local, local.new_empty(rows - len(local), *tensor.shape[1:])])
-    whole = local.new_empty(ranks.size * rows, *tensor.shape[1:]) if owns else None
+    whole = local.new_empty(mesh.size() * rows, *tensor.shape[1:]) if owns else None
     try:
-        distributed.gather(local.contiguous(), None if whole is None else list(whole.split(rows)), dst=owner)
+        distributed.gather(
+            local.contiguous(), None if whole is None else list(whole.split(rows)), dst=owner, group=group
+        )
     except RuntimeError as error:
         raise InfraError(f"Rank {ranks.rank} of {ranks.size} lost its peers: {error}. Start the job again.") from error
     return None if whole is None else whole[: tensor.shape[0]]
@@ -246,7 +277,8 @@ def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | N
 def sent_row(
     tensor: torch.Tensor, row: int, ranks: Ranks, owner: int, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
-    """A row of a tensor that may be spread over the ranks by rows, changed by the rank that holds it, on one rank.
+    """A row of a tensor that may be spread over the ranks by rows, changed by the rank of the owner's replica that holds it, on
+    one rank.
 
     Args:
         change: given the row, [1, …].
@@ -259,7 +291,8 @@ def sent_row(
         return change(mine[row : row + 1]) if ranks.rank == owner else None
     import torch.distributed as distributed
 
-    holder, index = divmod(row, -(-len(mine) // ranks.size))
+    holder, index = divmod(row, -(-len(mine) // ranks.shards))
+    holder += owner - owner % ranks.shards
     if ranks.rank not in (holder, owner):
         return None
     held = ranks.rank == holder
@@ -283,20 +316,28 @@ def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     placements: Any = parameter.placements  # type: ignore[attr-defined]
-    if mesh.ndim > 1:
+    if (over := _row_mesh(parameter)) is None:
         from transformers.distributed.sharding_utils import DtensorShardOperation
 
         local: Any = DtensorShardOperation(parameter).shard_tensor(whole, device=mesh.device_type)  # type: ignore[arg-type]
         local = local.contiguous() if local.data_ptr() != whole.data_ptr() else local.clone()
     else:
-        rows = -(-len(whole) // mesh.size())
-        begin = min(mesh.get_local_rank() * rows, len(whole))
+        rows = -(-len(whole) // over.size())
+        begin = min(over.get_local_rank() * rows, len(whole))
         local = whole[begin : begin + rows].to(mesh.device_type, copy=True)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+def _row_mesh(tensor: Any) -> DeviceMesh | None:
+    """The ranks of this replica over which FSDP2 has spread a tensor by rows; None where tensor parallelism splits it, too."""
+    mesh: DeviceMesh = tensor.device_mesh
+    if mesh.ndim == 1:
+        return mesh
+    return mesh["fsdp"] if "replicate" in (mesh.mesh_dim_names or ()) else None
+
+
 def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks, device: str, dtype: str) -> None:
-    """Spread parameters, and later gradients and optimizer state, over all ranks with FSDP2; nothing when alone.
+    """Spread parameters, and later gradients and optimizer state, over the ranks of a replica with FSDP2; nothing when alone.
 
     A layer's parameters are whole only while it computes; all others of `root` form a group of their own. Gradients are summed
     over the ranks, not averaged: what a rank contributes is already scaled by counts of the whole update. Under bfloat16
@@ -307,7 +348,10 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device, (ranks.size,)) if ranks.mesh is None else ranks.mesh["fsdp"]
+    if ranks.mesh is None:
+        mesh = init_device_mesh(device, (ranks.size,))
+    else:
+        mesh = ranks.mesh if ranks.replicas > 1 else ranks.mesh["fsdp"]
     reduced = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = reduced if dtype == "bfloat16" else MixedPrecisionPolicy()
     for layer in layers:
@@ -320,15 +364,22 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
-def reduce_gradients(root: torch.nn.Module, now: bool) -> None:
-    """Whether the next backward pass of a sharded module adds gradients up over the ranks, those of earlier passes too."""
-    root.set_requires_gradient_sync(now)  # type: ignore[operator]
+def reduce_gradients(root: torch.nn.Module, *, shards: bool, replicas: bool) -> None:
+    """What the next backward pass of a sharded module adds gradients up over, those of earlier passes too.
+
+    Args:
+        shards: over the ranks of a replica, after which each keeps its part.
+        replicas: over these, too; needs `shards`.
+    """
+    module: Any = root
+    module.set_requires_gradient_sync(shards)
+    module.set_requires_all_reduce(replicas)
 
 
 def clip_gradient(root: torch.nn.Module, limit: float, ranks: Ranks) -> float:
     """Scale the gradient down to this norm where it is larger; the norm that it had, over all ranks."""
     parameters = [parameter for parameter in root.parameters() if parameter.grad is not None]
-    if ranks.mesh is None:
+    if ranks.columns == 1:
         return float(full(torch.nn.utils.clip_grad_norm_(parameters, limit)))
     parts: list[tuple[torch.Tensor, int]] = []
     for parameter in parameters:

@@ -53,8 +53,10 @@ SHOWN_BY = {
     "RunConfig.placement": "tests/config/test_colocation.py",
     "DistillationConfig.teacher": "tests/training/test_trainer_algorithms.py",
     "ProcessService.context_parallel": "tests/training/test_ranks.py",
+    "ProcessService.data_parallel_replicate": "tests/training/test_ranks.py",
     "ProcessService.tensor_parallel": "tests/training/test_ranks.py",
     "ResidentService.context_parallel": "tests/training/test_ranks.py",
+    "ResidentService.data_parallel_replicate": "tests/training/test_ranks.py",
     "ResidentService.tensor_parallel": "tests/training/test_ranks.py",
     "Toleration.effect": "tests/config/test_every_key.py",
 }

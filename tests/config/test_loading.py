@@ -313,11 +313,30 @@ def test_a_layout_that_cannot_work_is_refused(kind: str) -> None:
     adapter = {"service": {"kind": kind, "processes": 4, "tensor_parallel": 2}, "lora": {}}
     with pytest.raises(ConfigError, match=r"tensor_parallel is 2, but train\.lora is set"):
         parse_config({"run_id": "a", "train": adapter})
-    for each in (train, padded, both, unsharded, adapter):
+    replicas = {"service": {"kind": kind, "processes": 4, "context_parallel": 2, "data_parallel_replicate": 4}}
+    with pytest.raises(
+        ConfigError, match=r"replicate is 4 x context_parallel 2, which does not divide .* 4\. Set processes to 8"
+    ):
+        parse_config({"run_id": "a", "train": replicas})
+    split = {"service": {"kind": kind, "processes": 8, "tensor_parallel": 2, "data_parallel_replicate": 2}}
+    with pytest.raises(
+        ConfigError, match=r"data_parallel_replicate is 2, but tensor_parallel is 2: .* one of them to 1"
+    ):
+        parse_config({"run_id": "a", "train": split})
+    for each in (train, padded, both, unsharded, adapter, replicas, split):
         parse_config({"run_id": "a", "train": each}, recorded=True)
     service = {"kind": kind, "processes": 4, "context_parallel": 2, "tensor_parallel": 2}
     found = parse_config({"run_id": "a", "train": {"service": service}}).train.parallelism
-    assert found == {"context_parallel": 2, "tensor_parallel": 2}
+    assert found == {"context_parallel": 2, "tensor_parallel": 2, "data_parallel_replicate": 1}
+
+
+def test_a_replica_of_the_trainer_may_be_a_pod() -> None:
+    service = {"kind": "process", "processes": 8, "data_parallel_replicate": 3}
+    pods = {"kind": "kubernetes", "trainer": {"gpus": 8, "pods": 3}}
+    tree = {"run_id": "a", "store": "s3://b/p", "infra": pods, "train": {"service": service}}
+    assert parse_config(tree).train.parallelism["data_parallel_replicate"] == 3
+    with pytest.raises(ConfigError, match=r"does not divide infra.trainer.pods 2 x train.service.processes 8"):
+        parse_config(tree | {"infra": pods | {"trainer": {"gpus": 8, "pods": 2}}})
 
 
 @pytest.mark.parametrize(

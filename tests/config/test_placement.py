@@ -44,6 +44,10 @@ from roundhouse.config.placement import placement
             },
             ["trainer:   Tinker"],
         ),
+        (
+            {"train": {"service": {"kind": "resident", "processes": 4, "data_parallel_replicate": 2}}},
+            ["trainer:   4 ranks in 2 replicas on the flow's machine"],
+        ),
         ({"rollout": {"distribution": {"kind": "process", "shards": 3}}}, ["collector: 3 shards (process)"]),
         (
             {

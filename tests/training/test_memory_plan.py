@@ -87,7 +87,8 @@ def test_ranks_that_share_a_microbatch_hold_their_part_of_its_activations_and_lo
     for kind in ("weights", "moments", "gathered weights"):
         assert shared.bytes[kind] == whole.bytes[kind]
     with pytest.raises(
-        ConfigError, match="context_parallel is 4 and tensor_parallel 1, whose product does not divide 6 ranks"
+        ConfigError,
+        match="context_parallel is 4, tensor_parallel 1 and data_parallel_replicate 1, whose product does not divide 6 ranks",
     ):
         plan(6, service=service)
     ranks = TrainConfig.model_validate({"service": service | {"context_parallel": 1}})
@@ -101,6 +102,18 @@ def test_ranks_that_share_a_microbatch_hold_their_part_of_its_activations_and_lo
     three = {"kind": "resident", "processes": 3, "context_parallel": 3}
     with pytest.raises(ConfigError, match=r"attention has 4 heads, and 2 of keys and values, .* Set it to 1 or 2 or 4"):
         plan(3, service=three)
+
+
+def test_ranks_of_a_replica_hold_the_whole_model_together() -> None:
+    service = {"kind": "resident", "processes": 8, "data_parallel_replicate": 2}
+    alone, found = plan(4), plan(8, service=service)
+    assert found.bytes == alone.bytes
+    assert plan(8).total < found.total
+    savings = {"dtype": "bfloat16", "logits_chunk_tokens": 1024, "activation_checkpointing": True}
+    train = TrainConfig.model_validate({"service": service, "reduce_gradients": "microbatch"} | savings)
+    assert remedies(SMALL, train, 8, 512, plan_memory(SMALL, train, 8, 512).total - 1) == [
+        "train.service.data_parallel_replicate=1"
+    ]
 
 
 def test_ranks_that_split_the_matrices_hold_their_part_of_the_layers() -> None:

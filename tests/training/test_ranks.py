@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 RANKS = {"kind": "resident", "processes": 2}
 COLUMNS = RANKS | {"processes": 4, "tensor_parallel": 2}
+REPLICAS = RANKS | {"processes": 4, "data_parallel_replicate": 2}
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"tokens_per_microbatch": 100, "minibatches": 2},
     "reduced in each microbatch": {
@@ -106,6 +107,12 @@ FOUR: dict[str, dict[str, Any]] = {
         "activation_checkpointing": True,
     },
 }
+FOUR |= {
+    "replicas": {"service": REPLICAS},
+    "replicas, experts, reduced in each microbatch": {"service": REPLICAS, "reduce_gradients": "microbatch"},
+    "replicas and context, adapter": {"service": REPLICAS | {"context_parallel": 2}, "lora": {"rank": 2}},
+    "replicas of one rank": {"service": REPLICAS | {"data_parallel_replicate": 4}},
+}
 """On four ranks; what a case does not say is: two to a microbatch, two minibatches."""
 for _changes in FOUR.values():
     _changes.setdefault("service", RANKS | {"processes": 4, "context_parallel": 2})
@@ -120,11 +127,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "context of two, untied": {"tied": False},
     "tensor, untied": {"tied": False},
     "context of two, experts": {"experts": 6},
+    "replicas, experts, reduced in each microbatch": {"experts": 6},
 }
 """Of cases that begin with another model."""
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
-IN_SHORT = CASES.keys() - FOUR.keys() - LONG | {"context of two", "tensor", "tensor and context"}
+IN_SHORT = CASES.keys() - FOUR.keys() - LONG | {"context of two", "tensor", "tensor and context", "replicas"}
+IN_SHORT |= {"replicas, experts, reduced in each microbatch"}
 """The others take as long again, and are for the long suite."""
 ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"}
 """That tests without a case read."""
@@ -202,6 +211,7 @@ def together(
         ("second, critic", "critic", RANKS),
         ("second, context", "packed", RANKS | {"processes": 4, "context_parallel": 2}),
         ("second, tensor", "packed", COLUMNS),
+        ("second, replicas", "packed", REPLICAS),
     ]
     for count, kinds in ((2, CASES.keys() - FOUR.keys()), (4, FOUR.keys())):
         cases = [_case(name, models[name], reference_dir) for name in chosen if name in kinds]
@@ -286,7 +296,9 @@ def test_log_probabilities_are_those_of_one_process(
 def test_each_rank_holds_its_part_of_the_parameters(together: tuple[Path, Any]) -> None:
     for name, found in together[1].items():
         over = 4 if name in FOUR or name == "second, context" else 2
-        assert found["local"] * (2 if "tensor" in name else over) == found["whole"], "the first is an embedding"
+        if "tensor" in name or "replicas" in name:  # an embedding is not split by tensor parallelism
+            over = 1 if name == "replicas of one rank" else 2
+        assert found["local"] * over == found["whole"]
 
 
 def test_experts_are_published_under_the_names_that_they_were_loaded_from(
@@ -319,7 +331,7 @@ def test_a_checkpoint_goes_from_one_process_to_several_and_back_as_if_there_had_
     alone: tuple[Path, Any], together: tuple[Path, Any], model_dir: Path, reference_dir: Path, tmp_path: Path
 ) -> None:
     third = {"batches": [(4, 5, 2)], "first": 3, "name": "third"}
-    resumed = ("second", "second, context", "second, tensor")
+    resumed = ("second", "second, context", "second, tensor", "second, replicas")
     for source in (alone[0] / "packed", *(together[0] / name for name in resumed)):
         case = _case("packed", source, reference_dir, state=str(source / "trainer"), **third)
         train(case, tmp_path / source.name, Ranks())

@@ -149,7 +149,7 @@ class TrainEngine:
         if not any(parameter.grad is not None for parameter in model.parameters()):
             raise DataError("optim_step has no gradient to apply: call forward_backward first.")
         with cpu_threads(self.threads), self._without_gradient_on_error(role):
-            if self.ranks.mesh is not None:
+            if self.ranks.mesh is not None and self.ranks.columns > 1:
                 sum_partial_gradients(model, self.ranks.mesh)
             norm = clip_gradient(model, max_grad_norm, self.ranks)
             if math.isfinite(norm):
@@ -296,8 +296,9 @@ class TrainEngine:
             dealer=self._dealer,
         )
         for number, microbatch in enumerate(microbatches, 1):
-            if self.ranks.size > 1 and config.reduce_gradients == "update":
-                reduce_gradients(scorer, number == len(microbatches))
+            if self.ranks.size > 1:
+                last = number == len(microbatches)
+                reduce_gradients(scorer, shards=last or config.reduce_gradients == "microbatch", replicas=last)
             prediction = scorer.predict(microbatch.to(self.device), with_entropy=with_entropy)
             if microbatch.real_tokens == 0:
                 prediction.log_probs.sum().backward()
@@ -343,7 +344,7 @@ class TrainEngine:
         if self.ranks.context is not None:
             refuse_unfit_heads(model.config, self.ranks.context.size, self.ranks.columns)
         replace_norms(model)
-        if self.ranks.mesh is not None:
+        if self.ranks.mesh is not None and self.ranks.columns > 1:
             refuse_unfit_shape(model.config, self.ranks.columns)
             split_matrices(model, self.ranks.mesh)
         scorer = made(
