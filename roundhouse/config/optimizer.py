@@ -25,6 +25,9 @@ class OptimizerConfig(Section):
     final_share: Fraction = 0.1
     """The share of the full rate at which a falling schedule ends and stays."""
     max_grad_norm: PositiveFloat = 1.0
+    moments: Literal["float32", "8-bit"] = "float32"
+    """Of AdamW's two moments. 8-bit (arXiv:2110.02861) takes 2.1 bytes per parameter of a matrix in place of 8, with a scale
+    for each 128 numbers; it needs torchao (extra `torchao`). It must stay what it was during a run."""
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:

@@ -277,6 +277,11 @@ class TrainConfig(Section):
                 f"train.service.tensor_parallel is {tensor}, but train.lora is set: adapters are not split. Set "
                 "tensor_parallel to 1."
             )
+        if tensor > 1 and self.optimizer.moments == "8-bit":
+            raise ValueError(
+                f"train.optimizer.moments is 8-bit, but train.service.tensor_parallel is {tensor}: blocks of moments lie "
+                "within rows, which it splits. Set moments to float32, or tensor_parallel to 1."
+            )
         if context > 1 and not self.packing:
             raise ValueError(
                 f"train.service.context_parallel is {context}, but train.packing is false: a row of one sequence "

@@ -6,11 +6,12 @@ backward of the trainer's own scorer on fake tensors, which have shapes and no b
 
     weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients); with
                            `train.service.tensor_parallel` what is not split is spread over as many times fewer
-    moments                8 bytes per trained parameter, spread
+    moments                8 bytes per trained parameter, spread; in 8 bits 2 1/16 of those that are in blocks
                            over the ranks of one replica with `train.service.data_parallel_replicate`
     reference              4 bytes per parameter, spread
-    critic                 12 bytes per parameter (weights and moments), spread, taken to be as large as the policy without its
-                           output layer; policy and critic learn one after the other, so that one of them has gradients
+    critic                 12 bytes per parameter (weights and moments; fewer in 8 bits), spread, taken to be as large as the
+                           policy without its output layer; policy and critic learn one after the other, so that one of them
+                           has gradients
     gathered weights       FSDP2: the root's group and two layers, in the compute type
     whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`)
     reduction              FSDP2: the largest group's gradient, and as much in float32
@@ -27,6 +28,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundhouse.config.models import TrainConfig
+from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
 from roundhouse.fast_imports import lean_transformers
@@ -51,6 +53,7 @@ from roundhouse.training.layers import (
     register_packed_attention,
     replace_norms,
 )
+from roundhouse.training.optimizer import BLOCK, in_blocks
 from roundhouse.training.packing import Microbatch, Span
 from roundhouse.training.tensor_parallel import refuse_unfit_shape, refuse_without_plan
 
@@ -149,15 +152,18 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         whole = sum(parameter.numel() for parameter in built.model.parameters())
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
+        learns = [parameter.shape for parameter in built.model.parameters() if parameter.requires_grad]
     at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
-    critic = 0 if train.algorithm.critic_section is None else _of_critic(model, built.model)
+    section = train.algorithm.critic_section
+    critic = 0 if section is None else _of_critic(model, built.model)
+    eight = section is not None and section.optimizer.moments == "8-bit"
     learning = max(trained, critic)
     bytes_ = {
         "weights": 4 * whole // over,
         "gradients": 4 * learning // over,
-        "moments": 8 * trained // over,
-        "critic": 12 * critic // over,
+        "moments": _moments(learns, train.optimizer) // over,
+        "critic": int((4 + (_IN_BLOCKS if eight else 8)) * critic) // over,
         "reference": 4 * (adapter or whole) // over if train.algorithm.reference_source is not None else 0,
     }
     passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
@@ -177,6 +183,16 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         bytes_ |= passing
     parameters = whole if tensor == 1 else sum(parameter.numel() for parameter in _without_bytes(model).parameters())
     return MemoryPlan(parameters, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
+
+
+def _moments(shapes: Iterable[torch.Size], optimizer: OptimizerConfig) -> int:
+    """Bytes of AdamW's moments of parameters with these shapes."""
+    eight = optimizer.moments == "8-bit"
+    return int(sum((_IN_BLOCKS if eight and in_blocks(shape) else 8) * shape.numel() for shape in shapes))
+
+
+_IN_BLOCKS = 2 * (1 + 4 / BLOCK)
+"""Bytes of two 8-bit moments per parameter, and their scales."""
 
 
 def _of_critic(shape: PreTrainedConfig, policy: PreTrainedModel) -> int:

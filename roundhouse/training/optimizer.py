@@ -1,6 +1,7 @@
 """AdamW of a model that learns, its learning rate, and its state in a checkpoint.
 
-Invariant: a saved state read back continues bit for bit, over any number of ranks.
+Invariant: a saved state read back continues bit for bit, over any number of ranks, with moments in float32 and in 8 bits
+(`adamw_8bit`).
 """
 
 from __future__ import annotations
@@ -8,21 +9,27 @@ from __future__ import annotations
 import math
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 
 from roundhouse.config.models import OptimizerConfig
-from roundhouse.errors import DataError
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.parallel import Ranks, sharded_like
 from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from roundhouse.training.adamw_8bit import RowwiseAdamW8bit
+
 OPTIMIZER = "optimizer"
 """`optimizer.safetensors`, or several files with an index."""
+BLOCK = 128
+"""Numbers of an 8-bit moment that share a scale: most models' rows have whole blocks."""
+_SMALLEST = 4096
+"""Elements of a parameter whose moments are in blocks: below it they take nothing, as in bitsandbytes."""
 
 
 def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
@@ -41,8 +48,17 @@ def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
     return config.learning_rate * (config.final_share + (1 - config.final_share) * left)
 
 
-def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices only, not on norms and biases."""
+def in_blocks(shape: torch.Size) -> bool:
+    """Whether 8-bit moments of a parameter are: its rows have whole blocks, and it is not small."""
+    return len(shape) > 1 and shape.numel() >= _SMALLEST and math.prod(shape[1:]) % BLOCK == 0
+
+
+def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over all parameters; weight decay on matrices only, not on norms and biases.
+
+    Raises:
+        ConfigError: moments are to be in 8 bits, and torchao is not installed.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     groups = []
@@ -52,19 +68,48 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.op
         for parameter in kept:
             layouts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         groups += [{"params": group, "weight_decay": weight_decay} for group in layouts.values()]
+    if config.moments == "8-bit":
+        try:
+            from roundhouse.training.adamw_8bit import RowwiseAdamW8bit
+        except ImportError as error:
+            raise ConfigError(
+                "train.optimizer.moments is 8-bit, which needs torchao: pip install torchao==0.18.0, or set float32 "
+                f"({error})."
+            ) from error
+        eight: torch.optim.Optimizer = RowwiseAdamW8bit(
+            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps
+        )
+        return eight
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of the next update."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):  # torchao compiles with it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
     """Write every state tensor whole as `<kind>/<parameter name>`; all ranks take part."""
-    tensors = {
-        f"{kind}/{name}": SavedTensor.of(value)
-        for name, parameter in model.named_parameters()
-        for kind, value in sorted(
-            optimizer.state.get(parameter, {}).items(), key=itemgetter(0)
-        )  # whether loaded or made
-    }
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        for kind, value in sorted(state.items(), key=itemgetter(0)):  # whether loaded or made
+            if kind != "step" and (blocks := _blocks(optimizer, parameter)) is not None:
+                parts = blocks.parts(parameter, kind).items()
+                tensors |= {f"{kind}.{part}/{name}": SavedTensor.of(tensor) for part, tensor in parts}
+            else:
+                tensors[f"{kind}/{name}"] = SavedTensor.of(value)
     save_tensors(tensors, directory, OPTIMIZER, ranks)
+
+
+def _blocks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> RowwiseAdamW8bit | None:
+    """The optimizer, where it keeps moments of this parameter in blocks."""
+    eight = hasattr(optimizer, "parts") and in_blocks(parameter.shape)
+    return cast("RowwiseAdamW8bit", optimizer) if eight else None
 
 
 def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path) -> None:
@@ -77,14 +122,26 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
     try:
         for key, value in saved_tensors(directory, OPTIMIZER):
             kind, _, name = key.partition("/")
+            moment, _, part = kind.partition(".")
             parameter = parameters.get(name)
-            if parameter is None or (kind != "step" and value.shape != parameter.shape):
+            rows = parameter is not None and part == "scale" and value.shape[:1] == parameter.shape[:1]
+            if parameter is None or (kind != "step" and value.shape != parameter.shape and not rows):
                 present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
                 raise DataError(
                     f"{directory} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
                     "another architecture. Use the trainer state that lies beside the model."
                 )
             whole = kind == "step"  # one number, the same on every rank
+            blocks = None if whole else _blocks(optimizer, parameter)
+            if (blocks is None) == bool(part):
+                saved, other = ("8-bit", "float32") if part else ("float32", "8-bit")
+                raise DataError(
+                    f"{directory} holds moments in {saved}, but train.optimizer.moments is {other}. Set it to {saved}, or "
+                    "begin from the model without its trainer state."
+                )
+            if blocks is not None:
+                blocks.put(parameter, moment, part, value)
+                continue
             optimizer.state[parameter][kind] = (
                 value.to(parameter.device, copy=True) if whole else sharded_like(value, parameter)
             )

@@ -323,7 +323,10 @@ def test_a_layout_that_cannot_work_is_refused(kind: str) -> None:
         ConfigError, match=r"data_parallel_replicate is 2, but tensor_parallel is 2: .* one of them to 1"
     ):
         parse_config({"run_id": "a", "train": split})
-    for each in (train, padded, both, unsharded, adapter, replicas, split):
+    blocks = {"service": {"kind": kind, "processes": 4, "tensor_parallel": 2}, "optimizer": {"moments": "8-bit"}}
+    with pytest.raises(ConfigError, match=r"moments is 8-bit, but train\.service\.tensor_parallel is 2: .* to float32"):
+        parse_config({"run_id": "a", "train": blocks})
+    for each in (train, padded, both, unsharded, adapter, replicas, split, blocks):
         parse_config({"run_id": "a", "train": each}, recorded=True)
     service = {"kind": kind, "processes": 4, "context_parallel": 2, "tensor_parallel": 2}
     found = parse_config({"run_id": "a", "train": {"service": service}}).train.parallelism

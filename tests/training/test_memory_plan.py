@@ -44,6 +44,15 @@ def test_what_stays_is_sixteen_bytes_a_parameter_and_four_for_a_reference() -> N
     assert plan(lora={"rank": 4}).bytes["moments"] < 0.1 * found.bytes["moments"]
 
 
+def test_8_bit_moments_are_a_quarter_where_rows_have_whole_blocks() -> None:
+    whole, found = plan(), plan(optimizer={"moments": "8-bit"})
+    in_blocks = found.parameters - (4 * (2 * 256 + 256 + 2 * 128) + 256)  # but norms, and biases of q, k and v
+    assert found.bytes["moments"] == pytest.approx(2.0625 * in_blocks + 8 * (found.parameters - in_blocks), abs=1)
+    assert found.total == whole.total - whole.bytes["moments"] + found.bytes["moments"]
+    critic = plan(algorithm={"kind": "ppo", "critic": {"optimizer": {"moments": "8-bit"}}})
+    assert critic.bytes["critic"] == pytest.approx(plan(algorithm={"kind": "ppo"}).bytes["critic"] * 6.0625 / 12, abs=1)
+
+
 def test_a_critic_is_twelve_bytes_a_parameter_more_and_has_gradients_where_an_adapter_leaves_the_policy_few() -> None:
     without, found = plan(), plan(algorithm={"kind": "ppo"})
     critic = found.parameters - 4096 * 256 + 257  # without the output layer of SMALL, which is untied, but with a head

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ CASES |= {
         "service": RANKS | {"context_parallel": 2},
     },
 }
+EIGHT_BIT = {"8-bit moments"} if find_spec("torchao") else set()
+CASES |= {name: {"minibatches": 2, "optimizer": OPTIMIZER | {"moments": "8-bit"}} for name in EIGHT_BIT}
+APART = {"bfloat16"} | EIGHT_BIT
+"""Not equal, but for rounding; with a test of their own."""
 LONG = {"critic, untied, reduced in each microbatch, recomputed activations", "context, critic, adapter"}
 FOUR: dict[str, dict[str, Any]] = {
     "context of two": {},
@@ -130,12 +135,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "replicas, experts, reduced in each microbatch": {"experts": 6},
 }
 """Of cases that begin with another model."""
+MODELS["8-bit moments"] = {"hidden_size": 128, "intermediate_size": 64}
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
 IN_SHORT = CASES.keys() - FOUR.keys() - LONG | {"context of two", "tensor", "tensor and context", "replicas"}
 IN_SHORT |= {"replicas, experts, reduced in each microbatch"}
 """The others take as long again, and are for the long suite."""
-ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"}
+ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"} | EIGHT_BIT
 """That tests without a case read."""
 FIRST = {"packed": "first", "critic": "first, critic"}
 """What one process trains of these cases before others continue."""
@@ -143,9 +149,8 @@ SPEED = {"tokens_per_second"}
 
 
 def each_case() -> list[Any]:
-    """But bfloat16, which is not equal and has a test of its own."""
     marks = {name: () if name in IN_SHORT else (pytest.mark.long,) for name in CASES}
-    return [pytest.param(name, id=name, marks=marks[name]) for name in CASES if name != "bfloat16"]
+    return [pytest.param(name, id=name, marks=marks[name]) for name in CASES if name not in APART]
 
 
 def _case(kind: str, model: Path, reference: Path, **changes: Any) -> dict[str, Any]:
@@ -358,3 +363,18 @@ def test_bfloat16_ranks_keep_float32_weights_and_stay_near_one_process(
     ours, theirs = (where[1]["bfloat16"]["metrics"][0] for where in (together, alone))
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.02)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+
+
+@pytest.mark.skipif(not EIGHT_BIT, reason="torchao is not installed")
+def test_8_bit_moments_of_ranks_are_read_by_one_process_as_they_are_and_stay_near_its_own(
+    alone: tuple[Path, Any], together: tuple[Path, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    found, expected = (where[0] / "8-bit moments" for where in (together, alone))
+    assert _distance(found / "model.safetensors", expected / "model.safetensors") < 1e-5
+    case = _case("8-bit moments", found, found, state=str(found / "trainer"), batches=[], first=3)
+    train(case, tmp_path, Ranks())
+    ours, theirs = (load_file(where / "trainer/optimizer.safetensors") for where in (tmp_path / "8-bit moments", found))
+    assert {tensor.dtype for name, tensor in theirs.items() if ".codes/" in name} == {torch.uint8}
+    assert theirs["exp_avg.scale/model.embed_tokens.weight"].shape == (64, 1)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

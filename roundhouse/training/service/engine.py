@@ -51,7 +51,7 @@ from roundhouse.training.layers import (
     save_adapter,
 )
 from roundhouse.training.loss import LossTokens, MetricSums, token_loss, value_loss
-from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer
+from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
 from roundhouse.training.packing import Dealer, build_microbatches, cost_model
 from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
@@ -153,8 +153,7 @@ class TrainEngine:
                 sum_partial_gradients(model, self.ranks.mesh)
             norm = clip_gradient(model, max_grad_norm, self.ranks)
             if math.isfinite(norm):
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate
+                set_learning_rate(optimizer, learning_rate)
                 optimizer.step()
         self._drop_gradient(role)
         return Applied(grad_norm=norm)
