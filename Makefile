@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-view bench-pages bench-async bench-overlap bench-delta bench-refit bench-checkpoint bench-plan reference format lock clean
+.PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-refit bench-checkpoint bench-plan reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -107,6 +107,9 @@ bench-async: setup ## modes and bounds in simulation over ratios of training to 
 
 bench-overlap: setup ## real runs that collect while they train, beside what simulation foretold (BENCH_ARGS="--staleness 1")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/overlap.py $(BENCH_ARGS)
+
+bench-overhead: setup ## a real run: what an iteration takes beyond rollouts and training, by part (BENCH_ARGS="--iterations 25")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.overhead $(BENCH_ARGS)
 
 bench-delta: setup ## bytes and speed of a weight delta after a real optimizer step (BENCH_ARGS="--learning-rate 1e-6")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/weight_delta.py $(BENCH_ARGS)
