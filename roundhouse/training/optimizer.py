@@ -103,7 +103,7 @@ def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
                 tensors |= {f"{kind}.{part}/{name}": SavedTensor.of(tensor) for part, tensor in parts}
             else:
                 tensors[f"{kind}/{name}"] = SavedTensor.of(value)
-    save_tensors(tensors, directory, OPTIMIZER, ranks)
+    save_tensors(tensors, directory, OPTIMIZER, ranks, weights=False)
 
 
 def _blocks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> RowwiseAdamW8bit | None:

@@ -61,8 +61,11 @@ class SavedTensor:
 SavedTensors = dict[str, SavedTensor]
 
 
-def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks) -> None:
+def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks, *, weights: bool = True) -> None:
     """Write them to `<stem>.safetensors`, or to numbered files and an index, each file by one rank.
+
+    Args:
+        weights: see `TensorWriter`.
 
     Raises:
         InfraError: another rank could not write; what this rank could not write is raised as it is.
@@ -72,7 +75,7 @@ def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks
     planned = _planned(headers, writers)
     names = file_names(stem, len(planned))
     own = {name: shard for i, (name, shard) in enumerate(zip(names, planned, strict=True)) if i % writers == ranks.rank}
-    thread = _WriterThread(directory, own)
+    thread = _WriterThread(TensorWriter(directory, weights=weights), directory, own)
     by_owner = [[header.name for shard in planned[rank::writers] for header in shard] for rank in range(writers)]
     with freed_at_once():
         try:
@@ -137,8 +140,8 @@ def _planned(headers: list[TensorHeader], writers: int) -> list[list[TensorHeade
 class _WriterThread:
     """Writes files while their tensors come; after an error it takes the rest and drops them."""
 
-    def __init__(self, directory: Path, files: dict[str, list[TensorHeader]]) -> None:
-        self.writer = TensorWriter(directory)
+    def __init__(self, writer: TensorWriter, directory: Path, files: dict[str, list[TensorHeader]]) -> None:
+        self.writer = writer
         self.error: BaseException | None = None
         self._coming: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._write, args=(directory, files), daemon=True)

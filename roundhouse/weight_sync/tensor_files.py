@@ -5,8 +5,8 @@ be walked through tensor by tensor. Two sets of files have one digest exactly wh
 dtypes, shapes and bytes (as far as SHA-256 can say); how the tensors are spread over files, and what metadata the files carry,
 does not matter.
 
-Writing. One tensor is in memory at a time, whatever the size of the model; every byte is hashed once as a part of its file and
-once as a part of its tensor while it is written, and nothing is read back. The bytes are those of
+Writing. One tensor is in memory at a time, whatever the size of the model; while a byte is written it is hashed as part of its
+file and, of weights, as part of its tensor, each in a thread of its own, and nothing is read back. The bytes are those of
 `safetensors.torch.save_file`. `digests.json` holds what was found of the files (`store.directories.FileDigests`), for the
 upload and the next load.
 
@@ -254,8 +254,8 @@ def parallel_map(threads: int, work: Callable[[T], R], items: Iterable[T]) -> It
 
 SHARD_BYTES = 2 * 2**30
 """A file of tensors takes no more, but for a tensor that alone is larger: readers hold a file's pages until they are done."""
-_CHUNK_BYTES = 2**20
-"""Written, then hashed twice while a core's cache holds it."""
+_CONCURRENT_BYTES = 2**20
+"""From this size on a tensor is hashed by other threads while it is written; below, handing it over costs as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +291,13 @@ def shards(headers: Iterable[TensorHeader], limit: int = SHARD_BYTES) -> list[li
 class TensorWriter:
     """Writes the files of one directory; leave it by `close`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, weights: bool = True) -> None:
+        """
+        Args:
+            weights: take the digest of the tensors, which engines prove; of an optimizer's state nobody asks for it.
+        """
         self._directory = directory
+        self._weights = weights
         self._files: dict[str, FileEntry] = {}
         self._tensors: dict[str, str] = {}
 
@@ -305,26 +310,35 @@ class TensorWriter:
         import torch
 
         path, whole, size = self._directory / name, hashlib.sha256(), 0
-        with path.open("wb") as stream:
+        with path.open("wb") as stream, ThreadPoolExecutor(2, thread_name_prefix="hash") as pool:
 
-            def put(data: bytes | memoryview) -> None:
+            def put(data: bytes | memoryview, *digests: hashlib._Hash) -> None:
                 nonlocal size
-                stream.write(data)
-                whole.update(data)
+                if len(data) < _CONCURRENT_BYTES:
+                    for digest in digests:
+                        digest.update(data)
+                    stream.write(data)
+                else:
+                    hashing = [pool.submit(digest.update, data) for digest in digests]
+                    stream.write(data)
+                    for one in hashing:
+                        one.result()
                 size += len(data)
 
-            put(_header_bytes(headers))
+            put(_header_bytes(headers), whole)
             for header, (came, tensor) in zip(headers, tensors, strict=True):
                 if header_of(came, tensor) != header:
                     raise ValueError(f"{came} came where {header} was announced.")
-                own = hashlib.sha256()
                 flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                 data = memoryview(flat.numpy())  # type: ignore[arg-type]
-                for begin in range(0, len(data), _CHUNK_BYTES):
-                    chunk = data[begin : begin + _CHUNK_BYTES]
-                    put(chunk)
-                    own.update(chunk)
-                self._tensors[came] = tensor_digest(SAFETENSORS_NAMES[_dtype(header)], header.shape, own.hexdigest())
+                if self._weights:
+                    own = hashlib.sha256()
+                    put(data, whole, own)
+                    self._tensors[came] = tensor_digest(
+                        SAFETENSORS_NAMES[_dtype(header)], header.shape, own.hexdigest()
+                    )
+                else:
+                    put(data, whole)
         stamp = disk.settle(path, sync=False)
         self._files[name] = FileEntry(path=name, size=size, sha256=whole.hexdigest(), stamp=stamp)
 
@@ -341,7 +355,7 @@ class TensorWriter:
         write_index(self._directory, stem, planned)
 
     def found(self) -> tuple[dict[str, FileEntry], dict[str, str]]:
-        """The files written so far, and the digest of each tensor in them."""
+        """The files written so far, and of weights the digest of each tensor in them."""
         return self._files, self._tensors
 
     def add(self, files: dict[str, FileEntry], tensors: dict[str, str]) -> None:
@@ -351,7 +365,8 @@ class TensorWriter:
 
     def close(self) -> None:
         """Leave what was found of the files."""
-        FileDigests(files=self._files, weights_digest=digest_of_tensors(self._tensors)).leave(self._directory)
+        digest = digest_of_tensors(self._tensors) if self._weights else None
+        FileDigests(files=self._files, weights_digest=digest).leave(self._directory)
 
 
 def file_names(stem: str, count: int) -> list[str]:

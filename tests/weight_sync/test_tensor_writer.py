@@ -31,6 +31,7 @@ TENSORS = {
     "half": torch.randn(33).to(torch.bfloat16),
     "step": torch.tensor(3.0),
     "ids": torch.arange(5),
+    "large": torch.randn(600, 600),  # hashed by other threads
 }
 
 
@@ -106,6 +107,16 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(DataError, match=r"index\.json has no readable weight_map"):
         weight_files(directory)
+
+
+def test_an_optimizers_state_has_the_digests_of_its_files_and_none_of_its_tensors(tmp_path: Path) -> None:
+    state = {name: SavedTensor.of(tensor) for name, tensor in TENSORS.items()}
+    save_tensors(state, tmp_path, "optimizer", Ranks(), weights=False)
+    left = FileDigests.beside(tmp_path)
+    entry = left.of(tmp_path / "optimizer.safetensors")
+    assert entry is not None
+    assert entry.sha256 == file_digest(tmp_path / "optimizer.safetensors")
+    assert left.weights_digest is None
 
 
 def test_an_optimizers_state_above_a_files_size_is_read_back_whole(
