@@ -239,6 +239,10 @@ def bisect_run(
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave all replays in the store, not only the deciding one.")
     ] = False,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Stage runs that the smallest set of groups or keys may take; left out, 64.", min=0),
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
     trust_store: TrustStore = False,
@@ -250,6 +254,7 @@ def bisect_run(
     """
     from roundhouse.infra.services import services_of
     from roundhouse.replay.bisect import bisect
+    from roundhouse.replay.narrowing import NARROWING_BUDGET
     from roundhouse.replay.stages import substituted_config
     from roundhouse.store.run import load_run
 
@@ -264,6 +269,7 @@ def bisect_run(
             overrides=overrides or [],
             evaluate=evaluate,
             keep=keep,
+            budget=NARROWING_BUDGET if budget is None else budget,
             say=progress,
         )
     out_json(found.as_json()) if as_json else _show_bisection(found)
@@ -295,7 +301,8 @@ def _show_bisection(found: Bisection) -> None:
         terminal.print(
             "No cause: nothing that could be put right gives back half of the fall. Name a configuration with --set."
         )
-    out(f"{found.stage_runs} stages ran again, {found.narrowing_runs} more for the smallest set")
+    bound = f" of at most {found.narrowing_bound}" if found.narrowing_bound else ""
+    out(f"{found.stage_runs} stages ran again, {found.narrowing_runs}{bound} more for the smallest set")
 
 
 @app.command("branch")

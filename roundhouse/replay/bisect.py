@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from roundhouse.config.loading import apply_override, digest_of_tree, flatten
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.replay.comparison import Comparison
+from roundhouse.replay.narrowing import NARROWING_BUDGET, Group, SubstitutedGroups, groups_in_words, smallest_set
 from roundhouse.replay.readings import (
     Fall,
     OtherWeights,
@@ -53,6 +54,8 @@ from roundhouse.trajectories.schemas import (
 METRICS = ("held_out_reward", "reward")
 """Mean reward of a version's evaluation, and of the collection that it made for the next iteration."""
 RECOVERED = 0.5
+RESTORED = 0.8
+"""Share of what all healthy rows give back that the smallest set of groups has to give back."""
 MAX_MISMATCH = 0.05
 """Nats a token between recorded and recomputed log-probabilities, in the mean, that rounding does not explain."""
 LONGEST = 3
@@ -90,7 +93,7 @@ class Bisection:
     iteration: int | None = None
     detail: str = ""
     groups: list[str] = field(default_factory=list)
-    """Of rows: the smallest set found without which the metric does not fall."""
+    """Of rows: the smallest set found without which the metric does not fall; empty: only its rows together do it."""
     keys: list[str] = field(default_factory=list)
     """Of a configuration: the keys that do it."""
     trials: list[Trial] = field(default_factory=list)
@@ -100,6 +103,10 @@ class Bisection:
     """Stages that ran again to name the cause: validate, train, evaluate, and a collection judged anew."""
     narrowing_runs: int = 0
     """The same for the smallest set of groups or keys."""
+    narrowing_bound: int = 0
+    """What these can be at most, known before the first of them; 0 where nothing was narrowed."""
+    smallest: bool = False
+    """Whether it is known that no part of `groups` or `keys` does it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,6 +121,7 @@ def bisect(
     overrides: Sequence[str] = (),
     evaluate: bool = False,
     keep: bool = False,
+    budget: int = NARROWING_BUDGET,
     say: Say = lambda line: None,
 ) -> Bisection:
     """Find what made a metric of a run fall.
@@ -124,6 +132,7 @@ def bisect(
         overrides: `key.path=value`, a configuration that is held to be right, over that of the run or of `against`.
         evaluate: measure replayed versions with the run's engine, which has to be running.
         keep: leave all replays in the store; else only the one that decided.
+        budget: stage runs that the smallest set of groups or keys may take.
 
     Raises:
         StoreError: there is no such run, or fewer than two of its versions have the metric.
@@ -147,7 +156,7 @@ def bisect(
             "evaluation.temperature is 0: greedy rollouts say nothing of other weights. Add --evaluate, which asks the run's "
             "engine, or take --metric reward."
         )
-    work = _Bisector(run, found, _right_config(run, against, overrides), evaluate, say)
+    work = _Bisector(run, found, _right_config(run, against, overrides), evaluate, budget, say)
     try:
         work.search()
     finally:
@@ -180,31 +189,13 @@ def _right_config(run: Run, against: str | None, overrides: Sequence[str]) -> li
     ]
 
 
-def smallest_set(items: Sequence[T], does_it: Callable[[list[T]], bool]) -> list[T]:
-    """A set that does it and of which no part tried does, where all items together do (ddmin, Zeller and Hildebrandt 2002)."""
-    found, parts = list(items), 2
-    while len(found) > 1:
-        size = -(-len(found) // parts)
-        pieces = [found[at : at + size] for at in range(0, len(found), size)]
-        rests = [[item for item in found if item not in piece] for piece in pieces] if len(pieces) > 2 else []
-        smaller = next((each for each in [*pieces, *rests] if does_it(each)), None)
-        if smaller is not None:
-            parts = 2 if smaller in pieces else max(2, parts - 1)
-            found = smaller
-        elif parts >= len(found):
-            break
-        else:
-            parts = min(len(found), 2 * parts)
-    return found
-
-
 class _Bisector:
     """One search; what it finds goes into `found`."""
 
-    def __init__(self, run: Run, found: Bisection, right: list[str], evaluate: bool, say: Say) -> None:
+    def __init__(self, run: Run, found: Bisection, right: list[str], evaluate: bool, budget: int, say: Say) -> None:
         assert found.fall is not None, "it is searched for the cause of a fall"
         self.run, self.found, self.fall, self.right, self.say = run, found, found.fall, right, say
-        self.evaluate = evaluate
+        self.evaluate, self.budget = evaluate, budget
         search = {"run": run.uid, "metric": found.metric, "right": right, "code": code_version()}
         self.name = f"bisect-{run.run_id}-{digest_of_tree(search)[:8]}"
         self.window = list(range(self.fall.good + 1, self.fall.bad + 1))
@@ -315,8 +306,9 @@ class _Bisector:
         _, trial = self._replayed("configuration", what, overrides=self.right)
         if not _does(trial):
             return False
-        self._narrowing = True
-        keys = smallest_set(self.right, lambda some: _does(self._replayed("configuration", ", ".join(some), some)[1]))
+        keys = self._smallest(
+            self.right, lambda some: _does(self._replayed("configuration", ", ".join(some), some)[1]), "keys"
+        )
         self.found.keys = [key.partition("=")[0] for key in keys]
         return self._name("configuration", self.window[0], f"with {', '.join(keys)} it does not fall")
 
@@ -361,60 +353,78 @@ class _Bisector:
 
     def _rows(self) -> bool:
         good = self.fall.good
-        groups = {k: sorted({each.group_id for each in self._collected(k)}) for k in self.window}
-        every = [(k, group) for k in self.window for group in groups[k]]
         healthy, rows = None, list[Rollout]()
         if good > self.run.first_version and len(self.window) <= LONGEST:
             rows = self._collected(good)
             _, healthy = self._replayed("rows", f"rows of iteration {good}", rollouts=dict.fromkeys(self.window, rows))
             if healthy.recovered is not None and not _does(healthy):
                 return False
-        self._narrowing = True
-        few = self._few_groups(every, groups, rows)
-        if few:
-            self.found.groups = [group for _, group in few]
-            return self._name(
-                "rows", few[0][0], f"without these groups it does not fall: {', '.join(g for _, g in few)}"
-            )
+        groups = SubstitutedGroups({k: self._collected(k) for k in self.window}, rows)
+        few = self._few_groups(groups, RESTORED * (1.0 if healthy is None else healthy.recovered or 1.0))
+        detail = f"without these groups it does not fall: {', '.join(group for _, group in few)}"
+        self.found.groups = [group for _, group in few]
+        if few and (not rows or self._makes_fall(few, groups)):
+            return self._name("rows", few[0][0], detail)
         if healthy is None or not _does(healthy):
-            return False
-        self._narrowing = False
-        bad_rows = {good: self._collected(self.window[0])}
+            return self._not_the_rows()
         _, sufficient = self._replayed(
-            "rows", f"rows of iteration {self.window[0]} in iteration {good}", rollouts=bad_rows
+            "rows",
+            f"rows of iteration {self.window[0]} in iteration {good}",
+            rollouts={good: self._collected(self.window[0])},
         )
         if sufficient.recovered is not None and sufficient.recovered > RECOVERED:
-            return False
-        self.found.groups = groups[self.window[0]]
+            return self._not_the_rows()
         too = "was not measured" if sufficient.recovered is None else "is a fall, too"
-        return self._name("rows", self.window[0], f"its rows together; what they do in iteration {good} {too}")
+        together = f"its rows together; what they do in iteration {good} {too}"
+        return self._name("rows", self.window[0], f"{together}; {detail}" if few else together)
 
-    def _few_groups(
-        self, every: list[tuple[int, str]], groups: Mapping[int, list[str]], healthy: list[Rollout]
-    ) -> list[tuple[int, str]]:
-        """The smallest set of at most half of the groups without which the metric does not fall, and which makes it fall among
-        healthy rows; where there are none, without as many other groups it has to fall. Empty: there is no such set."""
+    def _not_the_rows(self) -> bool:
+        self.found.groups, self.found.smallest = [], False
+        return False
 
-        def without(some: list[tuple[int, str]]) -> bool:
-            left = {k: [each for each in self._collected(k) if (k, each.group_id) not in some] for k in groups}
-            if 2 * len(some) > len(every) or not all(left.values()):
-                return False
-            label = f"without {len(some)} groups" if len(some) > 1 else f"without group {some[0][1]}"
-            return _does(self._replayed("rows", label, rollouts=left)[1])
+    def _few_groups(self, groups: SubstitutedGroups, restored: float) -> list[Group]:
+        """The smallest set of at most half of the groups without which the metric does not fall, where it does fall without
+        as many other groups; empty where there is no such set.
 
-        found = smallest_set(every, without)
-        if 2 * len(found) > len(every):
+        Args:
+            restored: share of the fall that has to be given back.
+        """
+
+        def does_it(some: list[Group]) -> bool:
+            rollouts = groups.without(some)
+            if not all(rollouts.values()):
+                return True
+            trial = self._replayed("rows", f"without {groups_in_words(some)}", rollouts=rollouts)[1]
+            return trial.recovered is not None and trial.recovered >= restored
+
+        found = self._smallest(groups.every, does_it, "groups", reserved=2)
+        others = [each for each in groups.every if each not in found][: len(found)]
+        if len(others) < len(found) or does_it(others):
+            self.found.smallest = False
             return []
-        if not healthy:
-            return [] if without([each for each in every if each not in found][: len(found)]) else found
-        names = {group for _, group in found}
-        mixed = {
-            k: [each for each in healthy if each.group_id not in names]
-            + [each for each in self._collected(k) if (k, each.group_id) in found]
-            for k in groups
-        }
-        _, alone = self._replayed("rows", f"healthy rows with {len(found)} of these groups", rollouts=mixed)
-        return found if alone.recovered is not None and alone.recovered < RECOVERED else []
+        return found
+
+    def _makes_fall(self, few: list[Group], groups: SubstitutedGroups) -> bool:
+        """Whether healthy rows make the metric fall, too, with these groups among them."""
+        rest = [each for each in groups.every if each not in few]
+        what = f"healthy rows with {groups_in_words(few)}"
+        _, trial = self._replayed("rows", what, rollouts=groups.without(rest))
+        return trial.recovered is not None and trial.recovered < RECOVERED
+
+    def _smallest(
+        self, items: Sequence[T], does_it: Callable[[list[T]], bool], what: str, reserved: int = 0
+    ) -> list[T]:
+        """`smallest_set` within the stage runs that are left of the budget, but for so many trials."""
+        a_trial = len(self.window) * (3 if self.evaluate else 2)
+        trials = min(2 * len(items), self.budget // a_trial - reserved)
+        self.found.narrowing_bound = max(0, trials + reserved) * a_trial
+        self.say(f"the smallest set of {len(items)} {what}: at most {self.found.narrowing_bound} stage runs")
+        self._narrowing = True
+        found, self.found.smallest = smallest_set(items, does_it, max(0, trials))
+        self._narrowing = False
+        if not self.found.smallest:
+            self.found.notes.append(f"the smallest set of {what} is not known within these stage runs (--budget)")
+        return found
 
     def _name(self, cause: str, iteration: int, detail: str) -> bool:
         self.found.cause, self.found.iteration, self.found.detail = cause, iteration, detail

@@ -42,8 +42,11 @@ class InRange(Environment):
     name = "in_range"
     restoration = "replay"
 
+    def __init__(self, trained: int = TRAINED) -> None:
+        self.trained = trained
+
     def tasks(self, split: Split) -> Sequence[TaskRow]:
-        count = TRAINED if split == "train" else HELD_OUT
+        count = self.trained if split == "train" else HELD_OUT
         return [task_row(f"{split} {n}: a number", task_id=f"{split}/{n}", range=list(RANGE)) for n in range(count)]
 
     async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:
@@ -93,6 +96,8 @@ class Plant:
     base: Callable[[int], int] = lambda version: version
     """Whose weights the step begins from."""
     sequences: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = lambda rows: rows
+    groups: int = TRAINED
+    """Of every iteration."""
     prompt_shift: int = 0
     """Of the template: the prompt is that of the task so many places on."""
     temperature: float = 1.0
@@ -119,9 +124,10 @@ TRAIN: dict[str, Any] = {
 
 def planted_run(directory: Path, plant: Plant, iterations: int = 8, seed: int = 0) -> Run:
     """A run with so many iterations on record, each evaluated; with `forked`, a fork of one."""
+    target = {"kind": "custom", "target": "tests.replay.planted:InRange", "parameters": {"trained": plant.groups}}
     keys: dict[str, Any] = {
-        "environment": {"kind": "custom", "target": "tests.replay.planted:InRange"},
-        "rollout": {"prompts_per_iteration": TRAINED, "group_size": GROUP},
+        "environment": target,
+        "rollout": {"prompts_per_iteration": plant.groups, "group_size": GROUP},
         "validation": {"check_text": False, "recompute_tolerance": None},
         "evaluation": {"every": 1},
         "train": TRAIN,
@@ -171,7 +177,7 @@ def drawn(run: Run, weights: Reference, split: Split, version: int, draw: int, p
     )
     found = []
     size = GROUP if split == "train" else SAMPLES
-    for group, row in enumerate(InRange().tasks(split)):
+    for group, row in enumerate(InRange(run.config.rollout.prompts_per_iteration).tasks(split)):
         task = plant.row(row, group)
         place = group + plant.prompt_shift
         for rollout in offline_world.sampled_group(model, place, size, version, draw, generator):
@@ -287,6 +293,7 @@ PLANTS = [
     Plant("one poisoned group", "rows", 4, 4, row=mislabelled([2], 40.0)),
     Plant("three mislabelled groups", "rows", 4, 4, row=mislabelled([1, 4, 5], 5.0)),
     Plant("a poisoned group later", "rows", 6, 6, row=mislabelled([5], 40.0)),
+    Plant("two of sixteen groups poisoned", "rows", 4, 4, row=mislabelled([3, 12], 200.0), groups=16),
     Plant("all rows mislabelled", "rows", 5, 5, row=mislabelled(range(TRAINED))),
     Plant("other held-out tasks", "rows", 5, 7, EVALUATION, row=mislabelled(range(4))),
     Plant("learning rate", "configuration", 5, 7, forked=optimizer(learning_rate=0.5)),
