@@ -83,12 +83,15 @@ WHY = {
     "untrained": "no weight, its group had one reward throughout",
     "masked": "the loss skips their turn",
     "skipped": "the iteration was skipped",
-    "pending": "collected, and not trained on yet",
+    "pending": "collected, and not trained on yet; of CPU, what is at work",
     "evaluated": "held-out tasks",
     "datasets": "collected for datasets",
     "branched": "new turns of branches",
     "replayed": "stages run again",
     "judged": "answers of a rubric's judge, and stored rollouts judged anew",
+    "repeated": "calls on record that had to be made again",
+    "interrupted": "attempts whose process was killed, up to its last sign of life",
+    "driver": "the flow around the stages, failed attempts, deleted checkpoints",
 }
 """What each cause means, as `roundhouse.stages.cost.bill_of` counts it."""
 

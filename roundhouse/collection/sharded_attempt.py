@@ -244,7 +244,7 @@ class ShardedAttempt:
             for entry in outcome.report.files:
                 self._attempt.adopt(FileEntry.model_validate(entry))
             if outcome.fresh:
-                self._attempt.charge(outcome.report.cpu_seconds)
+                self._attempt.charge(outcome.report.cpu_seconds, of_other_process=True)
         self._outcomes += outcomes
 
     def spend(self, cost: Mapping[str, float]) -> None:
@@ -321,6 +321,7 @@ class ShardedAttempt:
             counts.rollouts_resumed += counted["rollouts_resumed"]
             counts.turns_resumed += counted["turns_resumed"]
             counts.rollouts_restarted.update(counted["rollouts_restarted"])
+            counts.lost_tokens += counted["lost_tokens"]
         return counts
 
 

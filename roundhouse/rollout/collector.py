@@ -29,6 +29,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -331,6 +332,9 @@ class TurnJournal:
         waiting.append(call)
 
     def went_on(self, event: Resumption) -> None:
+        if event.reason:
+            lost = sum(call.generated_tokens for call in self._calls.get(event.rollout_id, ()))
+            event = replace(event, lost_tokens=lost)
         self.resumptions.count(event)
         self._events.append(event)
         if event.reason:
@@ -372,10 +376,13 @@ class ResumptionCounts:
         """Model calls that were not made again."""
         self.rollouts_restarted: Counter[str] = Counter()
         """Times that a rollout began anew all the same, by reason."""
+        self.lost_tokens = 0
+        """What the recorded calls of these had generated."""
 
     def count(self, event: Resumption) -> None:
         if event.reason:
             self.rollouts_restarted[event.reason] += 1
+            self.lost_tokens += event.lost_tokens
         else:
             self.rollouts_resumed += 1
             self.turns_resumed += event.calls
@@ -385,6 +392,7 @@ class ResumptionCounts:
             "rollout/resumed": float(self.rollouts_resumed),
             "rollout/turns_resumed": float(self.turns_resumed),
             "rollout/restarted": float(self.rollouts_restarted.total()),
+            "rollout/repeated_tokens": float(self.lost_tokens),
         }
 
     def details(self) -> dict[str, Any]:
@@ -393,6 +401,7 @@ class ResumptionCounts:
             "rollouts_resumed": self.rollouts_resumed,
             "turns_resumed": self.turns_resumed,
             "rollouts_restarted": dict(sorted(self.rollouts_restarted.items())),
+            "lost_tokens": self.lost_tokens,
         }
 
 

@@ -61,6 +61,8 @@ JOURNAL = pa.schema(
         ("message", pa.string()),  # JSON: the reply; null where the environment cannot be restored
         ("answers", pa.string()),  # JSON: what the environment had answered since the call before
         ("snapshot", pa.string()),  # JSON: the session at this call; only of a part's newest call
+        # of a call; of a restart: of all calls that are lost
+        pa.field("generated_tokens", pa.int64(), metadata={"added_later": "null in parts of earlier versions"}),
         *(TURNS.field(name) for name in _TURN_FIELDS if name != "generation_log_probs"),
         ("generation_log_probs", pa.list_(pa.float64())),  # as the engine said them
     ]
@@ -88,6 +90,8 @@ class RecordedCall:
     answers: list[dict[str, Any] | None] = field(default_factory=list)
     snapshot: str | None = None
     """JSON: the session as it was when this call was made."""
+    generated_tokens: int = 0
+    """Of the reply, also where no more than the fact is noted."""
 
     @property
     def turn(self) -> Turn | None:
@@ -118,6 +122,8 @@ class Resumption:
     calls: int
     reason: str = ""
     """Why it was started afresh; empty when it was resumed."""
+    lost_tokens: int = 0
+    """Of a rollout that was started afresh: what its recorded calls had generated."""
 
 
 class Recorder(Protocol):
@@ -142,6 +148,7 @@ def journal_table(events: Iterable[RecordedCall | Resumption]) -> pa.Table:
             "event": RESTARTED if event.reason else RESUMED,
             "number": event.calls,
             "reason": event.reason,
+            "generated_tokens": event.lost_tokens,
         }
         for event in events
     ]
@@ -152,9 +159,10 @@ def journal_events(table: pa.Table) -> Iterator[RecordedCall | Resumption]:
     """The events of a part, in their order."""
     for row in table.to_pylist():
         if row["event"] != CALL:
-            yield Resumption(row["rollout_id"], row["number"], row["reason"])
+            yield Resumption(row["rollout_id"], row["number"], row["reason"], row["generated_tokens"] or 0)
             continue
         call = RecordedCall(row["rollout_id"], row["seed"], row["number"], (), 0)
+        call.generated_tokens = row["generated_tokens"] or 0
         if row["message"] is not None:
             call.turns = [Turn(turn=row["number"], **{name: row[name] for name in _TURN_FIELDS})]
             call.request, call.snapshot = row["request"], row["snapshot"]
@@ -168,6 +176,7 @@ def _call_row(call: RecordedCall) -> dict[str, Any]:
         "event": CALL,
         "number": call.number,
         "seed": call.seed,
+        "generated_tokens": call.generated_tokens,
     }
     if call.message is None:
         return row
@@ -256,11 +265,9 @@ class RecordedCalls:
             self._recorder.went_on(Resumption(call.rollout_id, self._next))
         return completion
 
-    def record(
-        self, rollout: Rollout, request: str = "", snapshot: str | None = None, completion: Completion | None = None
-    ) -> None:
-        """The engine has answered. Without its `completion`, only the fact is noted."""
-        number, message = self._next, None if completion is None else completion.message
+    def record(self, rollout: Rollout, completion: Completion, request: str = "", snapshot: str | None = None) -> None:
+        """The engine has answered. Where nothing can be replayed, only the fact is noted, and how many tokens it generated."""
+        number, message = self._next, completion.message if self.replays else None
         self._next += 1
         self._recorder.record(
             RecordedCall(
@@ -273,6 +280,7 @@ class RecordedCalls:
                 message,
                 self._answers,
                 snapshot,
+                len(completion.generation_token_ids),
             )
         )
         self._answers = []
@@ -345,14 +353,14 @@ class ReplayingPolicy:
         calls = self._calls
         if not calls.replays:
             completion = await self._policy.complete(messages, tools, sampling, seed)
-            calls.record(self._rollout)
+            calls.record(self._rollout, completion)
             return completion
         request = request_digest(messages, tools, sampling, seed)
         if (recorded := calls.reply_to(request)) is not None:
             return recorded
         snapshot = await calls.snapshot()
         completion = await self._policy.complete(messages, tools, sampling, seed)
-        calls.record(self._rollout, request, snapshot, completion)
+        calls.record(self._rollout, completion, request, snapshot)
         return completion
 
 

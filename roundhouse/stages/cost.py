@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from roundhouse.config.models import RunConfig
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, RoundhouseError
+from roundhouse.store.lease import all_drivers
 from roundhouse.store.lineage import IDENTITY
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Manifest, Reference, current_names
@@ -109,9 +110,17 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
         evaluated     held-out rollouts                             branched    new turns of branches
         replayed      by stages of replays                          judged      answers of a rubric's judge, and
                                                                                 stored rollouts judged anew (CPU)
+        repeated      calls that were on record and had to be made again
 
-    Not on record, hence not here: what an attempt of a stage or of a rollout used that was killed before its end
-    (`cost/stage_attempts` and `cost/repeated_rollouts` count these).
+    CPU seconds of a driver's process (`roundhouse.store.lease`) outside of the stages that it completed:
+
+        interrupted   its process disappeared: attempts that were killed, without what they used after the last renewal of the
+                      lease (10 s, a sixth of its time)
+        pending       it is at work
+        driver        it ended: the flow around the stages, attempts that failed, checkpoints that are deleted since
+
+    Not on record: killed processes that work for a driver (a trainer service, shards of a collection), and calls that were not
+    yet in the journal of their attempt, which is written every `collection.collector.FLUSH_SECONDS`.
 
     Returns:
         `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}}`.
@@ -121,8 +130,10 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
     """
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}
+    committed: list[Manifest] = []
     for k in _numbers(run.location / "iterations"):
         manifests = _stages_of(run.location, k)
+        committed += manifests.values()
         own = _collected_tokens(run.location, k, manifests)
         _add(tokens, own)
         for kind, manifest in manifests.items():
@@ -133,6 +144,8 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
             if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
                 stage = Stage(run.location / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
                 _add(tokens, _judged(_present(stage)))
+                if repeated := manifest.metrics.get("rollout/repeated_tokens"):
+                    _add(tokens, {"repeated": repeated})
             if kind == StageKind.COLLECT:
                 whole = sum(own.values())
                 _add(
@@ -143,9 +156,11 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
                 _add(seconds, {"evaluated" if evaluating else "trained": used})
     for version in run.checkpoint_versions():
         manifest = read_manifest(_present(run.checkpoint(version)))
+        committed.append(manifest)
         _add(seconds, {"trained": manifest.resources.get("cpu_seconds", 0.0)})
     _add_replays(run, tokens, seconds)
-    _add_datasets(run, tokens, seconds)
+    committed += _add_datasets(run, tokens, seconds)
+    _add(seconds, _outside_of_stages(run.location, committed))
     price = run.config.cost.prices.cpu_hour / HOUR
     money = {cause: used * price for cause, used in seconds.items()} if price else {}
     return {"tokens": tokens, "cpu_seconds": seconds, "money": money}
@@ -171,6 +186,22 @@ def _collected_tokens(place: Location, k: int, manifests: Mapping[str, Manifest]
     return {cause: count for cause, count in found.items() if count}
 
 
+def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[str, float]:
+    """CPU seconds that the drivers of a run or replay used, without those of the stages that they committed, by cause."""
+    found: dict[str, float] = {}
+    drivers = all_drivers(place)
+    for driver in drivers:
+        in_stages = math.fsum(
+            manifest.resources.get("cpu_seconds", 0.0) - manifest.resources.get("other_processes_cpu_seconds", 0.0)
+            for manifest in committed
+            if manifest.lease == driver.token
+        )
+        alive = driver is drivers[-1] and not driver.is_over
+        cause = "driver" if driver.released else "pending" if alive else "interrupted"
+        _add(found, {cause: max(0.0, driver.cpu_seconds - in_stages)})
+    return {cause: used for cause, used in found.items() if used}
+
+
 def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> None:
     """What replays of the run used; their own tokens are those that they sampled."""
     replays = Location(run.config.store) / "replays"
@@ -181,15 +212,19 @@ def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float]) 
                 continue
         except NotFound:
             continue
+        committed: list[Manifest] = []
         for k in _numbers(place / "iterations"):
             for kind, manifest in _stages_of(place, k).items():
+                committed.append(manifest)
                 _add(seconds, {"replayed": manifest.resources.get("cpu_seconds", 0.0)})
                 if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
                     _add(tokens, {"replayed": _generated(place, k, kind)})
+        _add(seconds, {"replayed": math.fsum(_outside_of_stages(place, committed).values())})
 
 
-def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> None:
-    """What dataset versions of the run used: collected for themselves, branched, or judged anew."""
+def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> list[Manifest]:
+    """What dataset versions of the run used: collected for themselves, branched, or judged anew; their manifests."""
+    found: list[Manifest] = []
     datasets = Location(run.config.store) / "datasets"
     for place in [datasets / f"{name}/{label}" for name in datasets.names() for label in (datasets / name).names()]:
         if (reference := Stage(place, kind=StageKind.COLLECT, run_id="", iteration=0).reference()) is None:
@@ -197,6 +232,7 @@ def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float])
         manifest = read_manifest(reference)
         if manifest.run_id != run.run_id or manifest.finished_at < run.created_at:
             continue
+        found.append(manifest)
         cause = (
             "branched" if "branched" in manifest.details else "judged" if "rollouts" in manifest.inputs else "datasets"
         )
@@ -208,6 +244,7 @@ def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float])
             turns = read_table(reference, "turns")
             new = turns.filter(turns["trained"])["generation_token_ids"]
             _add(tokens, {cause: float(pc.sum(pc.list_value_length(new)).as_py() or 0)})
+    return found
 
 
 def _generated(place: Location, k: int, kind: str) -> float:

@@ -69,6 +69,9 @@ class LeaseRecord(BaseModel):
     seconds: float
     """Unchanged for so long, the record is over."""
     renewals: int = 0
+    cpu_seconds: float = 0.0
+    """What the driver's process has used since it claimed the token, at the last renewal: of one that was killed, all but what
+    it used in a sixth of `seconds`."""
     released: bool = False
 
     @property
@@ -126,6 +129,7 @@ class Lease:
         self.fence = Fence(run=run.uri, token=record.token, nonce=record.nonce)
         self._place = run / DIRECTORY
         self._record = record
+        self._began_cpu = time.process_time()
         self._error: LeaseLost | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease {record.token}", daemon=True)
@@ -140,7 +144,9 @@ class Lease:
             LeaseLost: another process drives the run.
         """
         self.check()
-        self._record = self._record.model_copy(update={"renewals": self._record.renewals + 1})
+        self._record = self._record.model_copy(
+            update={"renewals": self._record.renewals + 1, "cpu_seconds": self._cpu_seconds()}
+        )
         _write(self._place, self._record)
 
     def check(self) -> None:
@@ -164,7 +170,11 @@ class Lease:
             self._thread.join(_LOOK_SECONDS)
         with contextlib.suppress(LeaseLost):
             self.check()
-            _write(self._place, self._record.model_copy(update={"released": True}))
+            update = {"released": True, "cpu_seconds": self._cpu_seconds()}
+            _write(self._place, self._record.model_copy(update=update))
+
+    def _cpu_seconds(self) -> float:
+        return round(time.process_time() - self._began_cpu, 3)
 
     def _keep(self) -> None:
         while not self._ended.wait(self._record.seconds / _RENEWALS):
@@ -216,6 +226,13 @@ def holder(run: Location) -> LeaseRecord | None:
     another machine is still named."""
     newest = _newest(run / DIRECTORY)
     return None if newest is None or newest.is_over else newest
+
+
+def all_drivers(run: Location) -> list[LeaseRecord]:
+    """The records of all drivers that the run has had, the first one first."""
+    newest = _newest(run / DIRECTORY)
+    tokens = range(1, 1 + (0 if newest is None else newest.token))
+    return [record for token in tokens if (record := _read(run / DIRECTORY, token)) is not None]
 
 
 def fence_of(run: Location) -> Fence | None:

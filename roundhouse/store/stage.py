@@ -140,6 +140,7 @@ class Attempt:
         self._started_at = started_at
         self._cpu = cpu.clock()
         self._started_cpu = self._cpu()
+        self._elsewhere = 0.0
         self._provenance = provenance
         self._fence = fence
         self._files: list[FileEntry] = []
@@ -171,9 +172,10 @@ class Attempt:
     def provenance(self) -> Provenance:
         return self._provenance
 
-    def charge(self, cpu_seconds: float) -> None:
+    def charge(self, cpu_seconds: float, *, of_other_process: bool = False) -> None:
         """Count the CPU time of another process or thread (`roundhouse.cpu`) that worked for this attempt."""
         self._started_cpu -= cpu_seconds
+        self._elsewhere += cpu_seconds if of_other_process else 0.0
 
     def adopt(self, entry: FileEntry) -> FileEntry:
         """Count a file that is already in the stage's directory among this attempt's files."""
@@ -216,6 +218,7 @@ class Attempt:
             finished_at=time.time(),
             resources={
                 "cpu_seconds": round(self._cpu() - self._started_cpu, 3),
+                "other_processes_cpu_seconds": round(self._elsewhere, 3),
                 "max_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             },
         )

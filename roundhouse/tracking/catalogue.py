@@ -64,6 +64,9 @@ RESUMPTIONS = (
         "times one began anew all the same; why: `resumptions` in the details of the collect manifest",
     ),
     Entry(
+        "rollout/repeated_tokens", "(count)", "generated tokens of calls that were on record and had to be made again"
+    ),
+    Entry(
         "rollout/shards", "(count)", "workers that the collection was spread over (`rollout.distribution`), all rounds"
     ),
     Entry("rollout/shards_lost", "(count)", "workers that were lost, and another went on where they were"),

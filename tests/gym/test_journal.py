@@ -252,6 +252,12 @@ async def test_an_environment_that_declares_nothing_starts_again_and_the_reason_
     assert all(each["message"] is None and each["generation_token_ids"] is None for each in parts[0].to_pylist())
     rollout, reason = await afresh(parts, spec_of(row), ADDS, client)
     assert reason == "not_restorable"
+    _, _, journal = await resumed(parts, spec_of(row), ADDS, client, CONFIG)
+    lost = rollout.turns[: sum(part.num_rows for part in parts)]
+    assert journal.resumptions.lost_tokens == sum(len(turn.generation_token_ids) for turn in lost) > 0
+    again = TurnJournal(VERSION)
+    again.read(journal.take())
+    assert again.resumptions.lost_tokens == journal.resumptions.lost_tokens, "the next attempt reads it from the parts"
     assert written(rollout) == written(await alone(client, row, ADDS))
 
 

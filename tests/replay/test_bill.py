@@ -1,9 +1,16 @@
-"""Each token that was generated stands on the bill once, through forks, replays, re-scoring and branches."""
+"""Each token that was generated stands on the bill once, through forks, replays, re-scoring and branches, and each CPU second
+of a driver, of killed ones too."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,11 +20,14 @@ from roundhouse.replay import replay, rescore
 from roundhouse.replay.branches import _commit
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
+from roundhouse.store.lease import driving
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, load_run
 from roundhouse.store.stage import Stage, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 from tests.replay import planted
+from tests.replay.killed_driver import drive
+from tests.stages.offline_world import make_config
 
 FORKED = planted.Plant("forked", since=3, until=3, forked=planted.optimizer(learning_rate=0.02))
 
@@ -95,3 +105,35 @@ def test_the_command_shows_one_bill_or_that_of_all_runs(counted: tuple[Run, dict
     assert found["runs"].keys() == {"planted", "forked"}
     generated = sum(value for cause, value in found["total"]["tokens"].items() if cause != "branched")
     assert generated == sum(counters.values())
+
+
+def cpu_seconds_of_a_killed_driver(config: Path, stage: str) -> float:
+    """What its process used as a driver, by the system's account of it."""
+    command = [sys.executable, "-m", "tests.replay.killed_driver", str(config), stage]
+    environment = os.environ | {"ROUNDHOUSE_STORE_LEASE_SECONDS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        before = float(process.stdout.readline())
+        assert process.stdout.readline() == "recorded\n"
+        os.kill(process.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime - before
+
+
+def test_what_killed_drivers_used_is_on_the_bill_once(tmp_path: Path) -> None:
+    config = make_config(tmp_path, iterations=1)
+    place = tmp_path / "config.json"
+    place.write_text(config.model_dump_json())
+    killed = sum(cpu_seconds_of_a_killed_driver(place, stage) for stage in ("collect", "train"))
+    run = load_run(config.store, config.run_id)
+    before = time.process_time()
+    with driving(run.location):
+        drive(run)
+    used = killed + time.process_time() - before
+    bill = bill_of(run)["cpu_seconds"]
+    assert bill["interrupted"] >= 2, "a second of work in each of the two attempts"
+    lost = used - sum(bill.values())
+    assert -0.1 < lost < 2 * 0.5, (
+        f"at most what was used after the last renewal is missing: {lost} s of {used} s, {bill}"
+    )
