@@ -37,7 +37,7 @@ from roundhouse.compat.nemo_gym.clients.agent import rollout_name
 from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.compat.nemo_gym.model_server.app import build_app
 from roundhouse.compat.nemo_gym.servers.endpoints import path_prefix
-from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit, call_verifier
+from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit
 from roundhouse.config.environments import CommandEnvironment
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.environments.base import Restoration, TaskRow, Verdict
@@ -49,7 +49,7 @@ from roundhouse.http.ports import HttpThread
 from roundhouse.import_string import load_function
 from roundhouse.infra.children import Child, Children
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
-from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens
+from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens, call_verifier
 from roundhouse.trajectories.records import Status
 
 MODEL = "policy"

@@ -27,7 +27,7 @@ from roundhouse.rollout.mixture import MixtureAgent
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient, classify
 from roundhouse.rollout.responses import Item, chat_messages
-from roundhouse.rollout.rubric import COUNTS, JudgedAgent, RubricJudge
+from roundhouse.rollout.rubric import JUDGE_METRICS, JudgedAgent, RubricJudge
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import rebuild_prompts
 
@@ -153,7 +153,9 @@ async def _scored(rollout: Rollout, rubric: RubricJudge, seconds: float) -> Judg
     """The stored rollout, scored by a rubric as it stands."""
     if rollout.status is Status.MASKED:
         return Judged(rollout, replace(rollout))
-    after = replace(rollout, metrics={name: value for name, value in rollout.metrics.items() if name not in COUNTS})
+    after = replace(
+        rollout, metrics={name: value for name, value in rollout.metrics.items() if name not in JUDGE_METRICS}
+    )
     try:
         async with asyncio.timeout(seconds):
             await rubric.score(after, RetryPolicy())

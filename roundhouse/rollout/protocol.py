@@ -16,7 +16,9 @@ ours when it ends a rollout, and that the taxonomy does not know either, is a de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from roundhouse.environments.base import GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
@@ -132,6 +134,28 @@ def _detail(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     # A verifier's or a proxy's error page may hold megabytes; lone surrogates cannot be written as UTF-8.
     return text[:2000].encode("utf-8", "replace").decode()
+
+
+async def call_function(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a function of the user's returns. One that is not `async` runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    result = await asyncio.to_thread(function, *arguments, **named)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def call_verifier(name: str, verify: Callable[..., Any], *arguments: Any) -> Any:
+    """What a verifier of the user's returns.
+
+    Raises:
+        VerifierFailed: it raised anything but an InfraError or a DataError, which pass; `name` says which one it was.
+    """
+    try:
+        return await call_function(verify, *arguments)
+    except (InfraError, DataError):
+        raise
+    except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
+        raise VerifierFailed(f"{name} raised {error!r}") from error
 
 
 class Agent(Protocol):

@@ -12,7 +12,9 @@ prompt or question never meets the answers of this one.
 
     <store>/judgements/<digest of judge and question>/<digest of what was shown>.json
 
-Answers of the run's own engine are not kept: its weights are others in each iteration.
+Answers of the run's own engine depend on its weights, whose version each rollout has on record (`judge_policy_version`). They
+are kept in memory, for the newest version alone, and drawn by a seed of the question and what was shown, so that a version
+gives a conversation the same verdict whichever rollout asks first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import math
 import re
 import time
@@ -38,6 +39,7 @@ from roundhouse.config.secrets import read_secret
 from roundhouse.environments.base import Verdict
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.client import JSON_HEADERS
+from roundhouse.generation.protocol import EngineRejected
 from roundhouse.import_string import load_function
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.collector import retry_delay
@@ -48,13 +50,14 @@ from roundhouse.rollout.protocol import (
     ClosedOnExit,
     EnvironmentClient,
     JudgeFailed,
-    VerifierFailed,
+    call_verifier,
 )
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.trajectories.records import Rollout, Status, derive_seed
 
-COUNTS = ("judge_calls", "judge_cached", "judge_prompt_tokens", "judge_completion_tokens")
-"""Metrics of a rollout that was judged."""
+PROMPT_TOKENS, COMPLETION_TOKENS, VERSION = "judge_prompt_tokens", "judge_completion_tokens", "judge_policy_version"
+JUDGE_METRICS = ("judge_calls", "judge_cached", PROMPT_TOKENS, COMPLETION_TOKENS, VERSION)
+"""Metrics of a rollout that was judged; the last is the oldest version of the run's own engine that answered."""
 OWN = "environment"
 """Component of the environment's own reward."""
 YES_OR_NO = 'Give your reasons in a few sentences. End with one line: "Verdict: yes" or "Verdict: no".'
@@ -83,6 +86,10 @@ class Answer:
     text: str
     prompt_tokens: int
     completion_tokens: int
+    policy_version: int | None = None
+    """Oldest version that drew any of its tokens, of the run's own engine."""
+    mixed: bool = False
+    """A refit came in between: several versions drew it."""
 
 
 class RubricJudge:
@@ -108,6 +115,9 @@ class RubricJudge:
                 raise ConfigError(f"environment.rubric.judge.api_key_variable is {variable}, which is not set. Set it.")
             self._headers["Authorization"] = f"Bearer {key}"
         self._cache = None if store is None else Location(store) / "judgements"
+        self._own: dict[str, Answer] = {}
+        """Answers of the run's own engine at version `_own_version`, by the keys of `_cache`."""
+        self._own_version = -1
         self._gate = asyncio.Semaphore(1 if self.judge is None else self.judge.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -156,15 +166,15 @@ class RubricJudge:
             return await self._computed(name, rollout)
         shown = self._shown(rollout)
         key = f"{self._version(criterion)}/{_digest(shown)}.json"
-        if (kept := await self._kept(key)) is not None:
+        if (kept := await self._kept(key, attempt)) is not None:
             _count(rollout, judge_cached=1)
-            return read_verdict(kept, criterion)
+            _note_version(rollout, kept)
+            return read_verdict(kept.text, criterion)
         seed = derive_seed(rollout.seed, "judge", name)
         for number in range(1, retry.attempts + 1):
             try:
-                answer = await self._asked(
-                    self._messages(criterion, shown), rollout, attempt, derive_seed(seed, number)
-                )
+                messages = self._messages(criterion, shown)
+                answer = await self._asked(messages, rollout, attempt, derive_seed(key, number))
                 score = read_verdict(answer.text, criterion)
             except (JudgeFailed, JudgeUnreadable) as error:
                 if number == retry.attempts:
@@ -177,18 +187,8 @@ class RubricJudge:
         raise AssertionError("there is at least one attempt")
 
     async def _computed(self, name: str, rollout: Rollout) -> float:
-        function, key = self._functions[name], f"environment.rubric.criteria.{name}.function"
-        try:
-            found = (
-                function(rollout.task, rollout.items)
-                if inspect.iscoroutinefunction(function)
-                else await asyncio.to_thread(function, rollout.task, rollout.items)
-            )
-            found = await found if inspect.isawaitable(found) else found
-        except (InfraError, DataError):
-            raise
-        except Exception as error:  # the user's code ends here; its failure becomes an outcome
-            raise VerifierFailed(f"{key} raised {error!r}") from error
+        key = f"environment.rubric.criteria.{name}.function"
+        found = await call_verifier(key, self._functions[name], rollout.task, rollout.items)
         if not isinstance(found, Real) or not 0 <= float(found) <= 1:
             raise BadReward(f"{key} returned {found!r}; it must return a number from 0 to 1.")
         return float(found)
@@ -212,17 +212,27 @@ class RubricJudge:
         asked = self.judge.model_dump(include={"base_url", "model", "instructions", "temperature", "max_tokens"})
         return _digest(orjson.dumps([asked, criterion.question, _form(criterion)]).decode())
 
-    async def _kept(self, key: str) -> str | None:
-        if self._cache is None or self.judge is None or self.judge.base_url is None:
+    async def _kept(self, key: str, attempt: RolloutAttempt | None) -> Answer | None:
+        """An earlier answer to the same; the own engine's where it is of the version that the rollout began on."""
+        assert self.judge is not None, "the section was checked"
+        if self.judge.base_url is None:
+            current = attempt is not None and attempt.policy_version == self._own_version
+            return self._own.get(key) if current else None
+        if self._cache is None:
             return None
         try:
-            text: str = orjson.loads(await asyncio.to_thread(self._cache.read, key))["answer"]
+            row = orjson.loads(await asyncio.to_thread(self._cache.read, key))
         except NotFound:
             return None
-        return text
+        return Answer(row["answer"], row["prompt_tokens"], row["completion_tokens"])
 
     async def _keep(self, key: str, answer: Answer, criterion: Criterion) -> None:
-        if self._cache is None or self.judge is None or self.judge.base_url is None:
+        assert self.judge is not None, "the section was checked"
+        if answer.policy_version is not None and answer.policy_version >= self._own_version and not answer.mixed:
+            if answer.policy_version > self._own_version:
+                self._own, self._own_version = {}, answer.policy_version
+            self._own.setdefault(key, answer)
+        if self._cache is None or self.judge.base_url is None:
             return
         row = {
             "answer": answer.text,
@@ -242,18 +252,34 @@ class RubricJudge:
         assert self.judge is not None, "the section was checked"
         _count(rollout, judge_calls=1)
         async with self._gate:
-            if self.judge.base_url is not None:
-                answer = await self.post(messages)
-            else:
-                assert attempt is not None, "what has no engine is refused without base_url"
-                assert attempt.engine is not None, "the rollout engine sets it"
-                limit = {"max_new_tokens": self.judge.max_tokens}
-                sampling = attempt.sampling.model_copy(update=limit)
-                completion = await attempt.engine.complete(messages, [], sampling, seed)
-                tokens = len(completion.prompt_token_ids), len(completion.generation_token_ids)
-                answer = Answer(completion.message.get("content") or "", *tokens)
-        _count(rollout, judge_prompt_tokens=answer.prompt_tokens, judge_completion_tokens=answer.completion_tokens)
+            answer = await (
+                self.post(messages) if self.judge.base_url is not None else self._own_answer(messages, attempt, seed)
+            )
+        _count(rollout, **{PROMPT_TOKENS: answer.prompt_tokens, COMPLETION_TOKENS: answer.completion_tokens})
+        _note_version(rollout, answer)
         return answer
+
+    async def _own_answer(self, messages: list[dict[str, Any]], attempt: RolloutAttempt | None, seed: int) -> Answer:
+        """Ask the run's own engine, outside of the rollout: its tokens are no turn.
+
+        Raises:
+            JudgeRefused: the question does not fit the model's context, or is refused for another reason.
+            InfraError: the engine failed, as it may for the rollout's own calls.
+        """
+        assert self.judge is not None, "the section was checked"
+        assert attempt is not None, "what has no engine is refused without base_url"
+        assert attempt.engine is not None, "the rollout engine sets it"
+        sampling = attempt.sampling.model_copy(update={"max_new_tokens": self.judge.max_tokens})
+        try:
+            completion = await attempt.engine.complete(messages, [], sampling, seed)
+        except EngineRejected as error:
+            raise JudgeRefused(
+                f"The run's own engine refuses the judge's question: {error} It holds the whole conversation; raise "
+                "generation.max_model_len, lower rollout.max_tokens, or name another judge (rubric.judge.base_url)."
+            ) from error
+        tokens = len(completion.prompt_token_ids), len(completion.generation_token_ids)
+        mixed = completion.version_spans is not None
+        return Answer(completion.message.get("content") or "", *tokens, completion.policy_version, mixed)
 
     async def post(self, messages: list[dict[str, Any]]) -> Answer:
         """Ask the endpoint.
@@ -347,6 +373,11 @@ def _digest(text: str) -> str:
 def _count(rollout: Rollout, **counts: float) -> None:
     for name, count in counts.items():
         rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
+
+
+def _note_version(rollout: Rollout, answer: Answer) -> None:
+    if answer.policy_version is not None:
+        rollout.metrics[VERSION] = float(min(rollout.metrics.get(VERSION, math.inf), answer.policy_version))
 
 
 class JudgedAgent:

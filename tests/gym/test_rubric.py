@@ -16,6 +16,7 @@ from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.environments import load_to_serve
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
+from roundhouse.generation.protocol import ContextOverflow
 from roundhouse.http.ports import HttpThread
 from roundhouse.infra.checks.reachability import configured
 from roundhouse.replay.rollouts import open_for_replay
@@ -240,19 +241,15 @@ async def test_a_field_that_the_row_lacks_fails_the_rollout(judge: JudgeEndpoint
     assert (rollout.failure_code, judge.requests) == ("bad_task_row", [])
 
 
-async def test_the_runs_own_engine_judges_where_no_endpoint_is_named(tmp_path: Path) -> None:
-    limits = []
+async def test_a_conversation_that_is_too_long_for_the_runs_own_judge_fails_the_rollout_as_refused() -> None:
+    def full(messages: list[dict[str, Any]], seed: int) -> Any:
+        if messages[0]["role"] == "system":
+            raise ContextOverflow("The prompt has 300 tokens")
+        return says("Paris.")
 
-    def both(messages: list[dict[str, Any]], seed: int) -> Any:
-        limits.append(seed)
-        return says("Verdict: no" if messages[0]["role"] == "system" else "Paris.")
-
-    rubric = {"criteria": {"right": {"question": "Is it right?"}}, "judge": {"max_tokens": 5}}
-    rollout = await play(rubric, tmp_path, script=both)
-    assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 0.0, 1)
-    assert rollout.metrics["judge_completion_tokens"] > 0
-    assert len(set(limits)) == 2
-    assert kept_in(tmp_path) == 0, "its weights are others in the next iteration"
+    rollout = await play({"criteria": {"right": {"question": "Is it right?"}}, "judge": {}}, script=full)
+    assert (rollout.status, rollout.failure_code, rollout.reward) == (Status.FAILED, "judge_refused", None)
+    assert "generation.max_model_len" in rollout.failure_detail
 
 
 async def test_no_more_calls_are_in_flight_than_are_allowed(judge: JudgeEndpoint) -> None:

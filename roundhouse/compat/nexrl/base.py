@@ -39,12 +39,11 @@ the rollout, which then has no reward.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
@@ -59,7 +58,7 @@ from roundhouse.rollout.agents import RolloutAttempt
 from roundhouse.rollout.collector import retry_delay
 from roundhouse.rollout.conversation import TurnChain
 from roundhouse.rollout.plan import sampling_overrides
-from roundhouse.rollout.protocol import VerifierFailed
+from roundhouse.rollout.protocol import VerifierFailed, call_verifier
 from roundhouse.rollout.responses import Item, Message, assistant_items, function_call_output, response_object
 from roundhouse.trajectories.records import Rollout, derive_seed
 
@@ -455,28 +454,6 @@ class AnswerTag(Evaluator):
         given = _ANSWER.findall(closed + end)
         right = bool(given) and given[-1].strip() == truth
         return EvaluationRunResult(float(right), truth, {"answered": float(bool(given))})
-
-
-async def call_function(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a function of the user's returns. One that is not `async` runs in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
-    result = await asyncio.to_thread(function, *arguments, **named)
-    return await result if inspect.isawaitable(result) else result
-
-
-async def call_verifier(name: str, verify: Callable[..., Any], *arguments: Any) -> Any:
-    """What a verifier of the user's returns.
-
-    Raises:
-        VerifierFailed: it raised anything but an InfraError or a DataError, which pass; `name` says which one it was.
-    """
-    try:
-        return await call_function(verify, *arguments)
-    except (InfraError, DataError):
-        raise
-    except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
-        raise VerifierFailed(f"{name} raised {error!r}") from error
 
 
 def _finite(value: object) -> bool:

@@ -52,11 +52,11 @@ from roundhouse.compat.nexrl.base import (
     NoTrajectory,
     RolloutLimit,
     WorkerFailed,
-    call_function,
 )
 from roundhouse.environments.base import Tool, Toolbox, invalid_arguments, marked_tools
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import Completion
+from roundhouse.rollout.protocol import call_function
 from roundhouse.rollout.responses import chat_tools, tool_message
 from roundhouse.store.location import Location
 from roundhouse.store.stage import parse_parquet
