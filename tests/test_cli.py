@@ -354,6 +354,7 @@ def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(
     assert "3 (3 h)" in shown
     assert "trained: a step gave them weight" in shown
     bill = {"tokens": dict.fromkeys(reports.WHY, 1.0), "cpu_seconds": {"judged": 2.0}, "money": {"judged": 0.5}}
+    bill["unpriced_judge_tokens"] = {}
     monkeypatch.setenv("COLUMNS", "120")
     reports.print_bill(bill, "EUR")
     told = capsys.readouterr().out

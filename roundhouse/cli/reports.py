@@ -135,11 +135,13 @@ def print_bill(bill: dict[str, dict[str, float]], currency: str) -> None:
         money = [f"{bill['money'].get(cause, 0.0):,.4g}"] if priced else []
         rows.append((f"{cause}: {WHY[cause]}", f"{tokens:,.0f}", f"{tokens / whole:.1%}", f"{seconds:,.1f}", *money))
     print_table(("cause", "tokens", "share", "CPU s", *priced), rows)
+    for model, tokens in bill["unpriced_judge_tokens"].items():
+        out(f"{model}: {tokens:,.0f} tokens without a price (cost.prices.judges); no money is counted for them")
 
 
 def _show_bills(bills: dict[str, dict[str, Any]], as_json: bool) -> None:
     """The bills of several runs, and their sum."""
-    total: dict[str, dict[str, float]] = {"tokens": {}, "cpu_seconds": {}, "money": {}}
+    total: dict[str, dict[str, float]] = {"tokens": {}, "cpu_seconds": {}, "money": {}, "unpriced_judge_tokens": {}}
     for found in bills.values():
         for part, causes in found["bill"].items():
             for cause, value in causes.items():

@@ -97,7 +97,28 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
         _replicas_of_the_trainer(config)
         _ray_launcher(config)
         _optimizer_every(config)
+        _judge_prices(config)
     _distribution(config)
+
+
+def _judge_prices(config: RunConfig) -> None:
+    """Refuse a budget in money that the tokens of a judge would not count for."""
+    budget, priced = config.cost.budget.money, config.cost.prices.judges
+    if budget is None:
+        return
+    sections = {"": config.environment} | {
+        f"evaluation.sets.{name}.": each.environment
+        for name, each in config.evaluation.sets.items()
+        if each.environment is not None
+    }
+    for prefix, section in sections.items():
+        for key, each in environments_in(section).items():
+            judge = None if each.rubric is None else each.rubric.judge
+            if judge is not None and judge.model is not None and judge.model not in priced:
+                raise ValueError(
+                    f"cost.budget.money is {budget:g}, but {prefix}{key}.rubric.judge.model is {judge.model}, which has no "
+                    f"price. Give cost.prices.judges: {{{judge.model}: {{prompt: …, completion: …}}}}, with 0 where it is free."
+                )
 
 
 def _environments(config: RunConfig) -> None:

@@ -214,13 +214,25 @@ class LocalInfra(Section):
         return self
 
 
+class JudgePrice(Section):
+    """Money for a million tokens of a judge."""
+
+    prompt: Annotated[float, Field(ge=0)]
+    """Of those that it reads."""
+    completion: Annotated[float, Field(ge=0)]
+    """Of those that it writes."""
+
+
 class PriceTable(Section):
-    """Money for an hour of a resource, in one currency."""
+    """Money for an hour of a resource, and for the tokens of judges, in one currency."""
 
     currency: str = "USD"
     gpu_hour: Annotated[float, Field(ge=0)] = 0
     cpu_hour: Annotated[float, Field(ge=0)] = 0
     """Of CPU time used, not of cores held."""
+    judges: dict[str, JudgePrice] = Field(default_factory=dict)
+    """Of a rubric's judges, by `rubric.judge.model`: `prompt` and `completion`, for a million tokens of each. The tokens of a
+    judge that is not here are reported without a price; the run's own engine is paid by `gpu_hour`."""
 
 
 class Budget(Section):

@@ -16,14 +16,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
+from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, RoundhouseError
+from roundhouse.stages.judge_tokens import JudgeTokens, add_judges, judge_money, judge_tokens, unpriced_judges
 from roundhouse.store.lease import all_drivers
 from roundhouse.store.lineage import IDENTITY
 from roundhouse.store.location import AlreadyExists, Location, NotFound
@@ -45,12 +48,18 @@ _TOTAL_OF = {
 """Which total a metric adds to, and its unit in the metric's."""
 
 
-def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds: float) -> dict[str, float]:
+def iteration_cost(
+    config: RunConfig,
+    manifests: Mapping[str, Manifest],
+    seconds: float,
+    judges: Mapping[str, JudgeTokens] | None = None,
+) -> dict[str, float]:
     """The cost metrics of an iteration, for its report; those of validate and train are in their own manifests.
 
     Args:
         manifests: of its complete stages.
         seconds: wall time of the whole iteration.
+        judges: tokens of the rubrics' judges in it, by model.
     """
     stages = [manifest for kind, manifest in manifests.items() if kind != StageKind.REPORT]
     engine = config.generation.replicas * config.generation.gpus_per_replica
@@ -66,13 +75,39 @@ def iteration_cost(config: RunConfig, manifests: Mapping[str, Manifest], seconds
         "cost/bytes_written": float(sum(entry.size for manifest in stages for entry in manifest.files)),
         "cost/stage_attempts": float(sum(manifest.attempt for manifest in stages)),
     }
-    if prices.gpu_hour or prices.cpu_hour:
-        metrics["cost/total"] = (gpu_seconds * prices.gpu_hour + cpu_seconds * prices.cpu_hour) / HOUR
+    used = judges or {}
+    if used:
+        metrics["cost/judge_prompt_tokens"] = math.fsum(each.prompt for each in used.values())
+        metrics["cost/judge_completion_tokens"] = math.fsum(each.completion for each in used.values())
+    if prices.gpu_hour or prices.cpu_hour or prices.judges:
+        resources = (gpu_seconds * prices.gpu_hour + cpu_seconds * prices.cpu_hour) / HOUR
+        metrics["cost/total"] = resources + judge_money(used, prices.judges)
     found = {name: value for manifest in stages for name, value in manifest.metrics.items()}
     if generated := found.get("cost/generated_tokens"):
         wasted = sum(value for name, value in found.items() if is_waste(name))
         metrics["waste/token_fraction"] = wasted / generated
     return metrics
+
+
+def iteration_judges(run: Run, iteration: int, kinds: Iterable[str]) -> dict[str, JudgeTokens]:
+    """Tokens of the rubrics' judges in these stages of an iteration, by model."""
+    found: dict[str, JudgeTokens] = {}
+    for kind in kinds:
+        stage = run.stage(iteration, kind)
+        if (environment := _judged_by(run.config, kind)) is not None and (reference := stage.reference()) is not None:
+            add_judges(found, judge_tokens(read_table(reference, "rollouts"), environment))
+    return found
+
+
+def _judged_by(config: RunConfig, kind: str) -> dict[str, Any] | None:
+    """The section environment, as JSON, of a stage that samples and has a rubric; None of another."""
+    if kind != StageKind.COLLECT and not kind.startswith(StageKind.EVALUATE):
+        return None
+    name = kind.removeprefix(StageKind.EVALUATE).lstrip("-")
+    own = config.evaluation.sets[name].environment if name in config.evaluation.sets else None
+    environment = own or config.environment
+    judged = any(each.rubric is not None for each in environments_in(environment).values())
+    return environment.model_dump(mode="json") if judged else None
 
 
 def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> dict[str, float]:
@@ -112,7 +147,8 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
                                                                                 stored rollouts judged anew (CPU)
         repeated      calls that were on record and had to be made again
 
-    CPU seconds of a driver's process (`roundhouse.store.lease`) outside of the stages that it completed:
+    Money of judges is that of what they read and wrote (`cost.prices.judges`). CPU seconds of a driver's process
+    (`roundhouse.store.lease`) outside of the stages that it completed:
 
         interrupted   its process disappeared: attempts that were killed, without what they used after the last renewal of the
                       lease (10 s, a sixth of its time)
@@ -123,7 +159,8 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
     yet in the journal of their attempt, which is written every `collection.collector.FLUSH_SECONDS`.
 
     Returns:
-        `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}}`.
+        `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}, "unpriced_judge_tokens": {model: …}}`: of the
+        last, prompt and completion tokens together.
 
     Raises:
         LedgerError: an iteration's causes are more than its tokens.
@@ -131,19 +168,19 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
     tokens: dict[str, float] = {}
     seconds: dict[str, float] = {}
     committed: list[Manifest] = []
+    judges: dict[str, JudgeTokens] = {}
     for k in _numbers(run.location / "iterations"):
         manifests = _stages_of(run.location, k)
         committed += manifests.values()
         own = _collected_tokens(run.location, k, manifests)
         _add(tokens, own)
+        add_judges(judges, iteration_judges(run, k, manifests))
         for kind, manifest in manifests.items():
             used = manifest.resources.get("cpu_seconds", 0.0)
             evaluating = kind.startswith(StageKind.EVALUATE) or kind == StageKind.PROMOTE
             if evaluating and kind != StageKind.PROMOTE:
                 _add(tokens, {"evaluated": _generated(run.location, k, kind)})
             if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
-                stage = Stage(run.location / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
-                _add(tokens, _judged(_present(stage)))
                 if repeated := manifest.metrics.get("rollout/repeated_tokens"):
                     _add(tokens, {"repeated": repeated})
             if kind == StageKind.COLLECT:
@@ -158,12 +195,21 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
         manifest = read_manifest(_present(run.checkpoint(version)))
         committed.append(manifest)
         _add(seconds, {"trained": manifest.resources.get("cpu_seconds", 0.0)})
-    _add_replays(run, tokens, seconds)
-    committed += _add_datasets(run, tokens, seconds)
+    _add_replays(run, tokens, seconds, judges)
+    committed += _add_datasets(run, tokens, seconds, judges)
     _add(seconds, _outside_of_stages(run.location, committed))
-    price = run.config.cost.prices.cpu_hour / HOUR
-    money = {cause: used * price for cause, used in seconds.items()} if price else {}
-    return {"tokens": tokens, "cpu_seconds": seconds, "money": money}
+    if written := math.fsum(each.completion for each in judges.values()):
+        tokens["judged"] = written
+    prices = run.config.cost.prices
+    money = {cause: used * prices.cpu_hour / HOUR for cause, used in seconds.items()} if prices.cpu_hour else {}
+    if paid := judge_money(judges, prices.judges):
+        _add(money, {"judged": paid})
+    return {
+        "tokens": tokens,
+        "cpu_seconds": seconds,
+        "money": money,
+        "unpriced_judge_tokens": unpriced_judges(judges, prices.judges),
+    }
 
 
 def _collected_tokens(place: Location, k: int, manifests: Mapping[str, Manifest]) -> dict[str, float]:
@@ -202,13 +248,14 @@ def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[s
     return {cause: used for cause, used in found.items() if used}
 
 
-def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> None:
+def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float], judges: dict[str, JudgeTokens]) -> None:
     """What replays of the run used; their own tokens are those that they sampled."""
     replays = Location(run.config.store) / "replays"
     for name in replays.names():
         place = replays / name
         try:
-            if json.loads(place.read(IDENTITY))["replay"]["run_uid"] != run.uid:
+            identity = json.loads(place.read(IDENTITY))
+            if identity["replay"]["run_uid"] != run.uid:
                 continue
         except NotFound:
             continue
@@ -219,10 +266,14 @@ def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float]) 
                 _add(seconds, {"replayed": manifest.resources.get("cpu_seconds", 0.0)})
                 if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
                     _add(tokens, {"replayed": _generated(place, k, kind)})
+                    table = read_table(_present(_stage_at(place, k, kind)), "rollouts")
+                    add_judges(judges, judge_tokens(table, identity["config"].get("environment", {})))
         _add(seconds, {"replayed": math.fsum(_outside_of_stages(place, committed).values())})
 
 
-def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float]) -> list[Manifest]:
+def _add_datasets(
+    run: Run, tokens: dict[str, float], seconds: dict[str, float], judges: dict[str, JudgeTokens]
+) -> list[Manifest]:
     """What dataset versions of the run used: collected for themselves, branched, or judged anew; their manifests."""
     found: list[Manifest] = []
     datasets = Location(run.config.store) / "datasets"
@@ -237,9 +288,12 @@ def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float])
             "branched" if "branched" in manifest.details else "judged" if "rollouts" in manifest.inputs else "datasets"
         )
         _add(seconds, {cause: manifest.resources.get("cpu_seconds", 0.0)})
-        _add(tokens, _judged(reference, anew=cause == "judged"))
+        table, section = read_table(reference, "rollouts"), run.config.environment.model_dump(mode="json")
+        if cause == "judged":  # those judged anew without a reward are as they were before
+            table, section = table.filter(pc.is_valid(table["reward"])), manifest.details["judge"]["environment"]
+        add_judges(judges, judge_tokens(table, section))
         if cause == "datasets":
-            _add(tokens, {cause: float(pc.sum(read_table(reference, "rollouts")["generated_tokens"]).as_py() or 0)})
+            _add(tokens, {cause: float(pc.sum(table["generated_tokens"]).as_py() or 0)})
         elif cause == "branched":
             turns = read_table(reference, "turns")
             new = turns.filter(turns["trained"])["generation_token_ids"]
@@ -249,24 +303,19 @@ def _add_datasets(run: Run, tokens: dict[str, float], seconds: dict[str, float])
 
 def _generated(place: Location, k: int, kind: str) -> float:
     """Generated tokens in the rows of a stage that samples."""
-    stage = Stage(place / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
-    return float(pc.sum(read_table(_present(stage), "rollouts")["generated_tokens"]).as_py() or 0)
-
-
-def _judged(rollouts: Reference, *, anew: bool = False) -> dict[str, float]:
-    """Tokens that a rubric's judge generated for these rollouts. Those judged anew without a reward are as they were before."""
-    table = read_table(rollouts, "rollouts")
-    table = table.filter(pc.is_valid(table["reward"])) if anew else table
-    rows = table["metrics"].to_pylist()
-    used = math.fsum(dict(row or ()).get("judge_completion_tokens", 0.0) for row in rows)
-    return {"judged": used} if used else {}
+    rollouts = read_table(_present(_stage_at(place, k, kind)), "rollouts")
+    return float(pc.sum(rollouts["generated_tokens"]).as_py() or 0)
 
 
 def _stages_of(place: Location, k: int) -> dict[str, Manifest]:
     """Manifests of an iteration's complete stages, without those of a checkpoint."""
     root = place / f"iterations/{k:06d}"
-    found = {kind: Stage(root / kind, kind=kind, run_id="", iteration=k).reference() for kind in root.names()}
+    found = {kind: _stage_at(place, k, kind).reference() for kind in root.names()}
     return {kind: read_manifest(reference) for kind, reference in found.items() if reference is not None}
+
+
+def _stage_at(place: Location, k: int, kind: str) -> Stage:
+    return Stage(place / f"iterations/{k:06d}/{kind}", kind=kind, run_id="", iteration=k)
 
 
 def _present(stage: Stage) -> Reference:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from roundhouse.health.errors import MISMATCH, REMEMBERED, WATCHED, Alert, Metrics, new_alerts
-from roundhouse.stages.cost import iteration_cost, run_totals, totals_after
+from roundhouse.stages.cost import iteration_cost, iteration_judges, run_totals, totals_after
 from roundhouse.stages.evaluate import set_of, stage_of
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
@@ -55,7 +55,9 @@ def report_iteration(run: Run, iteration: int) -> Reference:
         on_the_way = {kind: m for kind, m in manifests.items() if not overlapped or kind not in BESIDE_TRAINING}
         began = _began(run, iteration, on_the_way)
         wall = time.time() - began
-        metrics = overhead_seconds(on_the_way, wall) | iteration_cost(run.config, manifests, wall)
+        metrics = overhead_seconds(on_the_way, wall) | iteration_cost(
+            run.config, manifests, wall, iteration_judges(run, iteration, manifests)
+        )
         if overlapped:
             waited = (
                 max(0.0, manifests[StageKind.VALIDATE].started_at - began) if StageKind.VALIDATE in manifests else 0.0

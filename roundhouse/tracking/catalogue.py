@@ -267,9 +267,13 @@ CATALOGUE = (
             Entry("cost/cpu_seconds", "(seconds)", "CPU of the processes that ran the stages"),
             Entry("cost/bytes_written", "(sum)", "committed to the store"),
             Entry("cost/generated_tokens", "(sum)", "tokens generated for training"),
+            Entry("cost/judge_prompt_tokens", "(sum)", "read by rubrics' judges, in collection and evaluation"),
+            Entry("cost/judge_completion_tokens", "(sum)", "written by them"),
             Entry("cost/repeated_rollouts", "(count)", "rollouts that needed more than one attempt", "near 0"),
             Entry("cost/stage_attempts", "(count)", "attempts of all stages", "one a stage"),
-            Entry("cost/total", "(sum)", "by the price table, where there is one"),
+            Entry(
+                "cost/total", "(sum)", "by the price table, where there is one; without judges that it has no price of"
+            ),
             Entry("waste/failed_tokens", "(sum)", "of rollouts without a reward", "near 0"),
             Entry("waste/quarantined_tokens", "(sum)", "of rollouts that validation refused", "0"),
             Entry("waste/omitted_tokens", "(sum)", "of groups too small or more than wanted"),

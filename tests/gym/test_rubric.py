@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from typer.testing import CliRunner
 
+from roundhouse.cli import app
 from roundhouse.config.environments import EnvironmentConfig, Rubric
 from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.environments import load_to_serve
@@ -27,6 +29,8 @@ from roundhouse.rollout.rubric import read_verdict, refuse_unfit_rubric
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
 from roundhouse.stages.datasets import dataset_versions
+from roundhouse.stages.report import report_iteration
+from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify as verify_store
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.playground import SAMPLING, ScriptedPolicy, counter_row, rollout_config, says, spec_of
@@ -348,6 +352,9 @@ def test_stored_rollouts_are_judged_anew_at_the_price_of_one_call_each(judge: Ju
     asked = len(judge.requests)
     assert sum(each.metrics.get("judge_calls", 0) for each in after) == asked > 0
     assert bill_of(run)["tokens"]["judged"] == 7 * asked
+    assert bill_of(run)["unpriced_judge_tokens"] == {"judge-1": 37 * asked}
+    shown = CliRunner().invoke(app, ["runs", "cost", run.run_id, "--store", run.config.store]).stdout
+    assert f"judge-1: {37 * asked:,} tokens without a price" in shown
     rescore(run.config.store, run.run_id, "again", overrides=[override])
     assert len(judge.requests) == asked, "the store has the answers"
     assert bill_of(run)["tokens"]["judged"] == 7 * asked
@@ -360,6 +367,46 @@ def test_stored_rollouts_are_judged_anew_at_the_price_of_one_call_each(judge: Ju
     assert {(each.status, each.reward, each.failure_code) for each in read_rollouts(version)} == {
         (Status.FAILED, None, "judge_refused")
     }
+
+
+def test_judges_are_paid_by_the_token_each_by_its_model_and_one_without_a_price_is_named(tmp_path: Path) -> None:
+    """A mixture of four judges and one function; of the iteration's report and the bill alike."""
+    judges: dict[str, Any] = {
+        name: {"base_url": "http://h/v1", "model": model}
+        for name, model in (("a", "large"), ("b", "small"), ("c", "unknown"))
+    }
+    parts = {
+        name: {"kind": "calculator", "rubric": {"criteria": {"q": {"question": "?"}}, "judge": judge}}
+        for name, judge in (judges | {"d": {}}).items()
+    } | {"e": {"kind": "calculator"}}
+    run = opened(tmp_path, {"kind": "mixture", "environments": parts})
+    prices = {"judges": {"large": {"prompt": 2, "completion": 10}, "small": {"prompt": 0, "completion": 1}}}
+    config = parse_config(run.config.model_dump(mode="json") | {"cost": {"prices": prices}})
+    run = replace(run, config=config)
+    used = {"judge_prompt_tokens": 1e6, "judge_completion_tokens": 1e5}
+    rollouts = [
+        Rollout(f"{name}/0/t", 0, {}, name, Status.COMPLETED, reward=1.0, metrics={} if name == "e" else used)
+        for name in parts
+    ]
+    collected(run, 1, rollouts)
+    bill = bill_of(run)
+    assert bill["tokens"]["judged"] == 4e5
+    assert bill["money"] == {"judged": pytest.approx(2 + 1 + 0.1)}
+    assert bill["unpriced_judge_tokens"] == {"unknown": 1.1e6}
+    report = read_manifest(report_iteration(run, 1)).metrics
+    assert report["cost/total"] == pytest.approx(3.1)
+    assert (report["cost/judge_prompt_tokens"], report["cost/judge_completion_tokens"]) == (4e6, 4e5)
+
+
+def test_a_budget_in_money_needs_the_price_of_every_judge(judge: JudgeEndpoint) -> None:
+    tree = {"run_id": "r", "environment": {"kind": "calculator", "rubric": judge.rubric()}}
+    budget = {"budget": {"money": 5}}
+    with pytest.raises(
+        ConfigError, match=r"budget\.money is 5, but environment\.rubric\.judge\.model is judge-1.*prices\.judges"
+    ):
+        parse_config(tree | {"cost": budget})
+    free = {"judges": {"judge-1": {"prompt": 0, "completion": 0}}}
+    assert parse_config(tree | {"cost": budget | {"prices": free}}).cost.budget.money == 5
 
 
 def test_rollouts_of_a_program_are_judged_anew_by_a_rubric_alone(judge: JudgeEndpoint) -> None:
