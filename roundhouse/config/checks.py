@@ -360,7 +360,11 @@ def _endpoint(config: RunConfig) -> None:
     generation, placement = config.generation, config.placement
     if generation.backend != "openai":
         return
+    endpoint = generation.endpoint
+    assert endpoint is not None, "refused at load (config.generation)"
     temperature, inflight = generation.sampling.temperature, inflight_requests(config)
+    warm = temperature != 1 and endpoint.kind != "text"
+    unproved = endpoint.weight_update == "sglang" and config.validation.recompute_tolerance is None
     for unfit, key, value, remedy in (
         (generation.engine_url is not None, "generation.engine_url", generation.engine_url, "Leave it out"),
         (generation.replicas != 1, "generation.replicas", generation.replicas, "Leave it out: the server has its own"),
@@ -368,8 +372,10 @@ def _endpoint(config: RunConfig) -> None:
         (generation.threads > 0, "generation.threads", generation.threads, "Leave it out"),
         (generation.weight_sync != "store", "generation.weight_sync", generation.weight_sync, "Set it to store"),
         (inflight != "drain", "generation.inflight_requests", inflight, "Set it, or asynchrony.refit, to drain"),
-        (temperature != 1, "generation.sampling.temperature", temperature, "Set it to 1: the server returns log-probabilities "
+        (warm, "generation.sampling.temperature", temperature, "Set it to 1: the server returns log-probabilities "
          "of the model itself"),
+        (unproved, "validation.recompute_tolerance", None, "Set it: nothing else holds an SGLang server's weights against "
+         "its answers"),
         (placement.colocation != "none", "placement.colocation", placement.colocation, "Leave it out"),
         (bool(placement.engine_sleeps), "placement.engine_sleeps", placement.engine_sleeps, "Leave it out"),
         (isinstance(config.rollout.distribution, JobShards), "rollout.distribution.kind", "job", "Set it to process: requests "

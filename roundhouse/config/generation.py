@@ -167,18 +167,35 @@ class MegatronCoreGeneration(Section):
 
 
 class Endpoint(Section):
-    """A server of OpenAI's completions API that returns token IDs and log-probabilities, as vLLM's does."""
+    """A server that runs already, and what it can do."""
 
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     """Its base URL, without /v1."""
     model: str
     """The name that it serves the policy by."""
+    kind: Literal["tokens", "sglang", "text"] = "tokens"
+    """What is asked of it. tokens: OpenAI's completions from token IDs, with the token IDs of the answer and their
+    log-probabilities, as vLLM's server returns them. sglang: the same by SGLang's /generate. text: OpenAI's completions of
+    plain text, from any server; without log-probabilities it serves evaluations and collections, no training."""
     api_key_variable: VariableName | None = None
     """Environment variable that holds its key."""
-    weight_update: Literal["vllm"] | None = None
-    """How it takes new weights. vllm: it loads the checkpoint's directory, which it sees at the same path, and proves it, as
-    vLLM's server with VLLM_SERVER_DEV_MODE=1 and `--worker-extension-cls roundhouse.generation.vllm_worker.RefitExtension`.
-    Unset: it holds the policy that `policy` names, and serves evaluations of that and collections with it, no training."""
+    weight_update: Literal["vllm", "sglang"] | None = None
+    """How it takes new weights: it loads the checkpoint's directory, which it sees at the same path. vllm: it proves that it
+    computes with them, as vLLM's server with VLLM_SERVER_DEV_MODE=1 and
+    `--worker-extension-cls roundhouse.generation.vllm_worker.RefitExtension`. sglang: by /update_weights_from_disk; the server
+    names the version in every answer, and only `validation.recompute_tolerance` holds its log-probabilities against the
+    weights. Unset: it holds the policy that `policy` names, and serves evaluations of that and collections with it, no
+    training."""
+
+    @model_validator(mode="after")
+    def _update_of_its_kind(self) -> Self:
+        needed = {"vllm": "tokens", "sglang": "sglang"}
+        if self.weight_update is not None and self.kind != needed[self.weight_update]:
+            raise ValueError(
+                f"endpoint.weight_update is {self.weight_update}, but endpoint.kind is {self.kind}. Set kind to "
+                f"{needed[self.weight_update]}, or leave weight_update out."
+            )
+        return self
 
 
 class GenerationConfig(Section):

@@ -162,7 +162,7 @@ class ChatServer:
             message, finish_reason = self.codec.message(
                 generated, request.tools, only_first_call=request.only_first_call
             )
-            log_probs = self.codec.log_probs(generated) if request.logprobs else None
+            log_probs = self.codec.log_probs(generated) if request.logprobs and generated.log_probs else None
             message["prompt_token_ids"] = prompt.token_ids
             message["generation_token_ids"] = generated.token_ids
             message["generation_log_probs"] = generated.log_probs

@@ -106,6 +106,9 @@ def _exchange(
         answer = read_completion(reply.content, 0.0, url + PATH)
     except RoundhouseError as error:
         return _refused(error)
+    text_alone = config.endpoint is not None and config.endpoint.kind == "text"  # says so, and is not trained with
+    if not text_alone and (problem := _measured(answer)) is not None:
+        return problem
     return _tokens_kept(client, url, body, answer) or (_calls_read(client, url, config, tools[0]) if tools else None)
 
 
@@ -124,15 +127,20 @@ def _refused(error: Exception) -> Problem:
     )
 
 
+def _measured(answer: Completion) -> Problem | None:
+    """Whether each token has a log-probability."""
+    log_probs = answer.generation_log_probs
+    if len(log_probs) == len(answer.generation_token_ids) and math.isfinite(sum(log_probs)):
+        return None
+    return Problem(
+        f"{len(answer.generation_token_ids)} generated tokens with log-probabilities {log_probs}",
+        "the engine does not measure the log-probability of each token that it draws",
+        "Take an engine that does; training needs them.",
+    )
+
+
 def _tokens_kept(client: httpx.Client, url: str, body: dict[str, Any], answer: Completion) -> Problem | None:
     """Whether the tokens make the round trip: the prompt by /tokenize, and the answer at the beginning of the next prompt."""
-    log_probs = answer.generation_log_probs
-    if len(log_probs) != len(answer.generation_token_ids) or not math.isfinite(sum(log_probs)):
-        return Problem(
-            f"{len(answer.generation_token_ids)} generated tokens with log-probabilities {log_probs}",
-            "the engine does not measure the log-probability of each token that it draws",
-            "Take an engine that does; training needs them.",
-        )
     asked: dict[str, Any] = {name: body[name] for name in ("model", "messages", "tools") if name in body}
     prompt = _tokenized(client, asked)
     recorded = [*answer.prompt_token_ids, *answer.generation_token_ids]
@@ -142,7 +150,7 @@ def _tokens_kept(client: httpx.Client, url: str, body: dict[str, Any], answer: C
         **answer.message,
         "prompt_token_ids": answer.prompt_token_ids,
         "generation_token_ids": answer.generation_token_ids,
-        "generation_log_probs": log_probs,
+        "generation_log_probs": answer.generation_log_probs,
     }
     more = [*body["messages"], said, {"role": "user", "content": "Another."}]
     following = None if prompt is None else _tokenized(client, asked | {"messages": more})

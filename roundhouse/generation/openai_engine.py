@@ -3,7 +3,8 @@ that takes a prompt of token IDs and returns token IDs with their log-probabilit
 
 Invariant: only token IDs go there, and only token IDs with log-probabilities come back. Conversations are rendered and tool
 calls read here, with the tokenizer of the policy, so the next prompt begins with exactly the tokens so far. A server that
-returns neither is refused at its start: what it answers could not be trained on, nor proved.
+returns neither is refused at its start: what it answers could not be trained on, nor proved. (`text_engine` serves evaluations
+and collections by such a server, `sglang_engine` everything by SGLang's own routes.)
 
     POST /v1/completions   prompt: [ids], return_token_ids, logprobs ──> token_ids, logprobs.token_logprobs
 
@@ -43,6 +44,24 @@ SEEDS = 2**31
 TOKENS = "return_token_ids"
 
 
+REMEDY = (
+    f"Name a server that knows {TOKENS} and logprobs, such as vLLM's; set generation.endpoint.kind to sglang for SGLang's; or "
+    "to text, and the server serves evaluations and collections, but no training."
+)
+
+
+def read_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Token IDs and log-probabilities of a completion's choice.
+
+    Raises:
+        BadReply: it has none, or not one log-probability for each.
+    """
+    ids, log_probs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+    if not ids or len(log_probs) != len(ids):
+        raise BadReply(f"It returned {len(ids)} token IDs with {len(log_probs)} log-probabilities.")
+    return ids, log_probs
+
+
 class OpenAIEngine:
     """`Engine` over an endpoint."""
 
@@ -50,7 +69,7 @@ class OpenAIEngine:
         assert config.endpoint is not None, "refused at load (config.generation)"
         self.max_model_len = config.max_model_len
         self._endpoint: Endpoint = config.endpoint
-        self._stops = sorted(codec.stop_token_ids)
+        self._codec, self._stops = codec, sorted(codec.stop_token_ids)
         self._app = OpenAIRoutes(codec)
         self._refit_seconds = config.refit_timeout_seconds
         secret = None if (name := config.endpoint.api_key_variable) is None else read_secret(name)
@@ -84,8 +103,7 @@ class OpenAIEngine:
             await self.generate([0, 1], Draw(max_tokens=1, temperature=0.0))
         except BadReply as error:
             raise ConfigError(
-                f"generation.endpoint.url is {url}, whose answers cannot be trained on or checked: {error} Name a server that "
-                f"knows {TOKENS} and logprobs, such as vLLM's."
+                f"generation.endpoint.url is {url}, whose answers cannot be trained on or checked: {error} {REMEDY}"
             ) from error
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
@@ -107,9 +125,9 @@ class OpenAIEngine:
             TOKENS: True,
         }
         choice = await self._complete(body)
-        ids, log_probs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
-        if not ids or len(log_probs) != len(ids):
-            raise BadReply(f"It returned {len(ids)} token IDs with {len(log_probs)} log-probabilities.")
+        return self._generated(*read_tokens(choice))
+
+    def _generated(self, ids: list[int], log_probs: list[float]) -> Generated:
         if not math.isfinite(sum(log_probs)):
             raise EnginePoisoned(f"{self._endpoint.url} returned the log-probabilities {log_probs[:8]}.")
         return Generated(ids, log_probs, "stop" if ids[-1] in self._stops else "length")
@@ -123,12 +141,7 @@ class OpenAIEngine:
             WeightsRefused: there is no way to give the server another version.
             EnginePoisoned: loading failed, and the server may hold a mixture. The next load is whole and proved again.
         """
-        if self._endpoint.weight_update is None:
-            if version != 0:
-                raise WeightsRefused(
-                    f"{self._endpoint.url} holds version 0, and nothing says how it takes another "
-                    f"(generation.endpoint.weight_update), so it cannot hold version {version}."
-                )
+        if self._keeps_weights(version):
             return
         load = {"method": "roundhouse_load", "args": [directory], "timeout": self._refit_seconds}
         try:
@@ -141,6 +154,19 @@ class OpenAIEngine:
             ) from error
         if not proved or any(int(layers) < 1 for layers in proved):
             raise EnginePoisoned(f"Of the server's workers, not each has proved that it holds {directory}: {proved}.")
+
+    def _keeps_weights(self, version: int) -> bool:
+        """Whether the server keeps what it has, which is version 0.
+
+        Raises:
+            WeightsRefused: another version is wanted of such a server.
+        """
+        if self._endpoint.weight_update is None and version != 0:
+            raise WeightsRefused(
+                f"{self._endpoint.url} holds version 0, and nothing says how it takes another "
+                f"(generation.endpoint.weight_update), so it cannot hold version {version}."
+            )
+        return self._endpoint.weight_update is None
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         ids = list(token_ids)

@@ -107,7 +107,8 @@ class Generated:
 
     token_ids: list[int]
     log_probs: list[float]
-    """Natural logarithms under the distribution that was sampled from, one a token."""
+    """Natural logarithms under the distribution that was sampled from, one a token; none of an engine that has none, whose
+    answers are not trained on."""
     finish_reason: str
     """stop or length."""
     versions: list[tuple[int, int]] | None = None

@@ -257,6 +257,7 @@ def token_problem(item: Mapping[str, Any], *, strict: bool = False) -> str:
 
     Args:
         strict: token IDs must be whole numbers. What else they may be is checked against the vocabulary when they are used.
+            There may be no log-probabilities: an engine over a server of text has none.
     """
     given = [name for name in TOKEN_FIELDS if item.get(name) is not None]
     if not given:
@@ -266,7 +267,7 @@ def token_problem(item: Mapping[str, Any], *, strict: bool = False) -> str:
     prompt, generation, log_probs = (item[name] for name in TOKEN_FIELDS)
     if not (isinstance(prompt, list) and isinstance(generation, list) and isinstance(log_probs, list)):
         return "token fields are lists of numbers"
-    if len(generation) != len(log_probs):
+    if len(generation) != len(log_probs) and (log_probs or not strict):
         return f"{len(generation)} generated tokens and {len(log_probs)} log-probabilities"
     if strict and not {*map(type, prompt), *map(type, generation)} <= {int}:
         return "token IDs must be whole numbers"

@@ -10,6 +10,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from roundhouse.config.environments import (
     AgentEnvironment,
@@ -21,6 +22,7 @@ from roundhouse.config.environments import (
     WorkerEnvironment,
     environments_in,
 )
+from roundhouse.config.generation import Endpoint
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
@@ -136,11 +138,17 @@ def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> Non
     endpoint = config.generation.endpoint
     if endpoint is None:
         return
+    if trains and endpoint.kind == "text" and config.offline is None:
+        raise ConfigError(
+            f"generation.endpoint.kind is text, so {endpoint.url} returns neither token IDs nor log-probabilities: evaluations "
+            "and collections work with --version 0, training does not. Name a server that returns them, and set kind "
+            "to tokens or sglang."
+        )
     if trains and endpoint.weight_update is None and config.offline is None:
         raise ConfigError(
             f"generation.endpoint.weight_update is unset, so {endpoint.url} keeps the weights that it has: evaluations and "
-            "collections work with --version 0, training does not. Set it to vllm, if the server can read a checkpoint's "
-            "directory."
+            "collections work with --version 0, training does not. Set it to vllm or sglang, if the server can read a "
+            "checkpoint's directory."
         )
     if not remote:
         return
@@ -158,6 +166,46 @@ def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> Non
             f"generation.endpoint.url is {endpoint.url}, whose /v1/models {problem}. Start the server, or correct the section "
             "generation.endpoint."
         )
+    if endpoint.kind != "text":
+        try:
+            _refuse_no_tokens(endpoint, headers, config.generation.request_timeout_seconds)
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"generation.endpoint.url is {endpoint.url}, which does not draw a token within "
+                f"generation.request_timeout_seconds ({type(error).__name__}: {error}). Start the server again, or raise it."
+            ) from error
+
+
+def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: float) -> None:
+    """Draw one token as the engine will, and see that it comes with its ID and log-probability.
+
+    Raises:
+        ConfigError: it does not.
+        httpx.HTTPError: the server does not answer within `seconds`.
+    """
+    import httpx
+
+    from roundhouse.generation import openai_engine, sglang_engine
+    from roundhouse.generation.protocol import BadReply, EngineUnreachable
+
+    path = "/v1/completions"
+    body: dict[str, Any] = {"model": endpoint.model, "prompt": [0, 1], "max_tokens": 1, "logprobs": 0}
+    body[openai_engine.TOKENS] = True
+    if endpoint.kind == "sglang":
+        path = "/generate"
+        body = {"input_ids": [0, 1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    reply = httpx.post(endpoint.url + path, json=body, headers=headers, timeout=seconds)
+    try:
+        if endpoint.kind == "sglang":
+            sglang_engine.read_tokens(reply.json()["meta_info"])
+        else:
+            openai_engine.read_tokens(reply.json()["choices"][0])
+    except (BadReply, EngineUnreachable, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"generation.endpoint.url is {endpoint.url}, whose {path} answers {reply.status_code} with no token IDs with "
+            f"log-probabilities ({reply.text[:200]!r}), as generation.endpoint.kind {endpoint.kind} needs them: its answers "
+            f"cannot be trained on. {openai_engine.REMEDY}"
+        ) from error
 
 
 def _has_tasks(config: RunConfig, remote: bool) -> bool:

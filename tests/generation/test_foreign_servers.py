@@ -1,0 +1,180 @@
+"""Servers of others besides vLLM's as the engine of a run: one that returns text alone, and SGLang's routes (a stand-in)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundhouse.config.loading import parse_config
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.generation.chat import ChatCodec
+from roundhouse.generation.protocol import Draw, EnginePoisoned
+from roundhouse.generation.sglang_engine import SGLangEngine
+from roundhouse.stages.checkpoint import publish
+from roundhouse.stages.collect import collect_iteration, read_rollouts
+from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.preflight import refuse_unready
+from roundhouse.stages.refit import engine_at, engine_service, refit_iteration
+from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.validate import validate_iteration, vocabulary_size
+from roundhouse.store.directories import checkpoint_cache
+from roundhouse.store.manifest import Reference, model_location
+from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import read_manifest
+from roundhouse.trajectories.records import Status
+from roundhouse.trajectories.validation import validate
+from tests.generation.foreign_servers import FakeSGLang, PlainServer
+from tests.generation.test_openai_engine import settings
+from tests.gym.playground import serving
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", "a-key")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = open_run(parse_config(settings(tmp_path_factory.mktemp("policy"), NOWHERE)))
+    starting_policy(run)
+    return model_location(run.checkpoint(0).location).local_path
+
+
+def run_at(directory: Path, url: str, model: Path, more: dict[str, Any] | None = None, **endpoint: Any) -> Run:
+    tree = settings(directory, url, **endpoint) | {"policy": {"kind": "pretrained", "path": str(model)}} | (more or {})
+    return open_run(parse_config(tree))
+
+
+# A server that returns text alone -------------------------------------------------------------------------------------
+
+
+def test_a_server_of_plain_text_serves_evaluations_and_collections(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = PlainServer(["1 2 3 4 5 6", "no"])
+    with serving(server.app) as url:
+        run = run_at(tmp_path, url, model, kind="text")
+        refuse_unready(run.config, trains=False)
+        refit_iteration(run, 1, starting_policy(run))
+        evaluated = evaluate_version(run, 0, engine_service(run).url)
+        rollouts = read_rollouts(evaluated)
+        assert {rollout.status for rollout in rollouts} == {Status.COMPLETED}
+        assert [rollout.items[-1]["content"][0]["text"] for rollout in rollouts] == ["1 2 3 4 5 6", "no"]
+        assert "serves evaluations and collections, no training" in caplog.text
+        asked = server.requests[-1]
+        assert asked["prompt"].endswith("<|im_start|>assistant\n")
+        assert asked["stop"] == ["<|im_end|>"]
+        collection = collect_iteration(run, 1, refit_iteration(run, 1, starting_policy(run)), engine_at(run, 0))
+    found = read_rollouts(collection)
+    assert {rollout.reward for rollout in found} == {0.0}
+    assert {rollout.turns[0].policy_version for rollout in found} == {0}
+    checked = validate(found, run.config.validation, vocabulary_size=10**6, policy_version=0)
+    assert {row["reason"] for row in checked.quarantine.to_pylist()} == {"log_prob_count"}
+
+
+def test_a_tool_call_in_its_text_is_carried_out_and_the_conversation_goes_on(model: Path, tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1+1"}}\n</tool_call>'
+    server = PlainServer([call, "2"])
+    with serving(server.app) as url:
+        run = run_at(
+            tmp_path, url, model, {"environment": {"kind": "calculator"}, "rollout": {"concurrency": 1}}, kind="text"
+        )
+        refit_iteration(run, 1, starting_policy(run))
+        first = read_rollouts(evaluate_version(run, 0, engine_service(run).url))[0]
+    assert (first.status, len(first.turns)) == (Status.COMPLETED, 2)
+    assert [item["output"] for item in first.items if item["type"] == "function_call_output"] == ["2"]
+
+
+def test_training_with_it_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    with serving(PlainServer(["four"]).app) as url:
+        with pytest.raises(ConfigError, match=r"endpoint\.kind is text, .* training does not\. .* tokens or sglang"):
+            refuse_unready(run_at(tmp_path / "text", url, model, kind="text").config)
+        for kind, update in (("tokens", "vllm"), ("sglang", "sglang")):
+            run = run_at(tmp_path / kind, url, model, kind=kind, weight_update=update)
+            with pytest.raises(ConfigError, match=rf"no token IDs with log-probabilities .*kind {kind} .*to text"):
+                refuse_unready(run.config)
+
+
+# SGLang's routes ------------------------------------------------------------------------------------------------------
+
+
+def iterate(run: Run, iterations: int) -> list[Reference]:
+    """Train stages of so many iterations."""
+    checkpoint, updates = starting_policy(run), list[Reference]()
+    for k in range(1, iterations + 1):
+        rollouts = collect_iteration(run, k, refit_iteration(run, k, checkpoint), engine_at(run, k - 1))
+        sequences = validate_iteration(run, k, rollouts, vocabulary_size(run))
+        updates.append(train_iteration(run, k, sequences, checkpoint, checkpoint_cache(run.config)))
+        checkpoint = publish(run, updates[-1])
+    release_trainer()
+    return updates
+
+
+def test_a_run_trains_by_sglangs_routes_and_computes_what_the_server_reports(model: Path, tmp_path: Path) -> None:
+    server = FakeSGLang(model)
+    with serving(server.app) as url:
+        run = run_at(tmp_path, url, model, kind="sglang", weight_update="sglang")
+        refuse_unready(run.config)
+        for update in iterate(run, 2):
+            assert read_manifest(update).metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    loads = [body for kind, body in server.requests if kind == "update"]
+    assert [body["weight_version"].rpartition("-")[0] for body in loads] == ["roundhouse-0", "roundhouse-1"]
+    assert loads[0]["model_path"] != loads[1]["model_path"]
+
+
+def test_weights_that_the_server_only_claims_to_hold_make_no_version(model: Path, tmp_path: Path) -> None:
+    """Nothing but the comparison of log-probabilities can tell."""
+    train = settings(tmp_path, NOWHERE)["train"] | {"optimizer": {"learning_rate": 0.03}}
+    far = {"train": train, "validation": {"recompute_tolerance": 1e-3}}
+    with serving(FakeSGLang(model, obeys=False).app) as url:
+        run = run_at(tmp_path, url, model, far, kind="sglang", weight_update="sglang")
+        with pytest.raises(DataError, match=r"max_mismatched_fraction"):
+            iterate(run, 2)
+
+
+async def test_answers_by_other_weights_than_were_given_are_refused(model: Path, tmp_path: Path) -> None:
+    server = FakeSGLang(model)
+    with serving(server.app) as url:
+        config = run_at(tmp_path, url, model, kind="sglang", weight_update="sglang").config.generation
+        engine = SGLangEngine(config, ChatCodec(str(model), config.max_model_len))
+        await engine.start()
+        await engine.load_weights(str(model), 3)
+        drawn = await engine.generate([3, 4, 5], Draw(max_tokens=4, seed=1))
+        assert drawn == await engine.generate([3, 4, 5], Draw(max_tokens=4, seed=1))
+        assert len(await engine.score([3, 4, 5])) == 2
+        server.version = "default"  # it was started again
+        with pytest.raises(EnginePoisoned, match="answers by the weights 'default'"):
+            await engine.generate([3, 4, 5], Draw(max_tokens=4))
+        with pytest.raises(EnginePoisoned, match=r"Failed to get weights iterator.* same path"):
+            await engine.load_weights(str(tmp_path / "nowhere"), 4)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more", "message"),
+    [
+        ({"kind": "text", "weight_update": "vllm"}, {}, r"weight_update is vllm, but endpoint\.kind is text.*tokens"),
+        ({"weight_update": "sglang"}, {}, r"weight_update is sglang, but endpoint\.kind is tokens.*sglang"),
+        (
+            {"kind": "sglang", "weight_update": "sglang"},
+            {"validation": {"recompute_tolerance": None}},
+            r"recompute_tolerance is None\. Set it: nothing else",
+        ),
+    ],
+    ids=["text", "kind", "unproved"],
+)
+def test_a_kind_of_server_that_cannot_do_it_is_refused_at_load(
+    tmp_path: Path, endpoint: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(settings(tmp_path, NOWHERE, **endpoint) | more)
+
+
+def test_any_temperature_is_drawn_at_where_no_log_probability_is_wanted(tmp_path: Path) -> None:
+    tree = settings(tmp_path, NOWHERE, kind="text")
+    tree["generation"]["temperature"] = 0.7
+    assert parse_config(tree).generation.sampling.temperature == 0.7
